@@ -61,5 +61,8 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["mock-scheduler = mock_scheduler.cli:main"]},
+    entry_points={
+        "console_scripts": ["mock-scheduler = mock_scheduler.cli:main"],
+        "pytest11": ["mock_scheduler = mock_scheduler.pytest_plugin"],
+    },
 )

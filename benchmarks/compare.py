@@ -38,12 +38,12 @@ from safetensors import safe_open
 
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED
 from mock_scheduler.compare.measure.blocks import num_threads
-from mock_scheduler.compare.walk.walk import compare_traces
+from mock_scheduler.compare.walk.traces import compare_traces
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, even_split
 
 _ROWS, _COLUMNS = 4096, 4096

@@ -42,8 +42,10 @@ from rich.table import Table
 
 from mock_scheduler.adapters.padded import ROLL_AGENTIC, PaddedCodec
 from mock_scheduler.batch import RolloutBatch, SamplingParams
-from mock_scheduler.recording import Contract, RecordingReader, StepInfo, open_recording
-from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")

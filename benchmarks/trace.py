@@ -37,7 +37,7 @@ from rich.table import Table
 
 from benchmarks.layouts.cases import Case, build_config
 from benchmarks.layouts.options import merge_changes
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceConfig
 from pipelines.config.schema import PipelineConfig

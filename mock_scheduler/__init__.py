@@ -6,10 +6,14 @@ no torch. ``docs/api.md`` lists them with their docstrings, and ``docs/python.md
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from mock_scheduler.support.version import VERSION
+
+__version__ = VERSION
 
 #: The public names by what they are for, with the modules that define them.
 PUBLIC_NAMES: dict[str, dict[str, str]] = {
@@ -43,17 +47,17 @@ PUBLIC_NAMES: dict[str, dict[str, str]] = {
         "TraceKey": "mock_scheduler.trace.entries",
     },
     "Verdicts": {
-        "compare": "mock_scheduler.api.verdicts",
-        "check_replicas": "mock_scheduler.api.verdicts",
-        "align": "mock_scheduler.api.alignments",
-        "Verdict": "mock_scheduler.api.verdicts",
+        "compare": "mock_scheduler.api.compare",
+        "check_replicas": "mock_scheduler.api.compare",
+        "align": "mock_scheduler.api.align",
+        "Verdict": "mock_scheduler.api.compare",
         "VerdictKind": "mock_scheduler.verdict.verdict",
         "Divergence": "mock_scheduler.verdict.divergences",
         "Proof": "mock_scheduler.verdict.verdict",
         "Suspicion": "mock_scheduler.compare.noise.suspicions",
         "Localisation": "mock_scheduler.verdict.localisation",
         "Consequence": "mock_scheduler.verdict.consequence.figures",
-        "Alignment": "mock_scheduler.api.alignments",
+        "Alignment": "mock_scheduler.api.align",
         "ReplicaResult": "mock_scheduler.verdict.results",
     },
     "Rollout correction": {
@@ -84,15 +88,15 @@ PUBLIC_NAMES: dict[str, dict[str, str]] = {
 _MODULES = {name: module for names in PUBLIC_NAMES.values() for name, module in names.items()}
 
 if TYPE_CHECKING:
-    from mock_scheduler.api.alignments import Alignment as Alignment
-    from mock_scheduler.api.alignments import align as align
+    from mock_scheduler.api.align import Alignment as Alignment
+    from mock_scheduler.api.align import align as align
+    from mock_scheduler.api.compare import Verdict as Verdict
+    from mock_scheduler.api.compare import check_replicas as check_replicas
+    from mock_scheduler.api.compare import compare as compare
     from mock_scheduler.api.recordings import Recording as Recording
     from mock_scheduler.api.recordings import read_recording as read_recording
     from mock_scheduler.api.traces import Trace as Trace
     from mock_scheduler.api.traces import open_trace as open_trace
-    from mock_scheduler.api.verdicts import Verdict as Verdict
-    from mock_scheduler.api.verdicts import check_replicas as check_replicas
-    from mock_scheduler.api.verdicts import compare as compare
     from mock_scheduler.batch import RolloutBatch as RolloutBatch
     from mock_scheduler.batch import SampleIdentity as SampleIdentity
     from mock_scheduler.batch import SamplingParams as SamplingParams
@@ -149,3 +153,15 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
+
+
+class _Door(ModuleType):
+    """Keeps the functions ``compare`` and ``align`` visible beside the packages of the same names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # The import system binds a package to its parent, in the place of the function.
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Door

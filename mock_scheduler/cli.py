@@ -3,9 +3,9 @@
 The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its name.
 
 Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its
-work in its own body. A failure that the user can act on is one message on stderr and the exit code of
-``errors.ExitCode``; a usage error, or a file that cannot be read or written, exits with 5. Anything unforeseen is a
-traceback and exit code 70, never 1: that is a verdict.
+work in its own body. A failure in the user's hands is one message on stderr and the exit code of
+``errors.ExitCode``; a usage error, or an unreadable file, exits with 5. Anything unforeseen is a traceback and exit
+code 70, never 1: 1 is a verdict.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from mock_scheduler import __version__
 from mock_scheduler.errors import ExitCode, MockSchedulerError
+from mock_scheduler.support.version import VERSION
 
 if TYPE_CHECKING:
     from mock_scheduler.config.loading import ConfigSource
@@ -186,9 +186,8 @@ def compare(
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
-    from mock_scheduler.commands.common import parse_steps
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.run_folder.inputs import parse_selection
+    from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
 
     options = CompareOptions(
         selection=parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ()),
@@ -213,9 +212,8 @@ def replicas(
     ] = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
-    from mock_scheduler.commands.common import parse_steps
-    from mock_scheduler.commands.replicas import run_replicas  # imports torch: not for --help
-    from mock_scheduler.run_folder.inputs import parse_selection
+    from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
+    from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
     raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify))
@@ -277,7 +275,7 @@ def config(config_name: ConfigName, overrides: Overrides = None, config_path: Co
 @app.command()
 def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Describe a recording and its steps."""
-    from mock_scheduler.commands.inspect import run_inspect  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_inspect  # imports torch: not for --help
 
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
 
@@ -285,7 +283,7 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 @app.command()
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Read all of a recording and check every digest; exit code 5 where anything was changed."""
-    from mock_scheduler.commands.verify import run_verify  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
@@ -299,7 +297,7 @@ def diff(
     json_path: JsonOutput = None,
 ) -> None:
     """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
-    from mock_scheduler.commands.diff import run_diff  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
 
@@ -319,7 +317,7 @@ def show(
     ] = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
-    from mock_scheduler.commands.show import run_show  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_show  # imports torch: not for --help
 
     code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
     raise typer.Exit(code)
@@ -373,7 +371,7 @@ def replay_actions(
     ] = None,
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
-    from mock_scheduler.commands.replay_actions import run_replay_actions  # imports Hydra: not for --help
+    from mock_scheduler.commands.launch import run_replay_actions  # imports Hydra: not for --help
 
     source = _source(config_name, config_path, overrides)
     raise typer.Exit(run_replay_actions(source, recording, steps=steps, json_path=json_path, entry=entry))
@@ -395,7 +393,7 @@ def plot(
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(__version__)
+    typer.echo(VERSION)
 
 
 def print_error(message: str) -> None:

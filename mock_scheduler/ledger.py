@@ -1,7 +1,7 @@
 """Counts everything that a run built, called, answered from a recording, suppressed and recorded, where it happens.
 
-Contract: counts only grow, from any thread; an engine or environment that is built says so itself, so that a 0 here
-was measured.
+Contract: counts only grow, from any thread; an engine or environment counts itself when it is built, so a 0 here was
+measured.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Ledger:
 
     def count(self, category: Category, name: str, n: int = 1) -> None:
         """Add ``n`` events; raises ``SchedulerError`` for an unknown category or a negative ``n``."""
+        # A name that was misspelt would be a zero that nobody measured.
         if category not in CATEGORIES:
             raise SchedulerError(f"ledger: unknown category {category!r}; known: {', '.join(CATEGORIES)}")
         if n < 0:

@@ -2,11 +2,11 @@
 """Instruments know a training program by these protocols, and find a configuration's program here; imports no torch.
 
 A *program* reads a configuration, trains, and leaves files under the names of ``support.run_files`` in the run's
-``output_dir``. One exists, the pipeline of this repository. The second, any command that starts a training with a
-mapping from keys to its arguments, will stand beside it and be found in the same way.
+``output_dir``. One exists, the pipeline of this repository. The second, any training command with a mapping from keys
+to its arguments, will stand beside it and be found in the same way.
 
 Contract: a program is found by name, in this module alone: by the top-level key ``program`` of a configuration's file,
-as ``module:NAME``, else by ``DEFAULT_PROGRAM``, to which the shipped configurations belong.
+as ``module:NAME``, else by ``DEFAULT_PROGRAM``, the program of the shipped configurations.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Plain: TypeAlias = "int | bool | str | float | None"
 
 
 class RunConfig(Protocol):
-    """The checked configuration of one run, of any program: a pydantic model that has at least these keys.
+    """The checked configuration of one run, of any program: a pydantic model with at least these keys.
 
     ``parallel``, ``rollout_mock``, ``trace``, ``align``, ``order``, ``perturbation`` and ``graft`` are sections of the
     library; an instrument makes a run by overrides of keys in them and of the plain ones. ``max_steps``: training
     steps, from 0. ``precision``: ``float32``, ``bfloat16`` or ``float64``. ``system_envs``: variables of every process.
-    ``resume_from_checkpoint``: the folder that a run goes on from.
+    ``resume_from_checkpoint``: the folder of the checkpoint to go on from.
     """
 
     @property
@@ -100,9 +100,9 @@ class ClipRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """One thing of a case that can be made smaller, at levels 1, 2, ..., each smaller than the one before.
+    """One reducible part of a case, at levels 1, 2, ..., each smaller than the one before.
 
-    ``name``: in words. ``key``: the key that is set, or a name of the program's own. ``original``: the value at level
+    ``name``: in words. ``key``: the key to set, or a name of the program's own. ``original``: the value at level
     0; ``values``: at the levels from 1 on. Where ``kind`` is ``change``, ``key`` is an override of a candidate,
     ``entry`` or ``python``, and its only value, ``None``, leaves it out.
     """
@@ -114,7 +114,7 @@ class Dimension:
     values: tuple[Plain, ...]
 
     def describe(self, level: int, in_effect: Plain = None) -> str:
-        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: the value that came of the level, where it is known."""
+        """``tp 4 → 1``, or ``without a.b=c``; ``in_effect``: the value of the level, where it is known."""
         if self.kind == "change":
             return f"without {self.name}"
         value = self.values[level - 1] if in_effect is None else in_effect
@@ -122,7 +122,7 @@ class Dimension:
 
 
 def halvings(value: int, least: int) -> Iterator[int]:
-    """Yields half of a size, half of that and so on, rounded down, as long as it is not below the least."""
+    """Yields half of a size, a quarter and so on, rounded down, as long as it is not below the least."""
     while value // 2 >= least:
         value //= 2
         yield value
@@ -144,46 +144,46 @@ class ReducedWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducedBatch:
-    """The number of groups of every batch, and the keys of both sides that become other than they were."""
+    """The number of groups of every batch, and the keys of both sides with new values."""
 
     num_groups: int
     values: Mapping[str, Plain]
 
 
 class Reductions(Protocol):
-    """The way in which runs of a program become smaller, for ``minimise`` and ``extract``."""
+    """Makes runs of a program smaller, for ``minimise`` and ``extract``."""
 
     def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
-        """Lists the parts of the workload, which baseline and candidate share, that can be made smaller."""
+        """Lists the reducible parts of the workload; baseline and candidate share it."""
         ...
 
     def reduce_workload(self, config: RunConfig, chosen: Mapping[str, Plain], *, num_parts: int) -> ReducedWorkload:
-        """Gives the keys of a workload in which the dimensions of these keys have these values.
+        """Gives the keys of the workload with the chosen value of each dimension, by the dimension's key.
 
-        ``num_parts``: micro-batches that the layout needs of an update at least.
+        ``num_parts``: the fewest micro-batches of an update under the layout.
         """
         ...
 
     def list_batches(
         self, baseline: RunConfig, *, num_groups: int, num_all: int, max_steps: int
     ) -> Sequence[Mapping[str, Plain]]:
-        """Lists values of keys that keep so many of all groups of a batch, and so many steps, the best ones first."""
+        """Lists values of keys for so many of all groups of a batch, and so many steps, the best ones first."""
         ...
 
     def follow_batch(self, candidate: RunConfig, batch: ReducedBatch) -> dict[str, Plain]:
-        """Gives the keys that a candidate needs beside the batch's, since it makes another number of updates."""
+        """Gives a candidate's keys beside the batch's, since it makes another number of updates."""
         ...
 
     def checkpoint_name(self, step: int) -> str:
-        """Names the folder of the checkpoint that goes on with a step."""
+        """Names the folder of the checkpoint before a step."""
         ...
 
     def describe_seed(self, config: RunConfig) -> str:
-        """Says in a phrase from where the initial weights follow."""
+        """Says in a phrase where the initial weights come from."""
         ...
 
     def first_trained_step(self, config: RunConfig) -> int:
-        """Gives the first step in which the policy itself is trained."""
+        """Gives the first step with training of the policy itself."""
         ...
 
     def begins_alike(self, baseline: RunConfig, candidate: RunConfig) -> bool:
@@ -191,11 +191,11 @@ class Reductions(Protocol):
         ...
 
     def next_step(self, checkpoint: Path) -> int | None:
-        """Gives the step that a run goes on with; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
+        """Gives the next step after a checkpoint; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
         ...
 
     def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
-        """Copies a checkpoint so that a run with other batches may go on from it."""
+        """Copies a checkpoint in a form for a run with other batches."""
         ...
 
 
@@ -203,12 +203,12 @@ class Reductions(Protocol):
 class Program(Protocol):
     """A training program.
 
-    ``schema``: the model of its configurations. ``entry``: the Python module that every process of a run executes;
-    ``session_entry``: the one that makes several runs in one process group, ``None`` where each run has processes of
-    its own; ``replay_entry``: the one that plays recorded actions again, ``None`` where there is none. ``packages``:
-    their sources decide the bits of a run, beside the library's. ``quiet_keys``: keys with values that leave out work
-    and change no training: validation, checkpoints, trackers. ``folder_keys``: keys with values that put all files of a
-    run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
+    ``schema``: the model of its configurations. ``entry``: the Python module of every process of a run;
+    ``session_entry``: the one for several runs in one process group, ``None`` where each run has processes of its own;
+    ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none. ``packages``:
+    their sources decide the bits of a run, beside the library's. ``quiet_keys``: values of keys to leave out work
+    without a change of training: validation, checkpoints, trackers. ``folder_keys``: values of keys to put all files of
+    a run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
     """
 
     @property
@@ -237,18 +237,18 @@ class Program(Protocol):
         ...
 
     def first_step(self, config: RunConfig) -> int:
-        """Gives the step that a run begins with: 0, or the one that its checkpoint goes on with."""
+        """Gives the first step of a run: 0, or the one after its checkpoint."""
         ...
 
     def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
-        """Gives overrides that end a run after a step, as far as nothing else moves, and save nothing on the way.
+        """Gives overrides to end a run after a step, as far as nothing else moves, and to save nothing on the way.
 
         ``last_step`` ``None``: the run keeps its steps.
         """
         ...
 
     def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
-        """Counts, at most, the elements that one token has in a full trace, with their gradients."""
+        """Counts, at most, the elements of one token in a full trace, with their gradients."""
         ...
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:
@@ -256,16 +256,16 @@ class Program(Protocol):
         ...
 
     def plan_order(self, config: RunConfig) -> OrderPlan:
-        """Plans the order in which a run adds; ``ValueError`` where there are ``order_limits``."""
+        """Plans the order of a run's sums; ``ValueError`` where there are ``order_limits``."""
         ...
 
     def load_clip_rule(self, config_path: Path) -> ClipRule:
-        """Reads how a finished run clips from its ``config.yaml``; ``AlignmentError`` where that does not say."""
+        """Reads how a finished run clips from its ``config.yaml``; ``AlignmentError`` where the file does not say."""
         ...
 
 
 def find_program(config_name: str, config_path: str | Path) -> Program:
-    """Finds the program of a configuration; raises ``ConfigError`` where the one that it names is none.
+    """Finds the program of a configuration; raises ``ConfigError`` where the named one is none.
 
     Only the named file is looked at, and the key must stand on a line of its own.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from mock_scheduler.api.verdicts import Verdict
+    from mock_scheduler.api.compare import Verdict
 
 _OPTION = "--mock-scheduler-html"
 
@@ -38,7 +38,7 @@ class AssertAligned(Protocol):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that keeps a page of every comparison that fails."""
+    """Add the option for a page of every failed comparison."""
     group = parser.getgroup("mock-scheduler")
     group.addoption(_OPTION, metavar="DIR", default=None, help="write a page for every failed assert_aligned here")
 
@@ -61,7 +61,7 @@ def assert_aligned(request: pytest.FixtureRequest) -> AssertAligned:
         has_metrics: bool = True,
     ) -> Verdict:
         # Imported here, so that pytest itself loads no torch.
-        from mock_scheduler.api.verdicts import compare
+        from mock_scheduler.api.compare import compare
 
         nonlocal num_failed
         verdict = compare(
@@ -74,6 +74,7 @@ def assert_aligned(request: pytest.FixtureRequest) -> AssertAligned:
             noise=noise,
             has_metrics=has_metrics,
         )
+        # ``suspect`` and ``unverified`` fail too: a test asks for proof, not for the lack of a difference.
         if verdict.passes:
             return verdict
         page = ""

@@ -53,13 +53,12 @@ class RolloutRequest:
     ``policy_version`` is the number of optimizer updates in the weights that are to play. ``batch_size`` counts the
     whole batch; a process with a ``RowShard`` gets its part of it. ``group_size``: trajectories every group
     must have; None where the pipeline does not say. ``data_cursor``: where the pipeline's data stand, as JSON. A
-    recording of another policy version or cursor is refused. ``prompt_digests``: those of the prompts the pipeline
+    recording of another policy version or cursor is refused. ``prompt_digests``: of the prompts the pipeline
     is about to ask for (as in ``RolloutBatch.prompt_digests``), in any order: ``batch_size`` of them, one for each
-    trajectory (that of its first row), or one for each group, whose trajectories then all have it. A batch of other
+    trajectory (its first row's), or one for each group, whose trajectories then all have it. A batch of other
     prompts, live or recorded, is refused. None: not checked.
 
-    Whole numbers may be those of NumPy or torch, and are held as plain ints. Raises ``SchedulerError`` listing every
-    field that is wrong.
+    Whole numbers of NumPy or torch are held as plain ints. Raises ``SchedulerError`` listing every wrong field.
     """
 
     global_step: int
@@ -222,7 +221,7 @@ class SchedulerMethods:
 
 
 def scheduler_methods(real: object) -> SchedulerMethods:
-    """The methods that ``real`` has, each synchronous or asynchronous, and substitutes for those that it lacks.
+    """Find the methods of ``real``, each synchronous or asynchronous, and substitutes for the others.
 
     A scheduler without a method has nothing to suspend, measure, store or release. Raises ``SchedulerError`` where it
     has no ``get_batch``.

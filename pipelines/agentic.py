@@ -1,19 +1,101 @@
 """Entry of the agentic pipeline: ``python -m pipelines.agentic --config-path configs --config-name NAME a.b=c ...``.
 
-Every process of a run starts here. The configuration is loaded and its environment applied before torch, NCCL or
-TransformerEngine can read it; only then is the rest imported.
+Every process of a run starts here: it loads its configuration, applies the environment, does its work and ends with an
+exit code. Contract: importing this imports neither torch nor Megatron, since torch, NCCL and TransformerEngine read the
+environment when they are imported.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from mock_scheduler.determinism.environment import check_settings
+from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.support.processes import end_with_parent
+from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.entry import run_entry
+from pipelines.tracking import report_failure
+
+# Warnings of megatron-core 0.16.1 to 0.19.2 and torch 2.13 on themselves: optional packages that are absent (what is in
+# use is in the run's provenance), deprecated calls between the two, a gradient that Megatron reads to test for None.
+_FOREIGN_WARNINGS = (
+    ".*(Transformer Engine|Apex).*not installed.*",
+    "full scope is deprecated.*",
+    ".*(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated.*",
+    "`load_state_dict` is deprecated.*",
+    "Please use DTensor instead.*",
+    "The .grad attribute of a Tensor that is not a leaf Tensor.*",
+)
+
+
+def _silence_foreign_warnings() -> None:
+    """Keeps warnings that a user cannot act on out of a run's output."""
+    for message in _FOREIGN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def run_entry(
+    arguments: Sequence[str] | None,
+    *,
+    prog: str,
+    check: Callable[[PipelineConfig], None],
+    run: Callable[[PipelineConfig], None],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
+    """Loads the configuration, applies its environment, then calls ``run``; returns the process's exit code.
+
+    ``prog``: in usage errors. ``check`` refuses configurations before anything else. ``run`` imports torch and all else
+    that reads the environment itself. Where a launcher started this process, it ends with it.
+    """
+    end_with_parent(os.environ)
+
+    def load() -> PipelineConfig:
+        # Imports typer, for which a session, whose runs come here without arguments, should not wait.
+        from mock_scheduler.config.loading import parse_config_arguments
+
+        return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
+
+    return attempt_run(load, check=check, run=run, prepare=prepare)
+
+
+def attempt_run(
+    load: Callable[[], PipelineConfig],
+    *,
+    check: Callable[[PipelineConfig], None],
+    run: Callable[[PipelineConfig], None],
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
+    """Makes one run from configuration to end; returns its exit code, and reports a failure as the run's own."""
+    started_s = time.time()
+    global_rank = int(os.environ.get("RANK", "0"))
+    output_dir: Path | None = None
+    try:
+        config = load()
+        output_dir = Path(config.output_dir)
+        check(config)
+        apply_environment(config.system_envs)
+        prepare()
+        run(config)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # The edge of the process; BaseException, since torch.distributed.checkpoint's CheckpointException is no Exception.
+    except BaseException as error:  # noqa: BLE001
+        return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
+    return 0
+
+
+def apply_environment(system_envs: Mapping[str, str]) -> None:
+    """Exports ``system_envs`` into this process, and keeps warnings of other libraries about themselves off its
+    terminal.
+    """
+    apply_system_envs(system_envs, environ=os.environ, modules=sys.modules, launched_with=read_launched_with())
+    _silence_foreign_warnings()
 
 
 def check_replay_is_deterministic(config: PipelineConfig) -> None:
@@ -37,10 +119,10 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
+    """Runs the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
 
-    ``prepare`` is called after the environment was applied and before the pipeline is imported: the place for an
-    entry module of one's own to put another kernel or a patch in (``align.candidates``, key ``entry``).
+    ``prepare`` is called between the environment and the import of the pipeline. A user's own entry module puts another
+    kernel or a patch in there (``align.candidates``, key ``entry``).
     """
     return run_entry(
         arguments, prog="pipelines.agentic", check=check_replay_is_deterministic, run=_run_pipeline, prepare=prepare

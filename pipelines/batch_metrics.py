@@ -1,6 +1,6 @@
-"""Metrics of a rollout batch, computed from its content, so that a replayed batch gives the same numbers.
+"""Metrics of a rollout batch come from its content alone, so a replayed batch gives the same numbers.
 
-Contract: a row is a trajectory, or one of its turns; the same episodes give the same numbers either way, except
+Contract: a row is a trajectory, or one of its turns. The same episodes give the same numbers either way, except
 ``duplicate_rows``, which counts rows.
 """
 
@@ -33,16 +33,18 @@ class _Trajectories:
 
 
 def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Means over trajectories, in float64.
+    """Computes means over trajectories, in float64.
 
-    ``reward``: total reward, the sum over a trajectory's rows rounded to float32 as a row's total is. ``success``:
-    fraction whose last row says so in the extra ``success``, where the batch has one; else whose last turn has a
-    positive reward, which for FrozenLake means that the goal was reached. ``num_turns``: turns. ``num_tokens``: tokens;
-    those that a turn's row repeats from the row before, where it starts with all of that, count once. ``truncated``:
-    fraction whose last row was cut by the turn or length limit. ``duplicate_rows``: number of rows whose content
-    occurred before in the batch. ``group_reward_std``: mean over groups of the population standard deviation of the
-    total reward; 0 means that no group has anything to learn from.
-    Raises ``BatchError`` for an extra ``success`` that is not one bool per row.
+    - ``reward``: total reward, the sum over a trajectory's rows, rounded to float32 as a row's total is.
+    - ``success``: fraction whose last row has the extra ``success``; without this extra, whose last turn has a positive
+      reward (in FrozenLake the goal was reached).
+    - ``num_turns``: turns. ``truncated``: fraction whose last row was cut by the turn or length limit.
+    - ``num_tokens``: tokens. Where a turn's row begins with the whole row before, the repeated tokens count once.
+    - ``duplicate_rows``: number of rows whose content occurred before in the batch.
+    - ``group_reward_std``: mean over groups of the population standard deviation of the total reward; 0 means that no
+      group has anything to learn from.
+
+    Raises ``BatchError`` for an extra ``success`` other than one bool per row.
     """
     trajectories = _find_trajectories(batch)
     rewards = _total_rewards(trajectories)
@@ -60,9 +62,10 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def compute_success_by_tag(batch: RolloutBatch) -> dict[str, float]:
-    """``success/{tag}`` and ``episodes/{tag}``: of each tag's trajectories the fraction that succeeded, and the number.
+    """Computes ``success/{tag}``, the success rate of a tag's trajectories, and ``episodes/{tag}``, their
+    number.
 
-    A tag is that of a trajectory's last row. Raises as ``compute_batch_metrics``.
+    A trajectory has the tag of its last row. Raises as ``compute_batch_metrics``.
     """
     trajectories = _find_trajectories(batch)
     tags = [batch.tags[row] for row in trajectories.last_rows.tolist()]
@@ -76,10 +79,11 @@ def compute_success_by_tag(batch: RolloutBatch) -> dict[str, float]:
 
 
 def compute_success_by_length(batch: RolloutBatch) -> dict[str, float]:
-    """``success/length_{n}`` and ``episodes/length_{n}`` of the trajectories whose shortest solution has n moves.
+    """Computes ``success/length_{n}`` and ``episodes/length_{n}`` of the trajectories whose shortest solution has n
+    moves.
 
-    n is the extra ``optimal_length`` of a trajectory's last row; those where it is negative, which means unknown, and
-    batches without that extra give nothing. Raises ``BatchError`` where it is not one int per row, and as
+    n is the extra ``optimal_length`` of a trajectory's last row; a negative one is unknown and counts nowhere, and a
+    batch without the extra gives nothing. Raises ``BatchError`` where it is not one int per row, and as
     ``compute_batch_metrics``.
     """
     trajectories = _find_trajectories(batch)
@@ -100,7 +104,7 @@ def _find_trajectories(batch: RolloutBatch) -> _Trajectories:
 
 
 def _total_rewards(trajectories: _Trajectories) -> torch.Tensor:
-    """The total reward of each trajectory, float64 ``[N]``, exact in float32; of a single row the one it states."""
+    """Adds up the reward of each trajectory, float64 ``[N]``, exact in float32; a single row keeps its stated total."""
     rewards: list[float] = trajectories.batch.rewards.tolist()
     bounds = zip(trajectories.first_rows.tolist(), trajectories.last_rows.tolist(), strict=True)
     totals = [math.fsum(rewards[first : last + 1]) for first, last in bounds]
@@ -121,7 +125,7 @@ def _successes(trajectories: _Trajectories) -> torch.Tensor:
 
 
 def _new_tokens(batch: RolloutBatch) -> torch.Tensor:
-    """The tokens of each row that its trajectory's row before had not, float64 ``[B]``."""
+    """Counts the tokens of each row that its trajectory's row before did not have, float64 ``[B]``."""
     new = batch.lengths.double()
     rows, index = torch.split(batch.tokens, batch.lengths.tolist()), trajectory_index(batch)
     for row in (torch.nonzero(index.diff() == 0).flatten() + 1).tolist():
@@ -140,7 +144,9 @@ def _group_reward_std(rewards: torch.Tensor, group_index: torch.Tensor, num_grou
 
 
 def _last_values(trajectories: _Trajectories, name: str, kind: Literal["bool", "int"]) -> torch.Tensor | None:
-    """The extra of each trajectory's last row, ``[N]``: a tensor column, or JSON; ``None`` where there is no such."""
+    """Reads the extra of each trajectory's last row, ``[N]``, from a tensor or JSON column; ``None`` where there is
+    none.
+    """
     column = trajectories.batch.extras.get(name)
     if column is None:
         return None

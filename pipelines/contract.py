@@ -12,7 +12,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
-from pipelines.megatron.initial_weights import compute_initial_weights_digest
+from pipelines.megatron.weights import compute_initial_weights_digest
 from pipelines.rollout.plan import first_episode
 
 # What may be the thing that is compared: layout, algorithm, optimizer, precision, kernels.
@@ -34,12 +34,11 @@ _CPU_CAPABILITY = "version.cpu_capability"  # the name of an instruction set
 def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: Mapping[str, str]) -> Contract:
     """Builds every field of the contract.
 
-    A run that goes on from a checkpoint has the contract of the run that began: where its data stand is checked step by
-    step, by the data cursor of each request.
+    A run that goes on from a checkpoint has the contract of its beginning; the data cursor of each request is checked
+    step by step.
 
     Args:
-        config: the run's configuration.
-        tokenizer: the one that its environments share.
+        tokenizer: the one of all environments of the run.
         settings: the determinism settings read back in this process.
     """
     vocab_size = vocab_size_in_effect(config, tokenizer)
@@ -105,9 +104,9 @@ def _may_differ(name: str, value: JSON) -> ContractField:
 
 
 def _match_of(name: str) -> Match:
-    """Says how a field that may differ is compared, which decides the words about a difference.
+    """Says how a field that may differ is compared; the words about a difference follow from it.
 
-    More steps than were recorded are no breach: cache and a resumed dump add them, and mock names each missing step.
+    More steps than recorded are no breach: cache and a resumed dump add them, and mock names each missing step.
     """
     if name == "max_steps":
         return Match.AT_MOST

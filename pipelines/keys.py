@@ -1,4 +1,4 @@
-"""The configuration's keys, with the values that take effect, and what each of them decides."""
+"""Every key of a configuration has a value in effect, and says its effect on a run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from pipelines.config.schema import PipelineConfig
 
 
 def effect_of(key: str) -> Decides:
-    """Returns what a dotted key of ``PipelineConfig`` decides; raises ``KeyError`` for one that it has not."""
+    """Reads the effect of a dotted key of ``PipelineConfig``; raises ``KeyError`` for an unknown key."""
     return effects_of(PipelineConfig).of(key)
 
 
 def keys_in_effect(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON]:
     """Reads every value by its dotted key, in the order of the schema, as it takes effect.
 
-    Environments that no manager names play no part. Training samples as ``actor_infer`` says, which the schema sees to,
-    and has no key of its own for that; validation has the arguments that are in effect for it.
+    Environments that no manager names play no part. Training samples with ``actor_infer``'s arguments and has no key of
+    its own for them; validation has the arguments in effect for it.
 
     Args:
-        config: the checked configuration.
-        vocab_size: the one in effect, which follows from the environments where the model section has none.
+        vocab_size: the one in effect; it follows from the environments where the model section has none.
     """
     values = config.model_dump(mode="json")
     values["model"]["vocab_size"] = vocab_size

@@ -1,26 +1,32 @@
-"""What a run writes of the inside of its training steps, a trace, a debug dump, both or neither; and what it is given.
+"""Observes a run's training steps: a trace, a debug dump, an operation log, any of them or none; and puts a graft in.
 
-A graft (``GraftConfig``) is put in before anything is traced, so that a trace shows it.
+A graft (``GraftConfig``) is put in before anything is traced, so the trace shows it. The checks of a trace's selection
+are here as well: unknown ranks are refused before anything is built, unmatched globs after the first step with all
+names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.determinism.guard import read_back
+from mock_scheduler.determinism.operations import OperationLogHeader, recorder
+from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from pipelines.clock import Clock
+from mock_scheduler.trace.selection import TraceSelection, describe_unmatched
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
-from pipelines.debug_dump.composite import combine
+from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource
-from pipelines.megatron.probing.interface import TrainingProbe
-from pipelines.megatron.probing.selection import check_patterns
+from pipelines.megatron.probing.interface import TrainingProbe, combine
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime
+from pipelines.tracking import Clock
 
 
 class StepObservation:
@@ -44,7 +50,7 @@ class StepObservation:
 
     @contextmanager
     def step(self, step: int) -> Iterator[TrainingProbe]:
-        """The probe of the block, which trains one step; its files are whole when the block has succeeded.
+        """Gives the probe of the block, in which one step is trained; its files are whole when the block has succeeded.
 
         Raises:
             TraceError, RecordingError: a file cannot be written, a pattern selects nothing, or a graft was not put in.
@@ -79,14 +85,14 @@ class StepObservation:
             graft.check_fired(self._ranks)
 
     def _has_all_names(self, step: int) -> bool:
-        """Whether no later trace has more names: before the first step that trains the policy, some are absent."""
+        """Says whether no later trace has more names: before the first step that trains the policy, some are absent."""
         config = self._config
         first = config.first_policy_step
         return step >= first or not any(config.trace.is_due(later) for later in range(first, config.max_steps))
 
 
 def _open_graft(config: PipelineConfig) -> GraftSource | None:
-    """What the run is to be given; ``None`` where that is nothing."""
+    """Opens the tensors that the run is to be given; ``None`` where the configuration names no trace."""
     graft = config.graft
     if graft.trace_dir is None:
         return None
@@ -96,3 +102,66 @@ def _open_graft(config: PipelineConfig) -> GraftSource | None:
             f"{config.updates_per_step} updates each, so nothing would be put in"
         )
     return GraftSource(graft)
+
+
+@contextmanager
+def record_operations(config: PipelineConfig, output_dir: Path, learner: Learner, *, step: int) -> Iterator[None]:
+    """Writes the operations of this rank in the block to ``{output_dir}/operations``, where ``trace.operations`` is
+    set.
+
+    Every rank writes its own and communicates nothing. Raises ``OSError`` where the file cannot be written.
+    """
+    if not config.trace.operations:
+        yield
+        return
+    header = OperationLogHeader(
+        step=step,
+        global_rank=learner.runtime.global_rank,
+        world_size=learner.runtime.world_size,
+        settings=read_back(os.environ),
+    )
+    chunks = {name: model.chunks for name, model in learner.models.items()}
+    if learner.policy.reference is not None:
+        chunks["reference"] = learner.policy.reference
+    modules = {
+        name if len(of_model) == 1 else f"{name}.chunk{index}": chunk
+        for name, of_model in chunks.items()
+        for index, chunk in enumerate(of_model)
+    }
+    with recorder.record_operations(output_dir, header, modules=modules):
+        yield
+
+
+def check_trace_ranks(config: PipelineConfig) -> None:
+    """Refuses ``trace.ranks`` outside the layout.
+
+    Raises:
+        ConfigError: with these ranks and the number of processes.
+    """
+    world_size = config.parallel.world_size
+    beyond = [global_rank for global_rank in config.trace.ranks or () if global_rank >= world_size]
+    if beyond:
+        raise ConfigError(
+            f"trace.ranks has {', '.join(map(str, beyond))}, but layout {config.parallel.describe()} has "
+            f"{world_size} {'process' if world_size == 1 else 'processes'}: its global ranks are 0 to "
+            f"{world_size - 1}. Remove them from trace.ranks, or set it to null for all ranks"
+        )
+
+
+def check_patterns(selection: TraceSelection, ranks: RankGroup) -> None:
+    """Refuses globs without any match on any rank in a whole step. Collective: each rank knows the names of its own
+    stage.
+
+    Raises:
+        TraceError: on every rank, with each unmatched glob and the names nearest to it.
+    """
+    matched = _gather(selection.matched, ranks)
+    if all(pattern in matched for pattern in selection.patterns):
+        return
+    raise TraceError(describe_unmatched(selection.patterns, _gather(selection.names, ranks), matched=matched))
+
+
+def _gather(texts: Collection[str], ranks: RankGroup) -> frozenset[str]:
+    """The texts of all ranks."""
+    payloads = ranks.gather(json.dumps(sorted(texts)).encode())
+    return frozenset(text for payload in payloads for text in json.loads(payload))

@@ -43,7 +43,7 @@ class PipelineProgram:
         return ("-m", entry, *source.arguments())
 
     def first_step(self, config: RunConfig) -> int:
-        """Reads the step from the name of the checkpoint's folder, which ends in it."""
+        """Reads the step at the end of the name of the checkpoint's folder."""
         number = Path(config.resume_from_checkpoint or "").name.rpartition("_")[2]
         return int(number) if number.isdecimal() else 0
 

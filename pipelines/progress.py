@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: its messages, and a progress bar, or one line per step without a terminal."""
+"""A run shows its messages and a progress bar on the terminal, or one line per step where there is no terminal."""
 
 from __future__ import annotations
 

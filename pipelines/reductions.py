@@ -85,7 +85,7 @@ class PipelineReductions:
         return f"step_{step:06d}"
 
     def describe_seed(self, config: RunConfig) -> str:
-        """Names the seed, from which the initial weights follow."""
+        """Names the seed: the initial weights follow from it."""
         return f"seed {own_config(config).seed}, from which the initial weights follow"
 
     def first_trained_step(self, config: RunConfig) -> int:
@@ -93,7 +93,7 @@ class PipelineReductions:
         return own_config(config).first_policy_step
 
     def begins_alike(self, baseline: RunConfig, candidate: RunConfig) -> bool:
-        """Says whether all keys are alike from which a checkpoint's tensors follow."""
+        """Says whether both runs agree on all keys that decide a checkpoint's tensors."""
         ours, theirs = (own_config(config).model_dump(include=set(_STATE_KEYS)) for config in (baseline, candidate))
         return ours == theirs
 

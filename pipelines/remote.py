@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.base import Decides
-from mock_scheduler.remote.client import TrainingClient
-from mock_scheduler.remote.protocol import with_values
+from mock_scheduler.remote import TrainingClient, with_values
 from mock_scheduler.support.digests import JSON
-from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect

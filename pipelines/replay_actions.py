@@ -21,7 +21,6 @@ from typing import Annotated
 import typer
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
-from mock_scheduler.commands.common import parse_steps
 from mock_scheduler.config.base import Mode
 from mock_scheduler.config.loading import (
     DEFAULT_CONFIG_PATH,
@@ -33,10 +32,11 @@ from mock_scheduler.config.loading import (
 )
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
-from mock_scheduler.recording import RecordingReader
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
@@ -210,7 +210,7 @@ def compare_recording(config: PipelineConfig, dump_dir: str, steps: StepRanges |
 
 
 def _trajectories(batch: RolloutBatch) -> Iterator[list[Trajectory]]:
-    """Yield the rows of each trajectory, which lie side by side, in the order of their turns."""
+    """Yields the rows of each trajectory; they lie side by side, in the order of their turns."""
     for _, rows in groupby(batch.rows(), key=lambda row: row.identity.trajectory_key):
         yield list(rows)
 

@@ -1,8 +1,8 @@
 """Composition root and training loop of the agentic pipeline.
 
-The loop asks the rollout scheduler for one batch per step and trains on it; it never asks which mode it is in. What
-can be refused is refused in this order: settings that did not take effect, environments, the checkpoint to resume, the
-layout, ranks that differ, the output folder, contract and recording; and only then is a model built.
+The loop asks the rollout scheduler for one batch per step and trains on it; it never asks for the mode. A run is
+refused as early as possible, in this order: settings without effect, environments, the checkpoint to resume, the
+layout, ranks that differ, the output folder, contract and recording; only then is a model built.
 """
 
 from __future__ import annotations
@@ -31,44 +31,36 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
-from mock_scheduler.proxy import build_scheduler
+from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.checkpoint import (
-    RunState,
-    check_files,
-    check_same_settings,
-    checkpoint_folder,
-    read_run_state,
-)
-from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.probing.selection import check_trace_ranks
-from pipelines.megatron.process.conflicts import read_setup
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.run_state import RunState, check_files, check_same_settings, checkpoint_folder, read_run_state
+from pipelines.megatron.transformer_config import build_transformer_config, read_setup
+from pipelines.observation import check_trace_ranks
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from pipelines.tracking import MetricsWriter, prepare_output_dir
+from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
 from pipelines.training import build_training, checkpoint_settings
 
 logger = logging.getLogger("pipelines.run")
 
 
 def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
-    """Every request that the run will make, in order; known before anything is built.
+    """Lists every request of the run in order; known before anything is built.
 
     Validation comes before the training of every step that ``eval_steps`` divides, and after the last step where it
-    divides ``max_steps``: so a shorter replay never asks for a validation that a longer recording does not have.
+    divides ``max_steps``. So a shorter replay never asks for a validation that a longer recording lacks.
     """
     requests: list[RolloutRequest] = []
     for step in range(first_step, config.max_steps + 1):
@@ -92,7 +84,7 @@ def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
 
 
 class AgenticPipeline:
-    """The run in this process's place of the layout: builds what it needs, then trains step by step.
+    """The run in this process's place of the layout: builds its parts, then trains step by step.
 
     Every rank must build one and run it. ``settings``: the determinism settings read back in this process.
     """
@@ -246,7 +238,7 @@ class AgenticPipeline:
         self._scheduler.checkpoint_saved(next_step)
 
     def _add_other_ranks(self) -> None:
-        """Make the ledger's count of what was built that of all ranks; the calls are the same on each."""
+        """Adds the objects built on other ranks to the ledger's counts; the calls are the same on each rank."""
         built = self._ledger.as_dict()["built"]
         by_rank = [json.loads(counts) for counts in self._ranks.gather(json.dumps(built).encode())]
         for global_rank, counts in enumerate(by_rank):
@@ -255,7 +247,7 @@ class AgenticPipeline:
                     self._ledger.count("built", name, count)
 
     def _finish(self, wall_s: float, settings: Mapping[str, str]) -> None:
-        """Store and print what the run did, and what it did not do."""
+        """Stores and prints all that the run did and skipped."""
         total = self._clock.total
         validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
         rollout_s = total.get("rollout", 0.0) + validation_s

@@ -1,7 +1,7 @@
-"""Random numbers by name: nothing draws from a global generator, and no seed comes from ``hash()``.
+"""Random numbers have names: nothing draws from a global generator, and no seed comes from ``hash()``.
 
-A stream is named by what it is for, so that its numbers do not depend on the order in which anything is asked for,
-on the number of processes or on ``PYTHONHASHSEED``.
+A stream's name says its purpose, so its numbers depend neither on the order of calls, nor on the number of processes,
+nor on ``PYTHONHASHSEED``.
 """
 
 from __future__ import annotations

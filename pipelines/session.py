@@ -5,9 +5,10 @@ under ``pipelines.agentic``: it leaves the same files with the same bits, its er
 is in its ``log_path``. A status in its ``output_dir`` says when it started and how it ended
 (``mock_scheduler.launch.sessions``).
 
-Contract: runs of one number of processes and equal ``system_envs``; others are refused before anything starts. Where
-every rank fails a run alike, the next one follows; where they do not, the session ends with the run's exit code, and
-the rest is for another session. 0 says that every run was made, not that each succeeded.
+Contract: all runs have the same number of processes and equal ``system_envs``; others are refused before anything
+starts. After a run that ended with the same exit code on every rank the next one follows; otherwise the session ends
+with the run's exit code, and the rest is for another session. Exit code 0 means that every run was made, and says
+nothing of its success.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
-from pipelines.agentic import check_replay_is_deterministic
+from pipelines.agentic import apply_environment, attempt_run, check_replay_is_deterministic
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.entry import apply_environment, attempt_run
 from pipelines.tracking import report_failure
 
 _TERMINAL = (1, 2)
@@ -36,7 +36,7 @@ _TERMINAL = (1, 2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Planned:
-    """A run with its configuration, or with the error of loading it, which becomes the run's own failure."""
+    """A run with its configuration, or with the error of loading it, to be reported as the run's own failure."""
 
     run: SessionRun
     config: PipelineConfig | ConfigError
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         return _make_runs(planned)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # noqa: BLE001 - the edge of the process, as in ``pipelines.entry``
+    except BaseException as error:  # noqa: BLE001 - the edge of the process, as in ``pipelines.agentic``
         return report_failure(error, first_dir, global_rank=_global_rank(), started_s=started_s)
 
 

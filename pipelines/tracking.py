@@ -1,12 +1,17 @@
-"""A run's metrics and files: one JSON object per step, TensorBoard, and what is left when the run ends."""
+"""A run keeps its metrics and files here: one JSON object per step, TensorBoard, seconds by name, and the error at its
+end.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,8 +24,8 @@ from mock_scheduler.support.run_files import ERROR_FILE, METRICS_FILE, TENSORBOA
 class MetricsWriter:
     """Writes metrics on one rank; on all others it does nothing.
 
-    ``resumed_at``: the first step of a resumed run, whose log goes on from there; what an earlier part logged of that
-    step or later ones is dropped, since this part computes it anew. ``None`` starts a new log.
+    ``resumed_at``: the first step of a resumed run. Its log goes on from there, and logged steps from there on are
+    dropped, since this run computes them anew. ``None`` starts a new log.
     """
 
     def __init__(
@@ -60,7 +65,9 @@ class MetricsWriter:
             self._board.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line per step, floats at full precision; a NaN or infinity is written as text, which JSON has none of."""
+        """Writes one line per step, floats at full precision; NaN and infinity become text, since JSON has no such
+        numbers.
+        """
         if self._file is None:
             return
         values = {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
@@ -96,12 +103,13 @@ def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
 
 
 def report_failure(error: BaseException, output_dir: Path | None, *, global_rank: int, started_s: float) -> int:
-    """Say on the terminal and in ``error.json`` why the run ended; returns the process's exit code. Never raises.
+    """Says on the terminal and in ``error.json`` why the run ended; returns the process's exit code. Never raises.
 
-    An error of ours is printed as its message; anything else with its traceback. Of several ranks that fail, the
-    first writes the file and prints the message; the others print one line. A file that cannot be written is said
-    so on the terminal. ``started_s``: when this process started, in seconds since the epoch; an older file is of an
-    earlier run.
+    Our own errors print their message, all others their traceback. Of several failing ranks the first writes the file
+    and prints the message; the others print one line. A problem with the file goes to the terminal.
+
+    Args:
+        started_s: when this process started, in seconds since the epoch; an older file belongs to an earlier run.
     """
     exit_code = failure_exit_code(error)
     content = {
@@ -125,9 +133,9 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
 
 
 def _describe_earlier(error: BaseException) -> str:
-    """What the run was ending with already when ``error`` was raised, such as a step that failed before a write did.
+    """Describes the error that was ending the run already when ``error`` was raised, such as a step's before a write's.
 
-    Nothing for an error that is no message of ours: its traceback holds it.
+    Empty for errors of other libraries: their traceback holds it.
     """
     earlier = None if error.__suppress_context__ else error.__context__
     if earlier is None or not isinstance(error, MockSchedulerError):
@@ -152,3 +160,28 @@ def _claim_error_file(path: Path, content: Mapping[str, Any], *, started_s: floa
     except FileExistsError:
         return False
     return True
+
+
+@dataclass(kw_only=True, slots=True)
+class Clock:
+    """Seconds by name, for one step and for the run."""
+
+    step: dict[str, float] = field(default_factory=dict)
+    total: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to ``time/{name}``."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed_s = time.perf_counter() - started_s
+            for table in (self.step, self.total):
+                table[name] = table.get(name, 0.0) + elapsed_s
+
+    def take(self) -> dict[str, float]:
+        """This step's seconds as metrics, and start the next step's."""
+        metrics = {f"time/{name}": seconds for name, seconds in self.step.items()}
+        self.step = {}
+        return metrics

@@ -1,6 +1,6 @@
-"""Who trains a run's steps: this run's own model, or a training service.
+"""A run's steps are trained by its own model, or by a training service.
 
-Contract: made in two parts. The constructor refuses what can be refused; ``build`` makes the model, or greets the
+Contract: made in two parts. The constructor refuses all that can be refused; ``build`` makes the model, or greets the
 service, when nothing else can fail any more. Every rank makes one and calls the same methods.
 """
 
@@ -18,24 +18,24 @@ from mock_scheduler.errors import SchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.files import remove_steps_from
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
-from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, save_checkpoint
+from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.run_state import RunState, fixed_settings
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.observation import StepObservation
-from pipelines.operations import record_operations
+from pipelines.observation import StepObservation, record_operations
+from pipelines.tracking import Clock
 
 if TYPE_CHECKING:
     from pipelines.remote import RemoteLearner
 
 
 class Training(Protocol):
-    """What the loop asks of whoever trains. ``layout``, ``world_size``: of the model, once it was built."""
+    """The loop's view of its trainer. ``layout``, ``world_size``: of the model, once it was built."""
 
     layout: str
     world_size: int
@@ -44,7 +44,7 @@ class Training(Protocol):
         """Make the model; of a resumed run, as its checkpoint has it."""
 
     def make_way(self, step: int) -> None:
-        """Remove what an earlier part of a resumed run wrote of this step and later ones. One rank calls it."""
+        """Removes files of this step and later ones, left by an earlier part of a resumed run. One rank calls it."""
 
     @property
     def policy(self) -> PolicyTrainer:
@@ -59,7 +59,7 @@ class Training(Protocol):
         """Write a checkpoint."""
 
     def state_dict(self) -> Mapping[str, JSON]:
-        """What a checkpoint keeps besides model and optimizer."""
+        """Returns the trainer's state besides model and optimizer, for a checkpoint."""
         ...
 
     def finish(self) -> None:
@@ -127,7 +127,7 @@ class OwnTraining:
         save_checkpoint(folder, self.learner, state)
 
     def state_dict(self) -> Mapping[str, JSON]:
-        """Of the learner."""
+        """Returns the learner's state."""
         return self.learner.state_dict()
 
     def finish(self) -> None:
@@ -196,7 +196,7 @@ def build_training(
     clock: Clock,
     is_resumed: bool,
 ) -> Training:
-    """Who trains this run, as ``training_service.url`` says."""
+    """Builds the trainer of this run, as ``training_service.url`` says."""
     url = config.training_service.url
     if url is not None:
         return ServiceTraining(config, tokenizer, url=url)
@@ -204,5 +204,5 @@ def build_training(
 
 
 def checkpoint_settings(config: PipelineConfig, tokenizer: GridTokenizer) -> dict[str, JSON]:
-    """What a resumed run must have as the run that made the checkpoint."""
+    """Reads the settings that a resumed run must share with the run of the checkpoint."""
     return fixed_settings(config, vocab_size=vocab_size_in_effect(config, tokenizer))

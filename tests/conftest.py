@@ -1,8 +1,42 @@
-"""What all tests share: property tests without a time limit per example, since the machine may be busy."""
+"""What all tests share: property tests without a time limit per example, and the order of the files."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("steady", deadline=None, max_examples=50)
 settings.load_profile("steady")
+
+ROOT = Path(__file__).parents[1]
+
+# Files that take longest come first, so that no worker is left with one of them while the others have ended. The first
+# makes the alignment that the last four look at: in between, the other workers do not wait for it.
+LONGEST_FIRST = (
+    "tests/pipelines/test_end_to_end.py",
+    "tests/pipelines/test_session.py",
+    "tests/pipelines/megatron/test_module_probe.py",
+    "tests/dist/test_layouts.py",
+    "tests/dist/test_ordered_collectives.py",
+    "tests/pipelines/environments/test_workers.py",
+    "tests/align/extract/test_extract_runs.py",
+    "tests/pipelines/test_modes.py",
+    "tests/faults/test_injected.py",
+    "tests/recording/test_crashes.py",
+    "tests/pipelines/rollout/test_engine.py",
+    "tests/pipelines/service/test_training_service.py",
+    "tests/pipelines/test_doctor.py",
+    "tests/pipelines/test_bad_input.py",
+    "tests/pipelines/test_resume.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first; all others stay as they are."""
+    missing = [name for name in LONGEST_FIRST if not (ROOT / name).is_file()]
+    if missing:
+        raise pytest.UsageError(f"LONGEST_FIRST in {__file__} names files that are not there: {', '.join(missing)}")
+    places = {ROOT / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))

@@ -34,8 +34,8 @@ def choose(
     weights, chosen = [], torch.zeros(logits.shape, dtype=torch.bool)
     for token, row in enumerate(logits):
         scores = torch.exp(row) / torch.exp(row).sum() if is_softmax(model) else 1.0 / (1.0 + torch.exp(-row))
-        biased = scores if bias is None else scores + bias
-        order = sorted(range(len(row)), key=lambda expert, of=biased: -float(of[expert].detach()))
+        biased = (scores if bias is None else scores + bias).tolist()
+        order = sorted(range(len(row)), key=[-score for score in biased].__getitem__)
         best = order[: model.moe_router_topk]
         chosen[token, best] = True
         needs_norm = model.moe_router_topk > 1 if not is_softmax(model) else not model.moe_router_pre_softmax
@@ -65,7 +65,8 @@ def router_losses(
     own = {row: logits[[token for token, of in enumerate(rows) if of == row]] for row in present}
     z = sum((row_weights[row] * own[row].logsumexp(-1).square().mean() for row in present), logits.new_zeros(()))
     if model.moe_router_load_balancing_type == "seq_aux_loss":
-        balance = sum(row_weights[row] * balance_of_tokens(model, own[row]) for row in present)
+        parts = (row_weights[row] * balance_of_tokens(model, own[row]) for row in present)
+        balance = sum(parts, logits.new_zeros(()))
     elif model.moe_router_load_balancing_type == "aux_loss":
         weight = sum(row_weights[row] for row in present)
         balance = weight * balance_of_tokens(model, torch.cat([own[row] for row in present]))

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -13,7 +14,7 @@ from filelock import FileLock
 
 def make_once(
     factory: pytest.TempPathFactory, name: str, make: Callable[[Path], dict[str, object]]
-) -> tuple[Path, dict]:
+) -> tuple[Path, dict[str, Any]]:
     """The folder ``name`` of this test run and what ``make`` told of it: made by the first worker that asks.
 
     Raises:

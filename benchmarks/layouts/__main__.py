@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
-from benchmarks.layouts.table import build_results, render
+from benchmarks.layouts.comparison import build_results, render
 from benchmarks.layouts.training import run_cases
 from mock_scheduler.megatron.rules.known_wrong import MEGATRON, installed_megatron
 

@@ -15,7 +15,6 @@ from benchmarks.layouts.options import (
     split_options,
     values_options,
 )
-from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
 from pipelines.config.schema import PipelineConfig
@@ -24,6 +23,7 @@ from pipelines.config.training import LOSS_VALUES
 PRECISIONS = ("float32", "float64")
 SEED = 42
 LONGEST_ROW = 56
+NUM_GROUPS, GROUP_SIZE = 4, 4
 NUM_STEPS = 2
 ONE_PROCESS = "tp1"
 

@@ -5,8 +5,8 @@ import asyncio
 
 from single_controller import MyScheduler
 
+from mock_scheduler import build_async_scheduler
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.proxy import build_async_scheduler
 from mock_scheduler.scheduler import RolloutRequest
 
 

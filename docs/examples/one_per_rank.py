@@ -5,8 +5,8 @@ import multiprocessing
 
 from single_controller import MyScheduler
 
+from mock_scheduler import build_scheduler
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 
 Work = tuple[str, str, RowShard]

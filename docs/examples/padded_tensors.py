@@ -5,9 +5,9 @@ import hashlib
 
 import torch
 
+from mock_scheduler import build_scheduler
 from mock_scheduler.adapters.padded import VERL, PaddedCodec
 from mock_scheduler.batch.trajectory import SamplingParams
-from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.scheduler import RolloutRequest
 
 PROMPT, RESPONSE = 6, 10  # widths

@@ -4,8 +4,8 @@ import argparse
 
 import torch
 
+from mock_scheduler import build_scheduler
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
-from mock_scheduler.proxy import build_scheduler
 from mock_scheduler.scheduler import RolloutRequest
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mock_scheduler.api.notebook import render_summary
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.inspection.verification import VerifyResult, verify_recording
 from mock_scheduler.recording.paths import format_present, step_folder
@@ -23,7 +23,7 @@ class Recording:
     """A recording of rollouts, opened for reading.
 
     Iterating over it gives the batches of the default scheduler's training steps, in order, each read when its turn
-    comes. A notebook shows what it holds.
+    comes. A notebook shows its steps and contract.
     """
 
     def __init__(self, reader: RecordingReader) -> None:
@@ -31,44 +31,44 @@ class Recording:
 
     @property
     def location(self) -> str:
-        """The folder or URL that it was opened from."""
+        """The folder or URL of the recording."""
         return self._reader.dump_dir
 
     @property
     def run_id(self) -> str:
-        """The run that recorded it."""
+        """The id of the recording run."""
         return self._reader.manifest.run_id
 
     @property
     def contract(self) -> Contract:
-        """The named fields that the recording run promises, with their rules."""
+        """The named fields promised by the recording run, with their rules."""
         return self._reader.manifest.contract
 
     @property
     def provenance(self) -> Mapping[str, JSON]:
-        """Where it comes from: revision, package versions, settings that were read back."""
+        """Where it comes from: revision, package versions, settings as read back."""
         return self._reader.manifest.provenance
 
     @property
     def steps(self) -> Mapping[str, list[int]]:
-        """The steps that are there, ascending, by folder: ``train``, ``val``, ``train.{scheduler_id}``."""
+        """The present steps, ascending, by folder: ``train``, ``val``, ``train.{scheduler_id}``."""
         return self._reader.steps()
 
     def batch(self, step: int, *, mode: Mode = "train", scheduler_id: str = DEFAULT_SCHEDULER_ID) -> RolloutBatch:
         """Read the rows of one step, and check the digest of every tensor.
 
         Raises:
-            StepNotFoundError: The step is not recorded; the message lists the steps that are, and likely causes.
-            CorruptRecordingError: Its bytes are not the bytes that were written.
+            StepNotFoundError: The step is not recorded; the message lists the present steps, and likely causes.
+            CorruptRecordingError: Its bytes have changed since they were written.
         """
         return self._open(step, mode, scheduler_id).load()
 
     def info(self, step: int, *, mode: Mode = "train", scheduler_id: str = DEFAULT_SCHEDULER_ID) -> StepInfo:
-        """Read how one step was played: policy version, data cursor, metrics. Errors are those of ``batch``."""
+        """Read how one step was played: policy version, data cursor, metrics. Errors are as in ``batch``."""
         return self._open(step, mode, scheduler_id).info
 
     def verify(self) -> VerifyResult:
-        """Read every byte of every step and check each digest; the result lists all that is not as it was written."""
+        """Read every byte of every step and check each digest; the result lists every change since the recording."""
         return verify_recording(self.location)
 
     def _open(self, step: int, mode: Mode, scheduler_id: str) -> OpenStep:
@@ -101,12 +101,12 @@ class Recording:
 
 
 def read_recording(location: str | Path) -> Recording:
-    """Open a recording: a local folder (``rollout_mock.dump_dir`` of a run) or a URL such as ``s3://bucket/path``.
+    """Open a recording: a local folder (``rollout_mock.dump_dir`` of a run) or a URL like ``s3://bucket/path``.
 
     Only its manifest is read; steps are read, and their digests checked, when they are asked for.
 
     Raises:
         StepNotFoundError: There is no recording.
-        CorruptRecordingError: Its manifest is not the one that was written.
+        CorruptRecordingError: Its manifest has changed since it was written.
     """
     return Recording(RecordingReader(str(location)))

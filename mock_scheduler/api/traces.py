@@ -10,14 +10,14 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.api.notebook import render_summary
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import TraceError
 from mock_scheduler.run_folder.inputs import find_trace
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full import reader as full
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch import reader as sketched
 from mock_scheduler.trace.sketch.sketch import Sketch
 
@@ -25,8 +25,8 @@ from mock_scheduler.trace.sketch.sketch import Sketch
 class Trace:
     """A trace of a run's inside, opened for reading: whole tensors, or sketches of them, under canonical names.
 
-    A tensor is merged from the pieces of all ranks, so that its values do not depend on the layout that wrote it. Use
-    it in a ``with`` block, or call ``close``. A notebook shows what it holds.
+    A tensor is merged from the pieces of all ranks, so its values do not depend on the layout of the run. Use it in a
+    ``with`` block, or call ``close``. A notebook shows steps and counts.
     """
 
     def __init__(self, path: Path, reader: full.TraceReader | sketched.SketchReader) -> None:
@@ -44,11 +44,11 @@ class Trace:
         return self._reader.steps
 
     def ranks(self, step: int) -> tuple[RankPlace, ...]:
-        """The ranks that wrote a step, with their places on each axis of the layout."""
+        """The writing ranks of a step, with their places on each axis of the layout."""
         return self._reader.ranks(step)
 
     def keys(self, step: int, kind: TraceKind | None = None) -> list[TraceKey]:
-        """The tensors of a step in the order in which training computes them; ``kind``: those of one kind."""
+        """The tensors of a step in the order of computation; ``kind``: of one kind alone."""
         return [key for key in order_keys(self._reader.keys(step)) if kind in (None, key.kind)]
 
     def key(self, step: int, kind: TraceKind, name: str, *, update: int = 0) -> TraceKey:
@@ -63,7 +63,7 @@ class Trace:
         return key
 
     def tensor(self, key: TraceKey) -> torch.Tensor:
-        """The whole tensor, in the dtype that the run had it in; elements that no rank holds are 0.
+        """The whole tensor, in its dtype in the run; elements held by no rank are 0.
 
         Token tensors have the tokens of the step's batch as their first dimension, in canonical order.
 
@@ -75,7 +75,7 @@ class Trace:
         return self._reader.merge(key).tensor
 
     def sketch(self, key: TraceKey) -> Sketch:
-        """The sketch of a tensor: its fingerprint, and sums from which distances are estimated.
+        """The sketch of a tensor: its fingerprint, and sums to estimate distances from.
 
         Raises:
             TraceError: The trace holds whole tensors, or the sketches do not fit together.

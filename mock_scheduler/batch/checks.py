@@ -1,8 +1,8 @@
 """The rules every rollout batch keeps, each stated once; whoever breaks some gets all of them in one error.
 
 Contract: problems of a row alone are found in ``rows``; everything else is checked here on the joined tensors,
-without a loop over rows or tokens unless something is wrong, since each load pays for it. Every check here assumes that
-those before it found nothing: dtypes, sizes, content.
+without a loop over rows or tokens unless something is wrong, since each load pays for it. Each check relies on the
+ones before it: dtypes, then sizes, then content.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Tensors that are not dense, of the dtype and number of dimensions that ``TENSOR_FIELDS`` says, and on the CPU,
-    or belonging to a gradient's history."""
+    """List tensors unlike ``TENSOR_FIELDS`` in dtype or dimensions, not dense, not on the CPU, or with a gradient's
+    history."""
     problems = []
     for name, tensor in tensors.items():
         dtype, num_dims = TENSOR_FIELDS[name]
@@ -89,7 +89,7 @@ def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def scalar_problems(tags: Sequence[str], group_size: int | None) -> list[str]:
-    """Tags that are no texts, and a group size that is no positive int (a NumPy one would not be written)."""
+    """List tags other than texts, and a group size other than a positive int (a NumPy one would not be written)."""
     problems = []
     if not set(map(type, tags)) <= {str}:
         problems += [
@@ -101,7 +101,7 @@ def scalar_problems(tags: Sequence[str], group_size: int | None) -> list[str]:
 
 
 def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: int) -> list[str]:
-    """Sizes and offsets contradicting each other; ``other_sizes``: those of the fields that are no tensors."""
+    """List contradicting sizes and offsets; ``other_sizes``: of the fields beside the tensors."""
     num_response = int(np.count_nonzero(arrays["response_mask"]))
     expected = {
         "row_offsets": num_rows + 1,
@@ -123,7 +123,7 @@ def size_problems(arrays: _Arrays, other_sizes: Mapping[str, int], *, num_rows: 
 
 
 def extras_problems(extras: Mapping[str, Column], num_rows: int, *, checks_json: bool = True) -> list[str]:
-    """Names that no extra can have, and columns that do not fit the batch.
+    """List impossible names of extras, and columns unfit for the batch.
 
     ``checks_json`` False: JSON columns were read from JSON, and only their size is looked at.
     """
@@ -138,7 +138,7 @@ def extras_problems(extras: Mapping[str, Column], num_rows: int, *, checks_json:
 
 
 def meta_problems(meta: Mapping[str, JSON]) -> list[str]:
-    """Entries of a batch's meta that would not come back from JSON as they are."""
+    """List entries of a batch's meta that JSON would not give back as they are."""
     problems = [
         f"meta: key {key!r} is {type(key).__name__}; JSON has text keys only" for key in meta if type(key) is not str
     ]
@@ -151,7 +151,7 @@ def meta_problems(meta: Mapping[str, JSON]) -> list[str]:
 
 
 def prompt_problems(digests: Sequence[str], expected: Sequence[str], identities: Sequence[SampleIdentity]) -> list[str]:
-    """Rows whose prompt digest is not that of their prompt."""
+    """List rows with another digest than their prompt's."""
     return [
         f"{identity}: prompt_digest is {found!r}; that of its prompt is {right!r}"
         for identity, found, right in zip(identities, digests, expected, strict=True)
@@ -160,7 +160,7 @@ def prompt_problems(digests: Sequence[str], expected: Sequence[str], identities:
 
 
 def content_problems(arrays: _Arrays, identities: Sequence[SampleIdentity]) -> list[str]:
-    """Values that no row may have, each with its row's identity, in row order."""
+    """List impossible values, each with its row's identity, in row order."""
     found = [problem for rule in _CONTENT_RULES for problem in rule(arrays)]
     return [f"{identities[row]}: {problem}" for row, problem in sorted(found, key=itemgetter(0))]
 
@@ -255,7 +255,7 @@ def _list_some(values: _Array) -> str:
 
 
 def identity_problems(identities: Sequence[SampleIdentity], group_size: int | None) -> list[str]:
-    """Identities out of order or duplicated, and groups that are not whole."""
+    """List identities out of order or duplicated, and partial groups."""
     keys = list(map(_identity_key, identities))
     problems: list[str] = []
     if all(map(lt, keys, keys[1:])):

@@ -68,6 +68,7 @@ class TensorColumn:
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
         """The column of copies of the given rows' entries, in the order given."""
+        # By bytes: torch cannot index every dtype, and converts none here.
         content, bounds = self.row_bytes()
         pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
         joined = np.concatenate([np.empty(0, dtype=np.uint8), *pieces])
@@ -130,7 +131,7 @@ class JsonColumn:
         return JsonColumn(items=tuple(self.items[row] for row in rows))
 
     def copy(self) -> JsonColumn:
-        """An equal column of values that nothing else refers to."""
+        """Copy the column; nothing else refers to its values."""
         return JsonColumn(items=tuple(copy_json(item) for item in self.items))
 
     def digest(self) -> str:

@@ -76,7 +76,7 @@ class RolloutBatch:
     ``turn_offsets[i]``; ``row_offsets``, ``turn_offsets`` int64 ``[B + 1]``; ``rewards`` float32 ``[B]``, the stored
     total of the row; ``terminations`` uint8 ``[B]`` of ``Termination``; ``prompt_lengths`` int32 ``[B]``;
     ``prompt_digests`` SHA-256 (hex) of the prompt tokens as little-endian int32. ``group_size`` is the number of
-    trajectories of every group; ``None`` means that groups need not be whole. ``extras``: further columns by name, in
+    trajectories of every group; ``None``: groups may be partial. ``extras``: further columns by name, in
     the order of their names, one entry per row; they may hold NaN and infinities. ``meta``: JSON values of the whole
     batch by name.
     """
@@ -106,7 +106,7 @@ class RolloutBatch:
 
     @classmethod
     def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
-        """The batch of all of these fields, known to be consistent."""
+        """Make the batch of all fields, known to be consistent."""
         batch = object.__new__(cls)
         for name, value in fields.items():
             object.__setattr__(batch, name, value)
@@ -115,8 +115,8 @@ class RolloutBatch:
     @classmethod
     def _restored(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
         """The batch of fields whose prompt digests were computed from the prompts, and whose JSON was checked or read
-        from JSON: all else is checked. For a batch that was just made from rows, or read from a step file, whose own
-        digests prove them to be the written ones."""
+        from JSON: all else is checked. For a batch just made from rows, or read from a step file, whose own digests
+        prove them to be the written ones."""
         batch = cls._unchecked(**fields)
         batch._check(is_new=False)
         return batch
@@ -133,6 +133,7 @@ class RolloutBatch:
         sizes = {"prompt_digests": len(self.prompt_digests), "tags": len(self.tags)}
         problems = size_problems(arrays, sizes, num_rows=len(self))
         raise_problems(problems + extras_problems(self.extras, len(self), checks_json=is_new))
+        # Last, since it slices by the offsets.
         raise_problems(content_problems(arrays, self.identities) + identity_problems(self.identities, self.group_size))
         return arrays
 
@@ -147,9 +148,9 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """The batch of the given rows, in identity order; the tensors are copied.
 
-        ``group_size`` is the number of trajectories every (scheduler, group, episode) must have; ``None`` skips
-        that check. Raises ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask,
-        logprobs or turns that do not fit the row, extras that not all rows have, a wrong dtype, a NaN or infinity.
+        ``group_size`` is the number of trajectories every (scheduler, group, episode) must have; ``None``: any. Raises
+        ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask, logprobs or turns unfit
+        for the row, extras of some rows only, a wrong dtype, a NaN or infinity.
         """
         # By identity, so that a batch does not depend on the order in which episodes ended.
         ordered = sorted(rows, key=lambda row: row.identity)
@@ -258,11 +259,11 @@ class RolloutBatch:
 
     @property
     def num_duplicate_rows(self) -> int:
-        """Rows whose content, identity aside, is that of an earlier row."""
+        """Rows with the content, identity aside, of an earlier row."""
         return len(self.duplicate_rows())
 
     def duplicate_rows(self) -> list[tuple[SampleIdentity, SampleIdentity]]:
-        """Rows whose content is that of an earlier row, each with the first such row, in row order.
+        """List rows with the content of an earlier row, each with the first of its kind, in row order.
 
         The content is everything but the identity and the extras whose names start with ``identity/``.
         """
@@ -273,7 +274,7 @@ class RolloutBatch:
         return [(row, first) for row, first in pairs if row != first]
 
     def partial_groups(self, group_size: int) -> list[str]:
-        """The groups that have not ``group_size`` trajectories, as in ``default/group 1/episode 0: 7 of 8
+        """List groups without ``group_size`` trajectories, as in ``default/group 1/episode 0: 7 of 8
         trajectories``."""
         return partial_group_problems(self.group_sizes, group_size)
 
@@ -307,6 +308,7 @@ class RolloutBatch:
 
         Raises ``BatchError`` for other orders: the rows of a batch stay in identity order.
         """
+        # Rows of a batch in increasing order are a batch: nothing else need be checked.
         if any(later <= earlier for earlier, later in pairwise(rows)) or not all(0 <= r < len(self) for r in rows):
             raise BatchError(f"select: rows {list(rows)} are not strictly increasing numbers of 0 to {len(self) - 1}")
         core = {name: column.select(rows).values for name, column in self._core_columns().items()}
@@ -338,7 +340,7 @@ class RolloutBatch:
         )
 
     def _core_columns(self) -> dict[str, TensorColumn]:
-        """Every core tensor that is no offsets, as a column."""
+        """Every core tensor but the offsets, as a column."""
         offsets = {
             "tokens": self.row_offsets,
             "response_mask": self.row_offsets,
@@ -376,7 +378,7 @@ class RolloutBatch:
         return {name: getattr(self, name) for name in TENSOR_FIELDS}
 
     def pad(self, length: int, pad_id: int = 0) -> PaddedBatch:
-        """Rows padded on the right with ``pad_id`` to ``length``; raises ``BatchError`` naming rows that are longer."""
+        """Rows padded on the right with ``pad_id`` to ``length``; raises ``BatchError`` naming longer rows."""
         too_long = [
             f"{identity}: {size} tokens"
             for identity, size in zip(self.identities, self.lengths.tolist(), strict=True)

@@ -43,7 +43,7 @@ def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
 
 
 def join_extras(rows: Sequence[Trajectory]) -> tuple[dict[str, Column], list[str]]:
-    """The columns of the rows' extras, and the problems of columns that cannot be built; all rows have the same."""
+    """Build the columns of the rows' extras, and list the problems of the others; all rows have the same."""
     columns, problems = {}, []
     for name in rows[0].extras if rows else ():
         try:
@@ -62,6 +62,7 @@ def compute_prompt_digests(
     tokens: npt.NDArray[np.int32], row_offsets: npt.NDArray[np.int64], prompt_lengths: npt.NDArray[Any]
 ) -> tuple[str, ...]:
     """``compute_prompt_digest`` of every row of a batch."""
+    # Little endian whatever the machine: the digest is recorded.
     content, starts = memoryview(tokens.astype("<i4").tobytes()), row_offsets[:-1]
     bounds = zip((4 * starts).tolist(), (4 * (starts + prompt_lengths)).tolist(), strict=True)
     return tuple([hashlib.sha256(content[start:stop]).hexdigest() for start, stop in bounds])
@@ -81,6 +82,7 @@ def compute_row_digests(columns: Mapping[str, Column], tags: Sequence[str]) -> l
     digests = []
     for index, tag in enumerate(tags):
         parts = [content[bounds[index] : bounds[index + 1]] for content, bounds in tensors]
+        # Sizes first: without them the bytes of two columns could be cut in two ways.
         head = [tag, *(len(part) for part in parts), *(items[index] for items in texts)]
         digest = hashlib.sha256(canonical_json(head).encode())
         for part in parts:
@@ -106,8 +108,8 @@ def _total_reward(row: Trajectory) -> float:
 
 
 def row_problems(row: Trajectory) -> list[str]:
-    """Lists problems of one row that joined rows would hide, or that would not let them be joined: wrong types, numbers
-    that their tensor cannot hold, and sizes contradicting each other."""
+    """List problems of one row that joining would hide or could not survive: wrong types, numbers too large for their
+    tensor, and contradicting sizes."""
     tensors = {
         "tokens": row.tokens,
         "response_mask": row.response_mask,

@@ -94,7 +94,7 @@ def count_groups(trajectories: Iterable[TrajectoryKey]) -> Counter[GroupKey]:
 
 
 def partial_group_problems(group_sizes: Mapping[GroupKey, int], group_size: int) -> list[str]:
-    """The groups that have not ``group_size`` trajectories: ``default/group 1/episode 0: 7 of 8 trajectories``."""
+    """List groups without ``group_size`` trajectories: ``default/group 1/episode 0: 7 of 8 trajectories``."""
     return [
         f"{scheduler_id}/group {group_id}/episode {episode_id}: {size} of {group_size} trajectories"
         for (scheduler_id, group_id, episode_id), size in group_sizes.items()
@@ -103,7 +103,7 @@ def partial_group_problems(group_sizes: Mapping[GroupKey, int], group_size: int)
 
 
 def build_identities(scheduler_ids: Sequence[str], numbers: npt.NDArray[np.int64]) -> tuple[SampleIdentity, ...]:
-    """The identities of rows; ``numbers``: int64 ``[B, 4]``, as ``SampleIdentity.numbers``; raises as that does.
+    """The identities of rows; ``numbers``: int64 ``[B, 4]``, as ``SampleIdentity.numbers``; raises as its constructor.
 
     All rows are checked at once, and their fields then set a column at a time: making each by its constructor takes
     longer than the rest of a recorded step.
@@ -131,8 +131,8 @@ class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
     ``logprobs_mode``: ``processed`` logprobs are of the sampled distribution, ``raw`` ones of the logits.
-    Raises ``BatchError`` listing every value of another type (a NumPy scalar too: it would come back as a plain
-    number) or that is not finite.
+    Raises ``BatchError`` listing every infinite value, every NaN, and every value of another type (a NumPy scalar too:
+    it would come back as a plain number).
     """
 
     temperature: float

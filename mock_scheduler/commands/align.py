@@ -11,8 +11,8 @@ from rich.console import Console
 
 from mock_scheduler.align.plan.plan import RECORDING_NAME
 from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.api.alignments import PAGE_FILE, Alignment, run_alignment
-from mock_scheduler.display.console import build_console
+from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment.ci import alignment_summary
 from mock_scheduler.report.alignment.terminal import print_report
@@ -85,7 +85,9 @@ def _check_writable(options: AlignOptions) -> None:
             continue
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"{name}: {path} cannot be written")
+            raise ConfigError(
+                f"{name}: the command cannot write {path}; name a file in a folder that exists and is writable"
+            )
 
 
 def _write_copies(alignment: Alignment, options: AlignOptions) -> dict[str, Path]:

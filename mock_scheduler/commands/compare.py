@@ -1,8 +1,8 @@
-"""``mock-scheduler compare``: a verdict on two runs, traces, metrics or recordings on disk, however they came there.
+"""``mock-scheduler compare`` and ``replicas``: a verdict on two inputs on disk, or on the copies within one run.
 
 Contract: reads runs (``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl``, ``trace/``), traces, metrics or
 recordings; starts nothing and writes only the files asked for. Two runs must have trained on the same rollouts: each
-states the digest of every batch.
+states the digest of every batch. ``replicas`` reads a trace of whole tensors.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.commands.common import STDOUT
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.display.console import build_console
-from mock_scheduler.display.progress_bar import show_progress
+from mock_scheduler.display.json_values import STDOUT, write_json
+from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.report.comparison.page import write_comparison_page
-from mock_scheduler.report.comparison.text import print_comparison
-from mock_scheduler.report.json_file import comparison_to_json, save_comparison
+from mock_scheduler.report.comparison.text import print_comparison, print_replicas
+from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
 from mock_scheduler.run_folder.inputs import check_page_path
-from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.text import format_bytes
-from mock_scheduler.verdict.compare_paths import compare_paths
+from mock_scheduler.verdict.compare_runs import compare_paths
+from mock_scheduler.verdict.replicas import check_replicas_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +72,7 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
         write_comparison_page(result, options.html_path)
         files["html"] = options.html_path
     if options.json_path == STDOUT:
-        print(encode_json(comparison_to_json(result), sort_keys=False).decode(), end="")
+        write_json(comparison_to_json(result), STDOUT)
         return int(result.exit_code)
     if options.json_path is not None:
         files["json"] = Path(options.json_path)
@@ -86,3 +85,29 @@ def _size_bytes(path: Path) -> int:
     """Add up the sizes of all files to be read."""
     files = [path] if path.is_file() else path.rglob("*")
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def run_replicas(
+    path: Path,
+    selection: Selection,
+    *,
+    json_path: str | None = None,
+    console: Console | None = None,
+    verify: bool = False,
+) -> int:
+    """Check all copies within one run or trace: 0 equal, 1 different, 3 nothing is held twice.
+
+    ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. Raises ``ConfigError`` where
+    there is no trace of whole tensors, ``TraceError`` where a file cannot be read or was changed.
+    """
+    with show_progress("checking copies") as on_key:
+        result = check_replicas_at(path, selection=selection, verify=verify, on_key=on_key)
+    if json_path == STDOUT:
+        write_json(replicas_to_json(result), STDOUT)
+        return int(result.exit_code)
+    files = {}
+    if json_path is not None:
+        files["json"] = Path(json_path)
+        save_replicas(result, files["json"])
+    print_replicas(result, console or build_console(), files=files)
+    return int(result.exit_code)

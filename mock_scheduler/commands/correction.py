@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.commands.common import parse_steps, recorded_vocabulary
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
@@ -30,19 +29,17 @@ from mock_scheduler.correction.report.sources import (
 )
 from mock_scheduler.correction.report.text import print_correction
 from mock_scheduler.correction.report.view import FORMAT_VERSION, CorrectionReport
-from mock_scheduler.display.console import build_console
-from mock_scheduler.display.json_values import dataclass_to_json
-from mock_scheduler.display.progress_bar import show_progress
+from mock_scheduler.display.json_values import STDOUT, dataclass_to_json, write_json
+from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.run_folder.inputs import check_page_path
+from mock_scheduler.report.recording.show import recorded_vocabulary
+from mock_scheduler.run_folder.inputs import check_page_path, parse_steps
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.files import encode_json, save_json
-
-_STDOUT = "-"
+from mock_scheduler.support.files import save_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +103,8 @@ def _show(report: CorrectionReport, options: CorrectionOptions, console: Console
         write_correction_page(report, options.html_path)
         files["html"] = options.html_path
     content = {"format_version": FORMAT_VERSION, **dataclass_to_json(report)}
-    if options.json_path == _STDOUT:
-        print(encode_json(content, sort_keys=False).decode(), end="")
+    if options.json_path == STDOUT:
+        write_json(content, STDOUT)
         return int(ExitCode.ALIGNED)
     if options.json_path is not None:
         files["json"] = Path(options.json_path)
@@ -149,7 +146,7 @@ def _find_places(reader: RecordingReader, chosen: StepRanges | None) -> list[Ste
 def _check_steps(scores: TrainingScores | None, places: list[StepPlace], run: Path | None) -> None:
     if scores is not None and not any(place.step in scores.steps for place in places):
         raise ConfigError(
-            f"{run} has traced none of the recorded steps to look at, {StepRanges.of(place.step for place in places)}; "
+            f"{run} has a trace of none of the recorded steps {StepRanges.of(place.step for place in places)}; "
             f"it has {StepRanges.of(scores.steps)}"
         )
 

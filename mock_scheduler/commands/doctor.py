@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
-from mock_scheduler.display.console import build_console
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
@@ -37,7 +37,7 @@ def run_doctor(
     make_launch: MakeLaunch = make_process_launch,
     console: Console | None = None,
 ) -> int:
-    """Replay the steps 0 to ``step`` twice, print where they differ and why, and return the exit code.
+    """Replays the steps 0 to ``step`` twice, prints where they differ and why, and returns the exit code.
 
     The arguments are ``plan_doctor``'s; ``entry`` is the module to run the replays. ``{output_dir}/doctor`` is made
     anew and holds the runs and ``doctor.json``; ``json_path`` gets a copy of the latter.

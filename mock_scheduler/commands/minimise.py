@@ -16,10 +16,10 @@ from mock_scheduler.align.minimise.minimise import minimise
 from mock_scheduler.align.minimise.space import ReductionSpace, build_space
 from mock_scheduler.align.minimise.trials import AlignOnce, Trials, only_candidate, remember
 from mock_scheduler.align.plan.matrix import expand_candidates
-from mock_scheduler.align.runs.resume import open_folder
+from mock_scheduler.align.runs.run_store import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig
-from mock_scheduler.display.console import build_console
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader, Program, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
@@ -115,7 +115,11 @@ def run_minimise(
         )
         verdict = trial.align_at(tuple(0 for _ in space.dimensions))
         if verdict not in (VerdictKind.DIVERGED, VerdictKind.SUSPECT):
-            console.print(f"nothing to reduce: {candidate_name} is {verdict}", highlight=False, markup=False)
+            console.print(
+                f"nothing to shrink: {candidate_name} is {verdict}, and only a diverged or suspect candidate shrinks",
+                highlight=False,
+                markup=False,
+            )
             return int(verdict.exit_code)
         trial.failing = (
             (VerdictKind.DIVERGED,) if verdict is VerdictKind.DIVERGED else (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
@@ -142,7 +146,7 @@ def _open_space(
     baseline = load((*overrides, *stated))
     candidates = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     if name not in candidates:
-        raise ConfigError(f"there is no candidate {name!r}; they are {', '.join(candidates)}")
+        raise ConfigError(f"there is no candidate {name!r}; the candidates are {', '.join(candidates)}")
     candidate = candidates[name]
     planned = load((*overrides, *stated, *candidate.overrides))
     return build_space(program, baseline, planned, candidate), stated

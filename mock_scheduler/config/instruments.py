@@ -30,7 +30,7 @@ TraceKind = Literal[
     "parameter",
     "weight",
 ]
-"""The kind of a traced tensor, in the order in which a step computes them; ``trace.kinds`` explains each."""
+"""The kind of a traced tensor, in the order in which a step computes them; ``trace.entries.PHASES`` explains each."""
 
 LedgerKind = Literal["random", "collective"]
 """A sequence of calls rather than a tensor: random draws, and collectives."""

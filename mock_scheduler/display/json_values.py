@@ -1,4 +1,7 @@
-"""Plain data as values of strict JSON: NaN and infinities are texts, since JSON has neither."""
+"""Plain data as values of strict JSON, and a command's result as ``--json`` asks for it.
+
+Contract: NaN and infinities are texts, since JSON has neither.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import encode_json, save_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,3 +46,15 @@ def to_json(value: object) -> JSON:
     if isinstance(value, frozenset):
         return [to_json(item) for item in sorted(value)]
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+#: ``--json -``: the JSON goes to stdout, in place of the text.
+STDOUT = "-"
+
+
+def write_json(value: Mapping[str, JSON], path: str | None) -> None:
+    """Write a result as ``--json`` asks: to a file, to stdout, or (``None``) not at all."""
+    if path == STDOUT:
+        print(encode_json(value, sort_keys=False).decode(), end="")
+    elif path is not None:
+        save_json(Path(path), value, sort_keys=False)

@@ -1,26 +1,75 @@
-"""Renders a report as one HTML page out of templates, and writes it whole or not at all.
+"""Renders a report as one HTML page out of templates, and writes it whole or not at all; its figures share one look.
 
-Contract: every page is a template that extends ``base.html`` or, where plotly draws figures in it, ``figures.html``;
-Python gives it plain values alone. Jinja escapes every value, and refuses an unknown name. A page
-opens offline: style, scripts and figures lie in it, and its Content-Security-Policy forbids every request.
+Contract: every page is a template on top of ``base.html`` or, with figures of plotly in it, of ``figures.html``; Python
+gives it plain values alone. Jinja escapes every value, and refuses an unknown name. A page opens offline: style,
+scripts and figures lie in it, and its Content-Security-Policy forbids every request. A figure is plotly's JSON with the
+``id`` of its element. A colour is the name of one of the page's palette, as ``theme:ink``. Texts are plain; of several
+lines, the first is bold. No value is NaN or infinite.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from mock_scheduler.display.figures import end_of_name
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import count_of
+
+_Item = TypeVar("_Item")
+
+#: Of more steps than this, some are left out, evenly.
+MAX_STEPS = 2000
+
+_FONT: JSON = {"family": "system-ui, sans-serif", "size": 12, "color": "theme:ink"}
+
+
+def plain_layout(*, height: int) -> dict[str, JSON]:
+    """Lay out any figure: its height in pixels, no background of its own, and the page's font."""
+    return {
+        "height": height,
+        "font": _FONT,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hoverlabel": {"align": "left", "bgcolor": "theme:card", "bordercolor": "theme:line", "font": _FONT},
+        "hovermode": "closest",
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "theme:soft", "activecolor": "theme:ink"},
+    }
+
+
+def axis_title(text: str) -> JSON:
+    """Write the title of an axis."""
+    return {"text": text, "font": soft_font(12)}
+
+
+def soft_font(size: int) -> JSON:
+    """Choose the font of texts beside a figure; ``size`` in pixels."""
+    return {"size": size, "color": "theme:soft"}
+
+
+def thin_out(items: Sequence[_Item], limit: int = MAX_STEPS) -> Sequence[_Item]:
+    """Keep every n-th of the items, ``limit`` at most."""
+    return items[:: max(-(-len(items) // limit), 1)]
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return the value, or ``None`` in place of NaN and infinities: JSON has neither."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def end_of_name(text: str, width: int) -> str:
+    """Shorten a name to its end of ``width`` characters, since the end tells it from others."""
+    return text if len(text) <= width else f"…{text[-width + 1 :]}"
+
 
 _SHARED = "mock_scheduler.display"
 
@@ -88,3 +137,21 @@ def _escape_texts(value: JSON) -> JSON:
     if isinstance(value, dict):
         return {key: _escape_texts(item) for key, item in value.items()}
     return value
+
+
+def render_summary(
+    title: str,
+    rows: Sequence[tuple[str, str]],
+    *,
+    tone: str = "",
+    columns: Sequence[str] = (),
+    table: Sequence[Sequence[str]] = (),
+) -> str:
+    """Render labels and texts, and a table beneath them, as HTML; every text is escaped.
+
+    Args:
+        tone: ``good``, ``warn`` or ``bad``, which colours the title; empty for none.
+        columns: Titles of the table's columns.
+        table: Its rows.
+    """
+    return render_fragment(_SHARED, "summary.html", title=title, rows=rows, tone=tone, columns=columns, table=table)

@@ -1,12 +1,12 @@
 """A launcher starts a run with the command, environment and processes of its configuration, and waits for it.
 
-Contract: importing this module imports no torch. One process is started directly, several through torchrun, which picks
-a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and SIGHUP it is
-asked to and waited for; on Linux every process ends too where the one that started it was killed.
+Contract: importing this module imports no torch. One process is started directly, several through torchrun, and it
+picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and SIGHUP
+it is asked to and waited for; on Linux every process also ends with its killed parent.
 
 ``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed
 rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. It
-names a rank that a signal ended, on stderr and in the run's ``error.json``.
+names a rank ended by a signal, on stderr and in the run's ``error.json``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LaunchPlan:
 
     ``argv``: the command. ``env``: variables to set over the launcher's own. ``num_processes``: on this node;
     ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes if a signal ends it; of several
-    runs the plan's file, by which the running one is found; ``None``: nowhere.
+    runs the plan's file, since it leads to the running one; ``None``: nowhere.
     """
 
     argv: tuple[str, ...]
@@ -67,7 +67,7 @@ class LaunchPlan:
 
 
 class RunningProcesses:
-    """Processes that some threads have started and wait for, so that another thread can end them."""
+    """The processes of waiting threads, kept so that another thread can end them."""
 
     def __init__(self) -> None:
         self._processes: set[subprocess.Popen[bytes]] = set()
@@ -128,7 +128,7 @@ def plan_session(
 ) -> LaunchPlan:
     """Plans several runs one after another in one process group on this machine.
 
-    Writes the plan that ``entry`` (``None``: the program's own) reads to ``plan_path`` (``None``: ``session.json``
+    Writes the plan for ``entry`` (``None``: the program's own) to ``plan_path`` (``None``: ``session.json``
     beside the first run's ``output_dir``) and removes the statuses of an earlier session of these runs. Raises
     ``ConfigError`` where there is no run, the program has no module for sessions, or the runs cannot share processes
     (``check_session``).
@@ -152,7 +152,7 @@ def plan_session(
 def _start(
     arguments: tuple[str, ...], config: RunConfig, *, torchrun: tuple[str, ...], told_to: str, python: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Returns the command and variables that start Python as ``config`` needs it: alone, or through torchrun."""
+    """Returns the command and variables of Python for ``config``: alone, or through torchrun."""
     env = launch_environment(config.system_envs)
     if config.parallel.world_size == 1:
         return (python, *arguments), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -174,7 +174,7 @@ def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, e
 def _rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None) -> tuple[str, ...]:
     """Alone, torchrun binds a free port itself; over several nodes ``static`` keeps ranks in the order of nodes.
 
-    The ``c10d`` backend would number nodes as they arrive, so that two runs could sum over hosts in another order.
+    The ``c10d`` backend would number nodes as they arrive, and two runs could sum over hosts in another order.
     """
     if endpoint is None:
         return ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
@@ -205,8 +205,8 @@ def run_plan(
     """Carries the plan out and returns its exit code; output goes to ``log_path``, or where this process's goes.
 
     ``watch`` is called about once a second while the run goes on, by this thread; an error of it ends the run.
-    ``running`` counts the process while it is waited for. A run that a signal ended has the code 128 + the signal's
-    number; one that ended with Python's own 1 has 70. On Ctrl-C, SIGTERM or SIGHUP the child's process group is
+    ``running`` counts the process while it is waited for. A run ended by a signal has the code 128 + the signal's
+    number; a run ended with Python's own 1 has 70. On Ctrl-C, SIGTERM or SIGHUP the child's process group is
     terminated and waited for, then KeyboardInterrupt is raised.
     """
     running = running or RunningProcesses()
@@ -257,7 +257,7 @@ def _wait_watching(process: subprocess.Popen[bytes], watch: Callable[[], None]) 
 
 
 def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:
-    """Writes down that a signal ended the started process; returns the lines to say."""
+    """Writes down a signal's end of the started process; returns the lines to say."""
     is_rank = plan.world_size == 1
     subject = "rank 0" if is_rank else "torchrun, which ran this machine's ranks,"
     message = f"{subject} was ended by {describe_signal(code)}"
@@ -269,7 +269,7 @@ def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]
 def _write_error(
     told_to: Path, message: str, *, code: int, global_rank: int | None, cwd: Path | None = None
 ) -> list[str]:
-    """Writes a signal's end to the folder of the run, or of a session's run that it ended; returns lines to say."""
+    """Writes a signal's end to the folder of the run, or of the ended one of a session; returns lines to say."""
     folder: Path | None = (cwd or Path()) / told_to
     if told_to.is_absolute() and told_to.is_file():
         folder = find_running(told_to)
@@ -301,7 +301,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """torchrun with all arguments but the first, where the run is told of a signal (``LaunchPlan.output_dir``).
 
-    Returns the code that the failed ranks meant.
+    Returns the meant code of the failed ranks.
     """
     end_with_parent(os.environ)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -325,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
-    """Names a rank that a signal ended, where that is the cause; returns the exit code of the cause."""
+    """Names a rank ended by a signal, where it is the cause; returns the exit code of the cause."""
     culprit = find_culprit(failures)
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"

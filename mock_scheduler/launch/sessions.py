@@ -44,10 +44,9 @@ class SessionRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """Where a run of a session stands. ``started_s``: seconds since the epoch. The others: ``None`` while it runs.
+    """The state of a run of a session. ``started_s``: seconds since the epoch. The others: ``None`` while it runs.
 
-    ``elapsed_s``: from its start until another could begin. ``exit_code``: the one that it would have exited with
-    alone.
+    ``elapsed_s``: from its start until another could begin. ``exit_code``: as it would have exited alone.
     """
 
     started_s: float
@@ -103,11 +102,11 @@ def _read_run(item: object, where: str) -> SessionRun:
 
 
 def check_session(runs: Sequence[SessionRun], configs: Sequence[RunConfig | None]) -> None:
-    """Refuses runs that cannot share processes. ``configs``: theirs; a run whose own is ``None`` is left out.
+    """Refuses runs without a common form of processes. ``configs``: theirs; a run with ``None`` is left out.
 
-    Raises ``ConfigError`` that lists runs whose number of processes or ``system_envs`` are not the first one's (the
-    environment is read once, when libraries are imported), runs whose ``output_dir`` is not their configuration's, and
-    runs that share one.
+    Raises ``ConfigError`` with a list of all runs with another number of processes or other ``system_envs`` than the
+    first (the environment is read once, when libraries are imported), with another ``output_dir`` than their
+    configuration's, or with the ``output_dir`` of another run.
     """
     known = [(run, config) for run, config in zip(runs, configs, strict=True) if config is not None]
     problems = [
@@ -138,7 +137,7 @@ def _describe_other(run: SessionRun, config: RunConfig, first_run: SessionRun, f
 
 
 def write_status(output_dir: Path, status: RunStatus) -> None:
-    """Say where a run stands; one rank calls it. Makes the folder."""
+    """Write the state of a run; one rank calls it. Makes the folder."""
     output_dir.mkdir(parents=True, exist_ok=True)
     save_json(
         output_dir / STATUS_FILE,
@@ -147,7 +146,7 @@ def write_status(output_dir: Path, status: RunStatus) -> None:
 
 
 def load_status(output_dir: Path) -> RunStatus | None:
-    """Where a run of a session stands; ``None`` where it has not begun. Raises ``OSError`` for a file that is none."""
+    """Reads the state of a run of a session; ``None`` before its beginning. Raises ``OSError`` for any other file."""
     path = output_dir / STATUS_FILE
     if not path.is_file():
         return None
@@ -155,11 +154,11 @@ def load_status(output_dir: Path) -> RunStatus | None:
         content: dict[str, Any] = load_json_object(path)
         return RunStatus(started_s=content["started_s"], elapsed_s=content["elapsed_s"], exit_code=content["exit_code"])
     except (KeyError, ValueError) as error:
-        raise OSError(f"{path} is no status of a session's run: {error}") from error
+        raise OSError(f"{path} is not the status of a session's run: {error}") from error
 
 
 def find_running(plan_path: Path) -> Path | None:
-    """Returns the ``output_dir`` of the run of a session that has begun and not ended; ``None`` where there is none."""
+    """Returns the ``output_dir`` of the going run of a session; ``None`` where none has begun, or all have ended."""
     for run in read_plan(plan_path):
         status = load_status(run.output_dir)
         if status is not None and status.elapsed_s is None:

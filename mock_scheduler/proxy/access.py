@@ -15,16 +15,11 @@ from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundErr
 from mock_scheduler.proxy.missing_steps import request_stand_in
 from mock_scheduler.proxy.routing import Route, Router
 from mock_scheduler.proxy.settings import ProxySettings
-from mock_scheduler.recording import (
-    RecordedStep,
-    RecordingReader,
-    RecordingWriter,
-    StepInfo,
-    WrittenStep,
-)
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.paths import format_present
-from mock_scheduler.recording.step.step_info import info_differences
+from mock_scheduler.recording.reading.reader import RecordedStep, RecordingReader
+from mock_scheduler.recording.step.step_info import StepInfo, info_differences
+from mock_scheduler.recording.writing.opening import RecordingWriter, WrittenStep
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 
@@ -113,6 +108,7 @@ class RecordingAccess:
         Raises ``ContractError``, or warns, where any bit differs, and as ``load`` does. The state is compared only with
         one recorded by a process with the same rows.
         """
+        # Bits decide; no tolerance is applied to a rollout.
         step = self.load(request, route)
         differences = compare_batches(step.batch, played, limit=_NUM_ROWS_SHOWN)
         lines = [] if differences.is_identical else [differences.describe(("recorded", "played"))]
@@ -179,6 +175,7 @@ class RecordingAccess:
         """
         if self.writer is None:
             return
+        # Steps before the checkpoint may be removed: one that lies ahead would remove what no run has had.
         if last_played is not None and next_step > last_played + 1:
             last_played = max(last_played, self.writer.last_train_step())
             if next_step > last_played + 1:

@@ -15,8 +15,8 @@ from typing import Any
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, ConfigError, SchedulerError
-from mock_scheduler.recording import Contract
-from mock_scheduler.recording.reading.prompts import compare_prompts, prompts_of
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.reading.open_step import compare_prompts, prompts_of
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard, shown
 from mock_scheduler.support.digests import JSON
 

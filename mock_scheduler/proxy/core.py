@@ -16,8 +16,7 @@ from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
 from mock_scheduler.proxy.checks import Answer, as_rollout_batch, check_request, judge_batch, read_metrics, read_state
 from mock_scheduler.proxy.effects import Flow, Guarded, Work, is_async
-from mock_scheduler.proxy.pending import Taken, TakenBatches
-from mock_scheduler.proxy.real import RealScheduler
+from mock_scheduler.proxy.real_scheduler import RealScheduler, Taken, TakenBatches
 from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
 from mock_scheduler.proxy.run_state import ProxyState
 from mock_scheduler.proxy.settings import ProxySettings
@@ -78,6 +77,7 @@ class ProxyCore:
     def suspend(self) -> Flow[None]:
         """Reach a generating real scheduler at once: it must not go on while the weights change."""
         self._refuse_where_closed("suspend")
+        # Not held, even where the next answer is unknown: generating on would use weights that are being changed.
         if self._real.calls.is_running:
             yield from self._real.call("suspend")
             self._real.calls.is_running = False
@@ -116,6 +116,7 @@ class ProxyCore:
         """Return the state, once all recorded steps are on disk: a checkpoint never claims more."""
         self._refuse_where_closed("state_dict")
         if self._access.writer is not None:
+            # A checkpoint must not continue after a step that is not on the disk.
             yield Work(self._access.writer.flush)
         if self._real.state is None and (self._real.is_built or self._router.outlook is Outlook.LIVE):
             if not self._real.is_built:

@@ -75,6 +75,7 @@ class LockTable(Generic[L]):
 
     def __init__(self, make_lock: Callable[[], L]) -> None:
         self._make_lock = make_lock
+        # Weakly, since a long run asks for a lock for each of its steps.
         self._locks: WeakValueDictionary[Hashable, L] = WeakValueDictionary()
         self._guard = threading.Lock()
 

@@ -94,6 +94,7 @@ class Router:
             )
         if mode == "mock":
             return Route(mode=mode, replayed_step=self._replayed_step(request))
+        # Present when the run began: a step that this run records is played.
         if mode == "cache" and request.global_step in self._present_steps(request):
             return Route(mode=mode, replayed_step=request.global_step)
         is_recorded = mode in ("dump", "cache") and self._config.records_step(request.global_step)
@@ -138,6 +139,7 @@ class Router:
         return _outlook_of(later)
 
     def _outlook_of_modes(self) -> Outlook:
+        # Without a plan any prepared mode may come next.
         answers = {mode in _LIVE_MODES for mode in self._modes if mode != "cache"}
         if "cache" in self._modes:
             # Any step may be missing from a cache, and be played; replayed ones come only where some are recorded.

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording import Contract
+from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import BatchCodec, RolloutRequest, RowShard
 from mock_scheduler.support.digests import JSON

@@ -117,6 +117,7 @@ def check_contract(
     with ``on_mismatch`` ``warn`` the same text is logged as a warning instead. ``source`` names the recording.
     """
     differences = current.differences(recorded)
+    # All of them at once: whoever corrects one field should not meet the next a start later.
     blocking = [difference for difference in differences if difference.is_blocking]
     if blocking:
         lines = "".join(f"\n  {difference.describe()}" for difference in blocking)
@@ -147,6 +148,7 @@ def _compare_field(current: ContractField | None, recorded: ContractField | None
     is_same = canonical_json(current.value) == canonical_json(recorded.value)
     if is_same and current.rule is not Rule.MUST_DIFFER:
         return None
+    # Two values that differ as they must are nothing to report.
     if current.rule is Rule.MUST_DIFFER and not is_same:
         return None
     comparison = (

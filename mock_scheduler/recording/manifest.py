@@ -67,6 +67,7 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
         "packages": read_package_versions(),
         "platform": platform.platform(),
     }
+    # A caller's value under one of these names would pass for what was read.
     taken = sorted(set(own) & set(extra))
     if taken:
         raise RecordingError(f"provenance: {taken} are read by the recorder itself: give other names")

@@ -66,6 +66,7 @@ def check_value(match: Match, value: JSON) -> None:
 
 def compare_values(match: Match, recorded: JSON, current: JSON) -> Comparison:
     """Compare two values that are not the same JSON."""
+    # Before the kinds: 1 and 1.0 are other JSON, and yet the one is at most the other.
     if match is Match.AT_MOST and _is_number(recorded) and _is_number(current):
         return _compare_numbers(recorded, current)
     kinds = (_kind(recorded), _kind(current))

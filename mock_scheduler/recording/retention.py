@@ -76,6 +76,7 @@ def find_removable(
     if retention.keep_last is None:
         return {}
     trained = {step for folder, found in steps.items() if is_train(folder) for step in found}
+    # Only a start point may be the cut: a replay that began anywhere else would have no checkpoint.
     fitting = [start for start in start_points if sum(step >= start for step in trained) >= retention.keep_last]
     cut = max(fitting, default=0)
     pinned = StepRanges(()) if retention.pin_steps is None else retention.pin_steps
@@ -116,6 +117,7 @@ def replay_starts(record: RetentionRecord, steps: Mapping[str, Sequence[int]]) -
     ``steps``: the present ones, per folder. Steps recorded again after their removal do not count.
     """
     removed = [last for gone in record.removed.values() for first, last in gone.ranges if last is not None]
+    # A start point after the last step leads nowhere; one before a removal would meet the gap.
     latest = max((step for folder, found in steps.items() if is_train(folder) for step in found), default=-1)
     return [start for start in record.start_points if max(removed, default=-1) < start <= latest]
 

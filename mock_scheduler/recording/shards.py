@@ -95,6 +95,7 @@ def commit_shards(storage: Storage, step_name: str, *, count: int) -> None:
     keys = {_base_name(file): file.read_keys() for file in files}
     group_size = _whole_group_size(files)
     all_keys = [key for rows in keys.values() for key in rows.keys]
+    # Shards of another count are an earlier run's: which of the two is meant cannot be known.
     strangers = [name for name in list_shard_files(storage, step_name) if name not in keys]
     problems = [f"{name} is of another number of shards" for name in strangers]
     problems += _difference_problems(files) + _overlap_problems(keys)
@@ -168,6 +169,7 @@ def decode_commit(data: bytes, *, source: str) -> Commit:
 
 def _read_commit(stored: _StoredCommit, *, source: str) -> Commit:
     try:
+        # A name with a slash would lead out of the step's folder.
         if not stored.shards or not all(SHARD_NAME.fullmatch(shard.name) for shard in stored.shards):
             raise ValueError(f"shards are named {[shard.name for shard in stored.shards]}")
         info = StepInfo.from_json(stored.info)
@@ -216,6 +218,7 @@ def _difference_problems(files: Sequence[StepFile]) -> list[str]:
             for name, value in found.items()
             if canonical_json(value) != canonical_json(expected[name])
         ]
+    # A shard without rows has extras without a dtype.
     filled = [file for file in files if file.num_rows]
     problems += [
         f"{_base_name(file)} has extras {canonical_json(file.extra_kinds)}; {_base_name(filled[0])} has "

@@ -1,1 +1,1 @@
-"""Reports of an alignment run: for the terminal, and as JSON."""
+"""Reports of alignments, comparisons and recordings: for the terminal, as pages and as JSON."""

@@ -7,12 +7,22 @@ from dataclasses import replace
 from typing import TypeVar
 
 from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.compare.findings import Finding, NotCompared
+from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
+from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison.view import count_tiers
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.wording.bounds import (
+    describe_bounds,
+    describe_bounds_advice,
+    describe_suspicion,
+    describe_test,
+)
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 Item = TypeVar("Item")
 
@@ -21,7 +31,7 @@ NUM_NEAREST = 20
 
 
 def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
-    """What a comparison's bounds are and where they are from."""
+    """The bounds of a comparison: their source, words, advice and measured noise."""
     noise = bounds.noise
     measured: JSON = None
     if noise is not None:
@@ -33,8 +43,8 @@ def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
         }
     return {
         "source": bounds.source,
-        "description": bounds.describe(),
-        "advice": bounds.advice(),
+        "description": describe_bounds(bounds),
+        "advice": describe_bounds_advice(bounds),
         "noise": measured,
     }
 
@@ -44,8 +54,14 @@ def conflict_to_json(conflict: ReplicaConflict) -> dict[str, JSON]:
     return {**dataclass_to_json(conflict), "axes": list(conflict.axes), "description": conflict.describe()}
 
 
+def ledger_to_json(ledger: LedgerComparison) -> dict[str, JSON]:
+    """A ledger's fields, and its first difference in words besides its facts."""
+    difference = None if ledger.difference is None else describe_ledger(ledger)
+    return {**dataclass_to_json(ledger), "difference": difference, "first_difference": to_json(ledger.difference)}
+
+
 def bounded(name: str, items: Sequence[Item], convert: Callable[[Item], JSON] = to_json) -> dict[str, JSON]:
-    """``{name: the first MAX_LISTED, num_name: how many there are}``; only what is listed is converted."""
+    """``{name: the first MAX_LISTED, num_name: how many there are}``; only listed items are converted."""
     return {name: [convert(item) for item in items[:MAX_LISTED]], f"num_{name}": len(items)}
 
 
@@ -54,12 +70,12 @@ def metrics_to_json(metrics: MetricComparison) -> JSON:
     return {
         **bounded("steps", metrics.steps),
         **bounded("differences", metrics.differences, metric_to_json),
-        **bounded("findings", metrics.findings),
+        **bounded("findings", metrics.findings, finding_to_json),
     }
 
 
 def metric_to_json(difference: MetricDifference) -> JSON:
-    """All but its changes, which the two logs have."""
+    """All but its changes: the two logs have them."""
     return {name: value for name, value in dataclass_to_json(difference).items() if name != "changes"}
 
 
@@ -79,14 +95,14 @@ def tensors_to_json(tensors: TensorComparison) -> JSON:
         "nearest": [tensor_to_json(item) for item in nearest[:NUM_NEAREST]],
         **bounded("exceeding", tensors.exceeding, tensor_to_json),
         **bounded("undecided", tensors.undecided, tensor_to_json),
-        **bounded("findings", tensors.findings),
-        **bounded("unusable", tensors.unusable),
+        **bounded("findings", tensors.findings, finding_to_json),
+        **bounded("unusable", tensors.unusable, finding_to_json),
         **bounded("baseline_replica_conflicts", tensors.baseline_conflicts, conflict_to_json),
         **bounded("candidate_replica_conflicts", tensors.candidate_conflicts, conflict_to_json),
-        **bounded("not_compared", tensors.not_compared),
+        **bounded("not_compared", tensors.not_compared, _not_compared_to_json),
         **bounded("flips", tensors.flips),
-        **bounded("ledgers", tensors.ledgers),
-        **bounded("notes", tensors.notes),
+        **bounded("ledgers", tensors.ledgers, ledger_to_json),
+        **bounded("notes", tensors.notes, describe_note),
     }
 
 
@@ -114,10 +130,41 @@ def _group(group: TensorGroup | None) -> JSON:
     }
 
 
+def finding_to_json(finding: Finding) -> JSON:
+    """A finding's fields, its fact with its type, and it in words."""
+    return {
+        **dataclass_to_json(finding),
+        "fact": {"type": type(finding.fact).__name__, **dataclass_to_json(finding.fact)},
+        "message": describe_finding(finding),
+        "is_selection": finding.is_selection,
+        "lacks_tokens": finding.lacks_tokens,
+    }
+
+
+def suspicion_to_json(suspicion: Suspicion) -> JSON:
+    """A suspicion's fields, and it in words."""
+    return {**dataclass_to_json(suspicion), "text": describe_suspicion(suspicion)}
+
+
+def test_to_json(summary: TestSummary) -> JSON:
+    """A test's fields, the smallest error that it would have found, and it in words."""
+    return {**dataclass_to_json(summary), "smallest": to_json(summary.smallest), "text": describe_test(summary)}
+
+
+def _not_compared_to_json(item: NotCompared) -> JSON:
+    return {**dataclass_to_json(item), "reason": describe_reasons(item)}
+
+
 def tensor_to_json(difference: TensorDifference) -> dict[str, JSON]:
     """All fields of a tensor's difference, its tier, whether it is judged, and its margin."""
+    residual = difference.residual
     return {
         **dataclass_to_json(difference),
+        "residual": None if residual is None else {**dataclass_to_json(residual), "text": describe_residual(residual)},
+        "localities": [
+            {**dataclass_to_json(item), "fraction": item.fraction, "text": describe_locality(item)}
+            for item in difference.localities
+        ],
         "tier": difference.tier,
         "is_judged": difference.is_judged,
         "margin": to_json(difference.margin),

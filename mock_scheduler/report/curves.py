@@ -1,4 +1,4 @@
-"""Draws curves of logged metrics over steps, a panel for each metric, as one HTML page that opens offline."""
+"""Draws curves of logged metrics over steps, a panel for each metric, as one HTML page without requests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mock_scheduler.compare.walk.metrics import MetricLog, load_metrics
-from mock_scheduler.display.console import shortest_names
-from mock_scheduler.display.figures import axis_title, finite_or_none, plain_layout, soft_font
-from mock_scheduler.display.pages import render_page, write_page
+from mock_scheduler.display.pages import axis_title, finite_or_none, plain_layout, render_page, soft_font, write_page
+from mock_scheduler.display.terminal import shortest_names
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
@@ -35,7 +34,7 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
 
     Raises:
         TraceError: For a folder without readable metrics.
-        ConfigError: For a metric that no run logged, or where the page cannot be written.
+        ConfigError: For a metric in no log, or where the page cannot be written.
     """
     names = shortest_names([run_dir.resolve() for run_dir in run_dirs])
     logs = {name: load_metrics(run_dir / METRICS_FILE) for name, run_dir in zip(names, run_dirs, strict=True)}

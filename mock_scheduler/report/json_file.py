@@ -5,7 +5,7 @@ Contract: one object, ``format_version`` 3, and in it, by command,
 - ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run),
   ``times`` (null until it has ended), ``candidates`` and ``report``.
 - ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
-  ``run``), ``recordings`` (null, or what ``mock-scheduler diff --json`` gives) and all of a verdict.
+  ``run``), ``recordings`` (null, or as ``mock-scheduler diff --json``) and all of a verdict.
 - ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts`` and ``ledgers``.
 
 ``verdict_json`` describes a verdict, and how lists are bounded.
@@ -31,7 +31,7 @@ from pathlib import Path
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json
+from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json, ledger_to_json
 from mock_scheduler.report.recording.diff import differences_to_json
 from mock_scheduler.report.verdict_json import consequence_to_json, localisation_to_json, verdict_to_json
 from mock_scheduler.support.digests import JSON
@@ -101,7 +101,7 @@ def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
         "num_tensors": result.num_tensors,
         "num_copies": to_json(result.num_copies),
         **bounded("conflicts", result.conflicts, conflict_to_json),
-        **bounded("ledgers", result.ledgers),
+        **bounded("ledgers", result.ledgers, ledger_to_json),
     }
 
 

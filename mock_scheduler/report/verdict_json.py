@@ -1,6 +1,6 @@
-"""One verdict with all that it rests on, as values of strict JSON.
+"""One verdict with all its grounds, as values of strict JSON.
 
-Contract: numbers are numbers, but NaN and infinities, which JSON does not have, are the texts ``"nan"``, ``"inf"`` and
+Contract: numbers are numbers, but NaN and infinities, unknown to JSON, are the texts ``"nan"``, ``"inf"`` and
 ``"-inf"``. Every list of details has at most ``MAX_LISTED`` items, in the order of computation, and beside it stands
 ``num_…`` with how many there are in all. Facts are fields; the worded texts beside them (``reason``, ``sentence``,
 ``message``, ``text``, ``command``) are the ones that terminal and page show. A verdict is an object of
@@ -18,14 +18,14 @@ Contract: numbers are numbers, but NaN and infinities, which JSON does not have,
   ``verdict.verdict.ProofFacts``) and ``compared`` (null, or ``verdict``, ``why`` and ``first_divergence`` of the
   comparison that the proof judges);
 - ``suspicions`` (``test``, ``step``, ``update``, ``name``, ``value``, ``limit``, ``text``) and ``tests`` (``test``,
-  ``num_looked_at``, ``smallest``, ``text``): differences that noise does not explain, and what was looked at for them;
+  ``num_looked_at``, ``smallest``, ``text``): differences beyond any explanation by noise, and the tests for them;
 - ``limits``: null, or ``num_not_compared``, ``num_flipped_tokens``, ``turned``, ``hidden_from_step``;
-- ``smallest_error``: ``bounds`` (by kind, the smallest relative error that would be a divergence),
+- ``smallest_error``: ``bounds`` (by kind, the smallest relative error in sight as a divergence),
   ``num_without_size``, ``nearest_metric``;
 - ``metrics``: null, or ``steps``, ``differences`` (by metric: ``name``, ``num_steps``, ``bit_equal``, ``max_abs``,
   ``max_abs_step``, ``max_relative``, ``max_relative_step``, ``times_bound``, ``nearest_step``, ``bound``,
   ``first_different_step``, ``first_exceeding_step``) and ``findings``;
-- ``tensors``: null, or what follows.
+- ``tensors``: null, or as follows.
 
 ``tensors`` is an object of ``level`` (``full``, or ``sketch``: figures are estimates), ``steps``, ``num_compared``,
 ``tiers`` (by kind: how many are ``identical``, ``ulp``, ``tolerance``, ``diverged``, ``missing``, ``unobserved``,
@@ -36,7 +36,7 @@ Contract: numbers are numbers, but NaN and infinities, which JSON does not have,
 A tensor has all fields of ``compare.tensors.TensorDifference``, and ``tier``, ``is_judged`` and ``margin``.
 A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``source`` (``noise``, ``theory``,
 ``stated``), ``description``, ``advice`` (how to have measured ones, or empty) and ``noise``: null, or ``baseline``
-(digest), ``seeds``, ``unit_roundoffs`` and ``num_tensors`` of what was measured.
+(digest), ``seeds``, ``unit_roundoffs`` and ``num_tensors`` of the measurement.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ from mock_scheduler.report.comparison_json import (
     conflict_to_json,
     metric_to_json,
     metrics_to_json,
+    suspicion_to_json,
     tensor_to_json,
     tensors_to_json,
+    test_to_json,
 )
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
@@ -73,7 +75,7 @@ from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_se
 
 
 def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
-    """The object that the module's docstring describes."""
+    """The object of the module's docstring."""
     return {
         "verdict": verdict.kind.value,
         "exit_code": int(verdict.exit_code),
@@ -83,8 +85,8 @@ def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
         "full_dump": list(verdict.full_dump),
         "first_divergence": _divergence(verdict.first),
         "proofs": [_proof(proof) for proof in verdict.proofs],
-        "suspicions": [to_json(item) for item in verdict.suspicions],
-        "tests": [to_json(item) for item in verdict.tests],
+        "suspicions": [suspicion_to_json(item) for item in verdict.suspicions],
+        "tests": [test_to_json(item) for item in verdict.tests],
         "limits": _limits(verdict.tensors),
         "smallest_error": _smallest_error(verdict),
         "metrics": None if verdict.metrics is None else metrics_to_json(verdict.metrics),

@@ -1,4 +1,4 @@
-"""The folder of an alignment or of the doctor is emptied only where a command of that kind made it.
+"""The folder of an alignment or of the doctor is emptied only where the same command made it.
 
 Contract: a folder with the command's marker, or its result, in it is its own; in any other nothing is ever removed.
 """
@@ -64,8 +64,7 @@ def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{marker.command} is at work in {path} already; wait until it has ended, or choose another "
-                "--output-dir"
+                f"another {marker.command} works in {path}; wait until it has ended, or choose another --output-dir"
             ) from None
         except OSError:
             pass

@@ -1,6 +1,9 @@
-"""A run that ended says in ``run.json`` and ``ledger.json`` that it completed, or else in ``error.json`` why not.
+"""Reads the files of a finished run: its summary or its error, and the few keys of its configuration with a use here.
 
-Contract: reads; every file is checked, and ``AlignmentError`` names the file and lists all of its problems.
+``run.json`` and ``ledger.json`` are there after a completed run, ``error.json`` after a failed one.
+Contract: every file is checked, and an error names the file and lists all of its problems. The rules for a
+configuration before a run do not apply to a stored one: another release of Megatron, or of this project, may have
+written it. Other keys are not looked at.
 """
 
 from __future__ import annotations
@@ -8,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mock_scheduler.errors import AlignmentError
+import yaml
+from pydantic import ValidationError
+
+from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.instruments import PerturbationConfig
+from mock_scheduler.config.problems import validation_problems
+from mock_scheduler.determinism.settings import is_deterministic_mode
+from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.text import bullet_list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +32,8 @@ class RunSummary:
     """One finished run.
 
     Seconds are as the run measured them (``wall_s``, ``rollout_s``) and from the outside (``elapsed_s``: with the start
-    of its processes). ``built`` counts the things that it built, such as engines. ``batches``: the digest of the
-    rollouts that it trained on, by step.
+    of its processes). ``built`` counts built things, such as engines. ``batches``: the digest of the rollouts
+    behind its training, by step.
     """
 
     name: str
@@ -45,7 +57,7 @@ class RunFailure:
 def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> RunSummary:
     """Reads the summary of a completed run; raises ``AlignmentError``.
 
-    ``elapsed_s``: ``None`` where nobody watched it from outside; its own seconds stand in for that.
+    ``elapsed_s``: ``None`` where nobody watched it from outside; its own seconds stand in.
     """
     stated = _load(
         output_dir / RUN_FILE,
@@ -71,13 +83,13 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
 
 
 def load_batches(output_dir: Path) -> dict[int, str]:
-    """Returns the digest of the rollouts that a completed run trained on, by step; raises ``AlignmentError``."""
+    """Returns the digest of the rollouts of a completed run, by step; raises ``AlignmentError``."""
     stated = _load(output_dir / RUN_FILE, {"status": _COMPLETED, "batches": _DIGESTS})
     return {int(step): digest for step, digest in stated["batches"].items()}
 
 
 def load_failure(output_dir: Path) -> RunFailure | None:
-    """Returns the error that a failed run wrote down, or ``None`` where it wrote none; raises ``AlignmentError``."""
+    """Returns the written error of a failed run, or ``None`` where there is none; raises ``AlignmentError``."""
     path = output_dir / ERROR_FILE
     if not path.is_file():
         return None
@@ -131,3 +143,81 @@ def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
     if problems:
         raise AlignmentError(f"{path}: {'; '.join(problems)}")
     return content
+
+
+_Section = TypeVar("_Section", bound=ConfigSection)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredConfig:
+    """The needed keys. ``tolerance``: the stated bounds of the run, if any. ``perturbation``: of its weights."""
+
+    path: Path
+    precision: str
+    trace_level: str
+    is_deterministic: bool
+    tolerance: ToleranceConfig
+    perturbation: PerturbationConfig
+
+
+def load_stored_config(path: Path) -> StoredConfig:
+    """Reads a run's ``config.yaml``; raises ``ConfigError`` where a needed key is missing or of another kind."""
+    content = read_stored_keys(path)
+    problems: list[str] = []
+    precision = _text(content, "precision", problems)
+    trace_level = _text(_section(content, "trace", problems), "level", problems, prefix="trace.")
+    envs = {str(name): str(value) for name, value in _section(content, "system_envs", problems).items()}
+    stated = _section(content, "align", problems).get("tolerance")
+    tolerance = _checked(ToleranceConfig, "align.tolerance", stated, problems)
+    perturbation = _checked(PerturbationConfig, "perturbation", content.get("perturbation"), problems)
+    if problems:
+        raise ConfigError(f"{path} is not the configuration of a run:{bullet_list(problems, limit=None)}")
+    return StoredConfig(
+        path=path,
+        precision=precision,
+        trace_level=trace_level,
+        is_deterministic=is_deterministic_mode(envs),
+        tolerance=tolerance,
+        perturbation=perturbation,
+    )
+
+
+def read_stored_keys(path: Path) -> dict[str, Any]:
+    """Reads the keys of a run's ``config.yaml`` as they stand; raises ``ConfigError`` where there are none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a configuration: it has no keys")
+    return content
+
+
+def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:
+    value = content.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        problems.append(f"{name} is {value!r}, expected keys")
+        return {}
+    return value
+
+
+def _text(content: Mapping[str, Any], name: str, problems: list[str], *, prefix: str = "") -> str:
+    value = content.get(name)
+    if isinstance(value, str):
+        return value
+    # YAML reads an unquoted off as False.
+    if value is False:
+        return "off"
+    problems.append(f"{prefix}{name} is {value!r}, expected a text")
+    return ""
+
+
+def _checked(section: type[_Section], name: str, value: object, problems: list[str]) -> _Section:
+    """Returns a section as it stands; one without keys where it is missing, or wrong, and then a problem."""
+    try:
+        return section.model_validate(value or {})
+    except ValidationError as error:
+        problems.extend(f"{key}: {text}" for key, text in validation_problems(error, section, section=name))
+        return section()

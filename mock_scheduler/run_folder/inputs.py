@@ -1,6 +1,6 @@
-"""``mock-scheduler compare`` and ``replicas`` are given a run, a trace, metrics or a recording.
+"""Opens the inputs of ``mock-scheduler compare`` and ``replicas``: runs, traces, metrics and recordings.
 
-The files in a folder tell its kind.
+The files in a folder tell its kind. Options of the two commands are read here too.
 
 Contract: reads headers and small files only; problems of both sides are said at once.
 """
@@ -18,13 +18,13 @@ from mock_scheduler.compare.pairing.selection import Selection
 from mock_scheduler.compare.walk.metrics import load_metrics
 from mock_scheduler.compare.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
-from mock_scheduler.run_folder.finished_run import RunSummary, load_summary
-from mock_scheduler.run_folder.stored_config import StoredConfig, load_stored_config
+from mock_scheduler.run_folder.finished_run import RunSummary, StoredConfig, load_stored_config, load_summary
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
     CONFIG_FILE,
@@ -35,7 +35,6 @@ from mock_scheduler.support.run_files import (
 )
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS
 
 InputKind = Literal["run", "trace", "metrics", "recording"]
 
@@ -58,7 +57,7 @@ class ComparedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedInput:
-    """One side; ``stored``: the configuration of the run that it belongs to, where that is known."""
+    """One side; ``stored``: the configuration of its run, where it is known."""
 
     side: ComparedInput
     stored: StoredConfig | None
@@ -71,7 +70,9 @@ def find_kind(path: Path) -> InputKind:
     if path.is_file():
         if path.suffix == ".jsonl":
             return "metrics"
-        raise ConfigError(f"{path} is a file; of files only metrics can be compared, one JSON object a line (.jsonl)")
+        raise ConfigError(
+            f"{path} is a file without .jsonl; the only file that can be compared holds metrics, one JSON object a line"
+        )
     if (path / MANIFEST_NAME).is_file():
         return "recording"
     if (path / RUN_FILE).is_file() or (path / CONFIG_FILE).is_file():
@@ -83,8 +84,8 @@ def find_kind(path: Path) -> InputKind:
     if ALIGN_MARKER.is_in(path):
         raise ConfigError(_describe_alignment(path))
     raise ConfigError(
-        f"{path} is nothing that can be compared: it is no run's output_dir ({CONFIG_FILE}), no trace (step_000000/), "
-        f"no metrics ({METRICS_FILE}) and no recording ({MANIFEST_NAME})"
+        f"{path} cannot be compared; give a run's output_dir (with {CONFIG_FILE}), a trace (with step_000000/), "
+        f"metrics ({METRICS_FILE}) or a recording (with {MANIFEST_NAME})"
     )
 
 
@@ -92,11 +93,11 @@ def _describe_alignment(folder: Path) -> str:
     """Advises, in the place of the whole folder of an alignment, its finished runs, then those of its proofs."""
     found = sorted(path.parent for level in ("*", "*/*") for path in folder.glob(f"{level}/{RUN_FILE}"))
     runs = sorted(found, key=lambda path: (len(path.parts), path.name != BASELINE_NAME))
-    what = f"{folder} is the folder of an alignment, and no run itself"
+    what = f"{folder} is the folder of an alignment, not of a run"
     if not runs:
-        return f"{what}; there is no finished run in it"
+        return f"{what}, and it has no finished run"
     names = list_some([str(path.relative_to(folder)) for path in runs], _NUM_RUNS, ", ")
-    return f"{what}; give one of the runs in it, as {runs[-1 if len(runs) == 1 else 1]}: {names}"
+    return f"{what}; give one of its runs, such as {runs[-1 if len(runs) == 1 else 1]}: {names}"
 
 
 def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
@@ -107,7 +108,7 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
     """
     if paths[0].resolve() == paths[1].resolve():
         what = "file" if paths[0].is_file() else "folder"
-        raise ConfigError(f"{paths[0]} and {paths[1]} are the same {what}: it would be compared with itself")
+        raise ConfigError(f"{paths[0]} and {paths[1]} are the same {what}; give two different ones")
     opened: list[OpenedInput] = []
     errors: list[ConfigError | AlignmentError | TraceError] = []
     for path in paths:
@@ -124,7 +125,7 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
 
 
 def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> None:
-    """Raises ``ConfigError`` where neither side has any chosen step, with the steps that there are; ``None``: all."""
+    """Raises ``ConfigError`` where neither side has any chosen step, with the present steps; ``None``: all."""
     if steps is None:
         return
     absent = describe_absent(steps, [(side.name, _find_present(side)) for side in sides])
@@ -157,7 +158,7 @@ def find_trace(path: Path) -> Path:
 
 
 def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceConfig:
-    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` that lists every one that is no bound."""
+    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` with every invalid one."""
     values: dict[str, float] = {}
     problems = []
     for text in (part for item in stated for part in item.split(",") if part.strip()):
@@ -168,7 +169,7 @@ def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceCo
             nearest = get_close_matches(name, ToleranceConfig.model_fields, n=1, cutoff=0.5)
             problems.append(f"there is no bound {name!r}{f', nearest is {nearest[0]}' if nearest else ''}")
         elif (number := _parse_number(value)) is None:
-            problems.append(f"{name} is {value!r}, expected a finite number from 0 on")
+            problems.append(f"{name} is {value!r}, expected a finite number of at least 0")
         else:
             values[name] = number
     if problems:
@@ -183,7 +184,7 @@ def parse_selection(*, steps: StepRanges | None, kinds: Sequence[str] = (), patt
     known = (*TRACE_KINDS, *LEDGER_KINDS)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--kinds: {', '.join(unknown)}: no such kind; kinds are {', '.join(known)}")
+        raise ConfigError(f"--kinds: there is no kind {', '.join(unknown)}; kinds are {', '.join(known)}")
     globs = tuple(text for item in patterns for text in item.split(",") if text)
     return Selection(
         steps=steps,
@@ -208,18 +209,18 @@ def _open(path: Path, kind: InputKind) -> OpenedInput:
 
 def _open_run(folder: Path, name: str) -> OpenedInput:
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} is not the output_dir of a run: there is no {CONFIG_FILE} in it")
+        raise ConfigError(f"{folder} is not the output_dir of a run: it has no {CONFIG_FILE}")
     stored = load_stored_config(folder / CONFIG_FILE)
     if not (folder / RUN_FILE).is_file():
         raise AlignmentError(
-            f"{folder} has no {RUN_FILE}: its run has not completed (it is still going, or {folder / ERROR_FILE} says "
-            "why it failed)"
+            f"{folder} has no {RUN_FILE}: its run has not completed (it is still running, or {folder / ERROR_FILE} "
+            "says why it failed)"
         )
     summary = load_summary(name, folder, elapsed_s=None)
     if not (folder / TRACE_FOLDER).is_dir():
         raise AlignmentError(
-            f"{folder} has no trace, without which gradients and parameters cannot be compared: run it again with "
-            f"trace.level=full (it had trace.level={stored.trace_level})"
+            f"{folder} has no trace (its run had trace.level={stored.trace_level}), and a comparison of gradients and "
+            "parameters needs one; run it again with trace.level=full"
         )
     level = trace_level(folder / TRACE_FOLDER)
     side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary)
@@ -237,7 +238,7 @@ def _describe_kinds(opened: Sequence[OpenedInput]) -> str:
     elif kinds == {"run", "metrics"}:
         run = next(side for side in sides if side.kind == "run")
         advice = f"give the run's metrics, {run.path / METRICS_FILE}"
-    return f"{found}, which cannot be compared with each other; {advice}"
+    return f"{found}, and the two cannot be compared; {advice}"
 
 
 def _parse_number(text: str) -> float | None:
@@ -250,6 +251,16 @@ def _parse_number(text: str) -> float | None:
 
 
 def check_page_path(path: Path | None) -> None:
-    """Raises ``ConfigError`` for ``--html -``, as it would write a file of that name."""
+    """Raises ``ConfigError`` for ``--html -``, as it would write a file named ``-``."""
     if path is not None and str(path) == "-":
-        raise ConfigError("--html: - is no file, and a page is not printed; name one, as in --html page.html")
+        raise ConfigError("--html: - is not a file; name one, as in --html page.html")
+
+
+def parse_steps(text: str | None) -> StepRanges | None:
+    """Read ``--steps`` as a set; ``None`` where it is absent. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    try:
+        return StepRanges.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--steps: {error}") from error

@@ -1,4 +1,4 @@
-"""Parses the command line of a module that is started by ``python -m``, with typer.
+"""Parses the command line of a module started by ``python -m``, with typer.
 
 Contract: every wrong argument is a ``ConfigError``, so it exits with 5 like any other bad input; typer's own exit code,
 2, is a verdict here. Importing this costs typer (25 ms), so a module that starts light imports it where it parses.

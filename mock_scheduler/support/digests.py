@@ -1,8 +1,8 @@
 """Canonical JSON, digests over it and over tensors, and documents that carry their own digest.
 
-Contract: the recording's files and the trace are written with these, so a change here changes their bytes. A *sealed*
+Contract: a change here changes the bytes of recordings and traces. A *sealed*
 document is a JSON object whose ``digest`` is the SHA-256 of the canonical JSON of all the rest. A recording's values
-are checked with ``check_json``, since Python's encoder turns values that JSON lacks into others without a word.
+are checked with ``check_json``, since Python's encoder turns values unknown to JSON into others without a word.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def canonical_json(value: JSON) -> str:
 
     Raises ``ValueError`` where the value holds NaN or an infinity, ``TypeError`` where it is not JSON.
     """
+    # Every argument is part of the format of recordings and traces.
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
 
 
@@ -139,6 +140,7 @@ def open_sealed(text: str | bytes) -> dict[str, Any]:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"is of type {type(document).__name__}, expected an object")
+    # Over the parsed content: the layout of the text may differ, its values may not.
     recorded = document.pop("digest", None)
     try:
         is_intact = recorded == compute_json_digest(document)

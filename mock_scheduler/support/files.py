@@ -34,6 +34,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     with _temporary(path) as aside:
         yield aside
         _sync(aside)
+        # After the fsync: a name that leads to a file must never lead to half of it, even after a crash.
         os.replace(aside, path)
     _sync(path.parent)
 
@@ -46,6 +47,7 @@ def publish_new(path: Path, data: Buffer | Sequence[Buffer]) -> None:
     pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     with _temporary(path) as aside:
         _write_pieces(aside, pieces)
+        # A link, not a rename, since a rename would replace another writer's file.
         _link_new(aside, path)
     _sync(path.parent)
 

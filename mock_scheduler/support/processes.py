@@ -39,7 +39,7 @@ class RankExit:
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """Have Linux send this process SIGTERM when the one that started it ends, in whatever way that ends.
+    """Have Linux send this process SIGTERM when its parent ends, in whatever way.
 
     The launcher names itself in ``environ``; without it, or on another system, nothing happens. A child calls this
     itself when it starts: between fork and exec, Python code is not safe where the parent has threads.
@@ -98,7 +98,7 @@ def find_culprit(failures: Sequence[RankExit]) -> RankExit:
 
     An error of ours (2 to 5) first. Then a signal: torchrun ends the others by signals too, but those come after
     another failure (SIGTERM) or long after it (SIGKILL); and an abort may be a library's answer to a lost peer.
-    Else the first that chose a code: 1 is also what Python exits with where a peer broke the connection.
+    Else the first that chose a code: Python exits with 1 also where a peer broke the connection.
     """
     first_s = min(failure.noticed_s for failure in failures)
     ours = [failure for failure in failures if ExitCode.DIVERGED < failure.code <= ExitCode.USAGE]

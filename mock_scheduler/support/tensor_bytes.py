@@ -1,4 +1,4 @@
-"""A tensor's bytes, the tensor of such bytes, and the names of dtypes: the one place where either is told.
+"""Turns tensors into bytes and back, and names dtypes: the one place where either is told.
 
 Contract: bit for bit, for every dtype of torch; nothing is converted. Callers refuse tensors without bytes of their
 own, by ``has_plain_bytes``.
@@ -41,13 +41,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a CPU tensor's values, uint8 ``[num_bytes]``, as a view where it is contiguous."""
     if tensor.numel() == 0:  # which torch cannot always view as another dtype
         return torch.empty(0, dtype=torch.uint8)
+    # Lazy conjugation and negation are flags beside the bytes: they are carried out first.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # One element of an expanded tensor counts as contiguous whatever its stride, which a view does not accept.
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor that shares these bytes; the inverse of ``as_bytes``."""
+    """Make the tensor on the given bytes, without a copy; the inverse of ``as_bytes``."""
     if len(content) == 0:  # which torch cannot view as another dtype
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(content).view(dtype).reshape(tuple(shape))

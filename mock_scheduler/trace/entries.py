@@ -1,4 +1,4 @@
-"""The parts of a trace: keys, the entries that probes hand to a sink, and a rank's statements about the whole step.
+"""The parts of a trace: keys and their kinds, entries from probes to a sink, a rank's statements about a whole step.
 
 Contract: plain data without files. Token tensors: the first dimension is all tokens of the step's batch, row after row
 in the batch's canonical order, without padding; token t of row r has index ``offset[r] + t``. So neither padding,
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from enum import IntEnum
+from typing import Literal, Protocol
 
 import torch
 
@@ -17,19 +18,55 @@ from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.trace.shards import ShardSpec
 
 DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]
-"""What a dimension counts, in reports: ``slot`` is the place among a token's chosen experts, ascending by expert;
+"""The unit that a dimension counts: ``slot`` is the place among a token's chosen experts, ascending by expert;
 ``row`` and ``column`` are those of a weight that has no better name."""
 
 
-#: All of them.
-DIM_NAMES: frozenset[str] = frozenset(get_args(DimName))
+#: Kinds that are there once in a step; all others are there once in each of its updates.
+STEP_KINDS: frozenset[TraceKind] = frozenset({"initial", "input", "score", "advantage"})
+
+
+class Phase(IntEnum):
+    """A stage of a training step; kinds of one phase are computed interleaved, layer by layer."""
+
+    START = 0
+    DATA = 1
+    FORWARD = 2
+    SCORES = 3
+    LOSS = 4
+    BACKWARD = 5
+    GRADIENT = 6
+    NORM = 7
+    UPDATE = 8
+
+
+#: Where a kind is computed. Scores, and advantages made of them, come from a pass through the modules of the first
+#: update's forward pass, with equal weights: they stand behind these, of which more is traced. In ``BACKWARD`` names
+#: are walked from the output to the embedding, else the other way.
+PHASES: Mapping[TraceKind, Phase] = {
+    "initial": Phase.START,  # parameters and buffers before the first update, in the precision of the update
+    "input": Phase.DATA,  # tokens, response mask and recorded log-probabilities
+    "score": Phase.SCORES,  # old and reference log-probabilities and values, before the first update
+    "advantage": Phase.SCORES,  # advantages and returns
+    "activation": Phase.FORWARD,  # outputs of the embedding, of each layer and of its parts
+    "router": Phase.FORWARD,  # logits, probabilities and choice of experts
+    "logits": Phase.FORWARD,  # the output layer's logits
+    "output": Phase.FORWARD,  # new log-probabilities, entropy and values
+    "loss": Phase.LOSS,  # ratios, element-wise loss terms and their sums
+    "activation_gradient": Phase.BACKWARD,  # gradients of the loss with respect to activations
+    "gradient": Phase.GRADIENT,  # main gradients after the reduction, before clipping
+    "gradient_norm": Phase.NORM,  # the norm of all main gradients, before clipping
+    "optimizer": Phase.UPDATE,  # the optimizer's moments after the update
+    "parameter": Phase.UPDATE,  # parameters and buffers after the update, in the precision of the update
+    "weight": Phase.UPDATE,  # a model's own values, where it computes in less than float32
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceKey:
     """One tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
 
-    A tensor of a step rather than of an update (``kinds.STEP_KINDS``) has update 0.
+    A tensor of a step rather than of an update (``STEP_KINDS``) has update 0.
     """
 
     step: int

@@ -50,6 +50,7 @@ def element_places(spec: ShardSpec) -> tuple[torch.Tensor, torch.Tensor]:
         mine, theirs = places_along(spec, dim)
         local = local.unsqueeze(-1) * local_size + mine
         whole = whole.unsqueeze(-1) * size + theirs
+    # Row-major, as a flat range counts.
     local, whole = local.reshape(-1), whole.reshape(-1)
     if spec.flat_range is None:
         return local, whole
@@ -150,6 +151,7 @@ def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[_Part]:
 def join(rectangles: Iterable[Rectangle]) -> ElementSet:
     """Joins neighbouring rectangles, so one set has one form however it was cut."""
     joined = sorted(rectangles)
+    # The last dimension first: joined rows can then join along the dimension before it.
     for dim in reversed(range(len(joined[0].origin) if joined else 0)):
         joined = _join_along(joined, dim)
     return tuple(sorted(joined))
@@ -318,6 +320,7 @@ def find_cover(sets: Sequence[ElementSet], num_elements: int) -> tuple[int, ...]
     """
     order = sorted(range(len(sets)), key=lambda index: (sets[index][0].origin, index))
     sizes = [sum(item.num_elements for item in one) for one in sets]
+    # Mostly all sets together are the cover, and nothing need be searched.
     if sum(sizes) == num_elements == count_union([item for one in sets for item in one]):
         return tuple(order)
     bounds = [_bounds_of(one) for one in sets]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.tensor_bytes import view_as_bits
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.geometry import canonical_mask
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec
 
 _PLURALS: Mapping[TraceKind, str] = {
@@ -112,6 +112,7 @@ class ConflictTally:
     ) -> None:
         """Compares two ranks' stored pieces of one spec; padding belongs to no element and does not count."""
         mine, other = values
+        # As integers: a comparison of floats would call -0.0 and 0.0 equal, and no NaN equal to itself.
         differs = view_as_bits(mine) != view_as_bits(other)
         mask = canonical_mask(spec)
         if mask is not None:
@@ -128,6 +129,7 @@ class ConflictTally:
         earlier = self._found.get(pair)
         if earlier is not None:
             num_elements += earlier.num_elements
+            # ``max`` of a NaN depends on the order of its arguments.
             max_abs = math.nan if math.isnan(earlier.max_abs) else max(max_abs, earlier.max_abs)
         self._found[pair] = ReplicaConflict(
             key=self.key, first=first, second=second, num_elements=num_elements, max_abs=max_abs

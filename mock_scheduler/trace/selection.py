@@ -1,8 +1,8 @@
-"""Selects the tensors of a training step to trace: by kind, by globs of canonical names, and by rank.
+"""Carries out a trace's configuration: selects the tensors of a training step, and opens the sink that takes them.
 
-A glob is matched by ``fnmatch.fnmatchcase`` against the whole name: ``*`` also matches dots. Names lie on different
-ranks, so one rank cannot know that a glob selects nothing; each remembers its successful globs, and
-whoever has that of all ranks asks ``describe_unmatched``.
+Tensors are selected by kind, by globs of canonical names, and by rank. A glob is matched by ``fnmatch.fnmatchcase``
+against the whole name: ``*`` also matches dots. Names lie on different ranks, so one rank cannot know that a glob
+selects nothing; each remembers its successful globs, and ``describe_unmatched`` is asked with those of all ranks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.trace.entries import RankPlace, TraceSink
+from mock_scheduler.trace.full.writing import FullSink
+from mock_scheduler.trace.sketch.files import SketchSink
 
 EVERYTHING = "*"
+
 _NUM_NEAREST = 3
+
 _NEAREST_CUTOFF = 0.3
 
 
@@ -96,3 +102,16 @@ def _why_nothing(pattern: str, names: Collection[str]) -> str:
     nearest = difflib.get_close_matches(pattern, sorted(names), n=_NUM_NEAREST, cutoff=_NEAREST_CUTOFF)
     shown = nearest or sorted(names)[:_NUM_NEAREST]
     return f"it matches none of {len(names)} names; the nearest are {', '.join(shown)}"
+
+
+def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPlace, world_size: int) -> TraceSink:
+    """Whole tensors for level ``full``, sketches for level ``sketch``.
+
+    Raises ``TraceError`` where this rank's step is traced already, and ``ValueError`` for level ``off``, since
+    nothing is to be collected.
+    """
+    if config.level == "full":
+        return FullSink(trace_dir, step=step, place=place, world_size=world_size, part_bytes=config.part_bytes)
+    if config.level == "sketch":
+        return SketchSink(trace_dir, step=step, place=place, world_size=world_size, num_buckets=config.sketch_buckets)
+    raise ValueError("trace.level is off: nothing is traced, so there is nothing to write to")

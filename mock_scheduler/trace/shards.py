@@ -73,6 +73,7 @@ def even_split(dim: int, *, size: int, rank: int, num_ranks: int, num_parts: int
     """
     if num_ranks == 1:
         return ()
+    # Each part is split by itself: a rank of a gated MLP holds some gate rows and the same up rows.
     part, share = size // num_parts, size // num_parts // num_ranks
     blocks = (
         Block(local_start=index * share, global_start=index * part + rank * share, length=share)

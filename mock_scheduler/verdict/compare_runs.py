@@ -1,8 +1,15 @@
-"""The verdict on two finished runs by their folders, and on two recordings."""
+"""Compares two runs, traces, metrics or recordings on disk, and judges them.
+
+``compare_paths`` takes two paths of any kind, ``judge_runs`` and ``compare_runs`` two finished runs, and
+``judge_recordings`` the differences of two recordings; ``decision.decide`` makes the verdict.
+
+Contract: reads, starts nothing and writes nothing. Two runs must have trained on the same rollouts: each states the
+digest of every batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +17,16 @@ from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import JUDGED_KINDS
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.compare.walk.steps import OnKey
 from mock_scheduler.compare.walk.traces import compare_trace_folders
-from mock_scheduler.compare.walk.walk import OnKey
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
-from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences
+from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.run_folder.inputs import OpenedInput, check_steps, open_inputs
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
+from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.divergences import Divergence, Evidence, StepsOfOneSide
 from mock_scheduler.verdict.reasons import (
@@ -27,6 +37,7 @@ from mock_scheduler.verdict.reasons import (
     OtherRecordings,
     OtherRollouts,
 )
+from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 
 
@@ -146,3 +157,75 @@ def _list_evidence(differences: RecordingDifferences) -> Iterator[tuple[tuple[in
             yield (steps.ranges[0][0], 0, folder), StepsOfOneSide(side=side, folder=folder, steps=steps)
     for step in differences.steps:
         yield (step.step, 1, step.folder), step
+
+
+_NUM_ROWS = 5
+
+
+def compare_paths(
+    baseline: Path,
+    candidate: Path,
+    *,
+    selection: Selection = EVERYTHING,
+    tolerance: Sequence[str] = (),
+    noise: Sequence[Path] = (),
+    has_metrics: bool = True,
+    on_key: OnKey | None = None,
+) -> ComparisonResult:
+    """Compare two runs, traces, metrics or recordings.
+
+    Args:
+        selection: Steps, kinds and names.
+        tolerance: Bounds ``name=value`` over the candidate's own.
+        noise: A file of the baseline's measured noise, or perturbed runs of it.
+        has_metrics: Whether metrics of runs are compared.
+        on_key: Called with the number of compared tensors, or steps, and of all.
+
+    Raises:
+        ConfigError: A side cannot be compared, the sides are of different kinds, a bound or the noise is none, or none
+            of the chosen steps is present.
+        AlignmentError: A run is not completed, or has no trace.
+        TraceError, RecordingError: A file cannot be read.
+    """
+    opened = open_inputs((baseline, candidate))
+    check_steps([item.side for item in opened], selection.steps)
+    bounds = resolve_bounds(opened, tolerance, noise)
+    verdict, recordings = _judge(opened, bounds, selection, has_metrics=has_metrics, on_key=on_key)
+    return ComparisonResult(
+        baseline=opened[0].side, candidate=opened[1].side, bounds=bounds, verdict=verdict, recordings=recordings
+    )
+
+
+def _judge(
+    opened: tuple[OpenedInput, OpenedInput],
+    bounds: Bounds,
+    selection: Selection,
+    *,
+    has_metrics: bool,
+    on_key: OnKey | None,
+) -> tuple[Verdict, RecordingDifferences | None]:
+    baseline, candidate = (item.side for item in opened)
+    if baseline.kind == "recording":
+        readers = RecordingReader(str(baseline.path)), RecordingReader(str(candidate.path))
+        recordings = compare_recordings(readers, selection.steps, limit=_NUM_ROWS, on_step=on_key)
+        return judge_recordings(recordings), recordings
+    if baseline.kind == "metrics":
+        logs = load_metrics(baseline.path), load_metrics(candidate.path)
+        metrics = compare_metrics(*logs, bounds=bounds, selection=selection)
+        return decide(metrics, None, bounds=bounds, required=(), selection=selection), None
+    if baseline.run is None or candidate.run is None:
+        tensors = compare_trace_folders(
+            baseline.path, candidate.path, bounds=bounds, selection=selection, on_key=on_key
+        )
+        return decide(None, tensors, bounds=bounds, required=(), selection=selection), None
+    is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
+    verdict = judge_runs(
+        baseline.run,
+        candidate.run,
+        bounds=bounds,
+        is_deterministic=is_deterministic,
+        selection=selection,
+        has_metrics=has_metrics,
+        on_key=on_key,
+    )
+    return verdict, None

@@ -19,9 +19,8 @@ from mock_scheduler.compare.noise.theory import TheoryBounds, build_theory_bound
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.run_folder.finished_run import load_batches
+from mock_scheduler.run_folder.finished_run import load_batches, load_stored_config
 from mock_scheduler.run_folder.inputs import OpenedInput, find_kind, find_trace, parse_tolerance
-from mock_scheduler.run_folder.stored_config import load_stored_config
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list
 

@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mock_scheduler.compare.findings import Note
 from mock_scheduler.compare.noise.judging import first_hidden_step
 from mock_scheduler.compare.tensors import ExpertFlips, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.divergences import Divergence
 
 #: A difference that rounding made grow was at least so near to its bound at the update before,
@@ -79,7 +80,7 @@ class Limits:
     num_flipped_tokens: int
     turned: TurnedDecisions | None
     hidden_from_step: int | None
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
 
 def find_limits(tensors: TensorComparison) -> Limits:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.compare.differences import Locality, Residual, WorstElement
 from mock_scheduler.compare.findings import DifferenceKind, Finding
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.compare.residuals import Locality, Residual
+from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
 
 #: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
 #: their order alone, which belongs to the whole step.

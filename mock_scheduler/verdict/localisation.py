@@ -9,9 +9,9 @@ from typing import Literal
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
 
 GraftKind = Literal["activation", "activation_gradient"]
 PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import TraceKind
 
 ProofName = Literal["replicas", "bit-equality", "emulation", "noise", "referee"]
 

@@ -1,7 +1,7 @@
 """Checks one run against itself: all copies of a tensor on several ranks must agree, and so must their collectives.
 
-Copies are counted by the axes on which their ranks stand apart, so that a run without any copy is not
-said to agree.
+Copies are counted by the axes on which their ranks stand apart, and a run without any copy is not said to
+agree.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from mock_scheduler.compare.pairing.ledgers import check_groups
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.compare.walk.steps import OnKey
+from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.run_folder.inputs import ComparedInput, check_steps, find_trace
 from mock_scheduler.trace.entries import RankPlace
-from mock_scheduler.trace.full.reader import Piece, ReplicaConflict, TraceReader
+from mock_scheduler.trace.full.reader import Piece, ReplicaConflict, TraceReader, open_trace
 from mock_scheduler.verdict.results import ReplicaResult
 
 
@@ -67,3 +71,27 @@ def count_copies(pieces: tuple[Piece, ...]) -> Counter[str]:
             copies[" ".join(first[place].axes_apart(piece.place)) or "ranks"] += 1
         first.setdefault(place, piece.place)
     return copies
+
+
+def check_replicas_at(
+    path: Path, *, selection: Selection = EVERYTHING, verify: bool = False, on_key: OnKey | None = None
+) -> ReplicaResult:
+    """Check all copies within one run or trace bit for bit.
+
+    Args:
+        verify: First read all of the trace, whatever is selected, and check every SHA-256.
+
+    Raises:
+        ConfigError: There is no trace of whole tensors, or none of the chosen steps is present.
+        TraceError: A file cannot be read or was changed.
+    """
+    trace_dir = find_trace(path)
+    if trace_level(trace_dir) != "full":
+        raise ConfigError(
+            f"{trace_dir} has only sketches, and replicas reads whole tensors; trace the run with trace.level=full"
+        )
+    check_steps([ComparedInput(name=str(path), path=trace_dir, kind="trace", level="full", run=None)], selection.steps)
+    with open_trace(trace_dir) as reader:
+        if verify:
+            reader.verify()
+        return check_replicas(reader, path, selection=selection, on_key=on_key)

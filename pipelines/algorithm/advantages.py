@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from mock_scheduler.correction.config.rules import LoneSurvivor
-from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
+from pipelines.algorithm.arrays import (
+    FloatArray,
+    discount_backwards,
+    offset_problems,
+    raise_value_error,
+    segment_ids,
+    segment_sums,
+    size_problems,
+)
 from pipelines.algorithm.rewards import (
     Grouping,
     Method,
@@ -21,7 +29,6 @@ from pipelines.algorithm.rewards import (
     members_taking_part,
     normalize_rewards,
 )
-from pipelines.algorithm.segments import FloatArray, discount_backwards, segment_ids, segment_sums
 from pipelines.config.algorithm import AdvantageEstimator
 
 WHITENING_EPSILON = 1e-8
@@ -31,8 +38,8 @@ WHITENING_EPSILON = 1e-8
 class AdvantageConfig:
     """How advantages are made; the fields are the configuration's keys, and the defaults switch a part off.
 
-    exclude_rejected: trajectories of which every response token is rejected are in no mean or deviation of rewards.
-    lone_survivor: what the only one left of a group by that gets: its reward, as of a baseline of 0, or 0.
+    exclude_rejected: trajectories without a kept response token are in no mean or deviation of rewards. lone_survivor:
+    the value of a group's only trajectory left after exclusion: its reward, as of a baseline of 0, or 0.
     """
 
     adv_estimator: AdvantageEstimator
@@ -53,20 +60,20 @@ class AdvantageConfig:
 
     @property
     def places_turns(self) -> bool:
-        """Whether the reward of a turn lands on that turn, for which its last token must be known."""
+        """Whether the reward of a turn lands on the last token of the same turn, whose place must then be known."""
         return self.is_per_token and self.method != "mean_std"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """N trajectories with K turns and M response tokens; raises ``ValueError`` that lists what does not fit.
+    """N trajectories with K turns and M response tokens; raises ``ValueError`` with every contradiction of sizes.
 
     rewards: floating ``[N]``, the total of a trajectory; group_index: int64 ``[N]``, 0..G-1; turn_rewards: floating
     ``[K]``; turn_offsets, token_offsets: int64 ``[N + 1]``, the turns and response tokens of each trajectory, in order.
     turn_ends: int64 ``[K]``, the number of response tokens up to the end of each turn, over the whole batch; needed
-    where ``AdvantageConfig.places_turns``. kl_penalty: floating ``[M]``, already times its coefficient, to be taken
-    off the reward. values: floating ``[M]``, the critic's value of the state in which each token was sampled.
-    kept: bool ``[M]``, False for tokens that rollout correction rejects; ``None`` rejects none.
+    where ``AdvantageConfig.places_turns``. kl_penalty: floating ``[M]``, already times its coefficient, to be taken off
+    the reward. values: floating ``[M]``, the critic's value of the state before each sampled token. kept: bool ``[M]``,
+    False for tokens rejected by rollout correction; ``None`` rejects none.
     """
 
     rewards: torch.Tensor
@@ -93,7 +100,7 @@ class AdvantageInputs:
         raise_value_error("advantage inputs", problems)
 
     def rejected_trajectories(self) -> torch.Tensor | None:
-        """Which trajectories have response tokens and none that is kept, bool ``[N]``; ``None`` without ``kept``."""
+        """Finds trajectories with response tokens but without a kept one, bool ``[N]``; ``None`` without ``kept``."""
         if self.kept is None:
             return None
         num_kept = segment_sums(_as_array(self.kept), self.token_offsets.numpy())
@@ -104,7 +111,7 @@ class AdvantageInputs:
 class TokenAdvantages:
     """float64 ``[M]`` each, one number per response token of the batch, in its order.
 
-    returns: what the advantages were made of. For ``gae`` advantage + value, the critic's target; for
+    returns: the source of the advantages. For ``gae`` advantage + value, the critic's target; for
     ``reinforce_plus_plus`` the discounted return of the token; for ``grpo`` and ``rloo`` the trajectory's reward.
     """
 
@@ -113,11 +120,11 @@ class TokenAdvantages:
 
 
 def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
-    """The advantages of the configured estimator, whitened and then clipped where the configuration says so.
+    """Computes the configured estimator's advantages, whitened and then clipped where the configuration says so.
 
-    Advantages of ``reinforce_plus_plus`` are always whitened, and once. Those of rejected tokens are 0, and in no mean
-    or deviation of whitening; what reward such a token had is still its trajectory's. Raises ``ValueError`` where
-    ``values`` or ``turn_ends`` are missing, or ``values`` given to an estimator that has no use for them.
+    Advantages of ``reinforce_plus_plus`` are always whitened, and once. Rejected tokens have advantage 0 and are in no
+    mean or deviation of whitening; their reward still belongs to their trajectory. Raises ``ValueError`` where
+    ``values`` or ``turn_ends`` are missing, or an estimator has no use for given ``values``.
     """
     _check_use(inputs, config)
     if config.adv_estimator == "gae":
@@ -204,7 +211,7 @@ def _compute_group_relative(inputs: AdvantageInputs, config: AdvantageConfig) ->
 
 
 def taking_part(inputs: AdvantageInputs, config: AdvantageConfig) -> torch.Tensor | None:
-    """The trajectories whose rewards are compared, bool ``[N]``; ``None`` where all are."""
+    """Finds the trajectories whose rewards are compared, bool ``[N]``; ``None`` where all are."""
     rejected = inputs.rejected_trajectories() if config.exclude_rejected else None
     return None if rejected is None else ~rejected
 
@@ -221,10 +228,10 @@ def _normalize(rewards: torch.Tensor, inputs: AdvantageInputs, config: Advantage
 
 
 def trajectory_rewards(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor:
-    """Rewards of trajectories before clip and normalisation, float64 ``[N]``.
+    """Computes rewards of trajectories before clip and normalisation, float64 ``[N]``.
 
-    The stored total for gamma 1. Else the return of its first turn, Σ_k gamma^k · r_k over its turns k = 0, 1, …; what
-    the stored total has beyond the sum of the turns counts as part of the last turn.
+    The stored total for gamma 1. Else the return of its first turn, Σ_k gamma^k · r_k over its turns k = 0, 1, …; the
+    part of the stored total beyond the sum of the turns counts as part of the last turn.
     """
     rewards = inputs.rewards.double().cpu()
     if gamma == 1.0:
@@ -241,14 +248,14 @@ def trajectory_rewards(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor
 
 
 def compute_token_rewards(inputs: AdvantageInputs, config: AdvantageConfig) -> torch.Tensor:
-    """The reward that lands on each response token, float64 ``[M]``: ``gae`` and ``reinforce_plus_plus`` start here.
+    """Computes the reward of each response token, float64 ``[M]``: ``gae`` and ``reinforce_plus_plus`` start here.
 
     The total of a trajectory is clipped, and then normalised. With ``mean_std`` it lands on the trajectory's last
     response token, since parts of a reward have no place in the distribution of totals: divided by the deviation of
-    totals that are nearly equal, they would be huge. Else each turn's reward lands on the turn's last response token,
-    and what clip and mean took off lands, as everything else that the total has beyond its turns, on the last one of
-    the trajectory. A turn without response tokens passes its reward to the one before; a reward before the first
-    response token lands nowhere, as no token led to it. Last, the KL penalty is taken off every token.
+    nearly equal totals, they would be huge. Else each turn's reward lands on the turn's last response token, and the
+    rest of the total (beyond its turns, and all taken off by clip and mean) on the last one of the trajectory. A turn
+    without response tokens passes its reward to the one before; a reward before the first response token lands nowhere,
+    as no token led to it. Last, the KL penalty is taken off every token.
     """
     offsets = inputs.token_offsets.numpy()
     clipped = clip_rewards(inputs.rewards, config.reward_clip)

@@ -51,7 +51,7 @@ def check_correctable(batch: RolloutBatch, config: PipelineConfig) -> None:
 
 
 def with_known_logprobs(batch: RolloutBatch, logprobs: torch.Tensor, tokens: slice | None = None) -> RolloutBatch:
-    """Replaces log-probabilities that the engine did not give, so that no filler is in a ratio or in the loss.
+    """Replaces log-probabilities missing from the engine, so no filler enters a ratio or the loss.
 
     logprobs: floating, of the policy under training, one per response token, or per token of ``tokens``.
     """
@@ -94,8 +94,8 @@ class BatchCorrector:
         Args:
             train_logprobs: Floating, one per response token of the trajectories.
             trajectories: ``[first, last)``; all where ``None``.
-            advantages: Floating, of all response tokens of the batch, for rules that ask for their sign.
-            rules_with_advantages: False leaves these rules out.
+            advantages: Floating, of all response tokens of the batch, for rules about their sign.
+            rules_with_advantages: False leaves out the rules about advantages.
         """
         spec = self._spec
         if not rules_with_advantages:

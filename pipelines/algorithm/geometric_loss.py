@@ -1,7 +1,7 @@
 """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): one ratio per sequence, the mean of its tokens' in logs.
 
-Contract: as ``losses``, whose dataclasses these are, except that a line of ``[b, T]`` must be one whole sequence:
-neither packed nor shared among context-parallel ranks.
+Contract: as ``losses``, with its dataclasses, except that a line of ``[b, T]`` must be one whole sequence: neither
+packed nor shared among context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ VERL_ZERO_WEIGHT_FLOOR = 1e-10
 def compute_geometric_loss(
     inputs: PolicyLossInputs, config: PolicyLossConfig, *, zero_weight_floor: float | None = None
 ) -> PolicyLossOutput:
-    """The policy gradient -A·w·exp(mean clipped log ratio) of every line, and the other terms as ``losses`` has them.
+    """Computes the policy gradient -A·w·exp(mean clipped log ratio) of every line, and the other terms of ``losses``.
 
     With ℓ = new - old of a kept token, ε ``pg_clip`` below and ``pg_clip_high`` above, and s = sgn(A), its log ratio
-    counts as s·min(s·ℓ, s·clip(ℓ, -ε, ε)): clipped in the direction that would gain. A is the mean of the line's
-    advantages, and w the geometric mean of its weights, all over kept tokens.
+    counts as s·min(s·ℓ, s·clip(ℓ, -ε, ε)): clipped in the direction of gain. A is the mean of the line's advantages,
+    and w the geometric mean of its weights, all over kept tokens.
+
     A weight of 0 takes its token out of the mean of the weights, and w is 0 where all are. ``zero_weight_floor``
-    instead adds this number to every weight: 1e-10 is what verl 0.9.1 does, by which one zero among T tokens makes w
-    about 1e-10^(1/T) times as large.
+    instead adds this number to every weight. verl 0.9.1 adds 1e-10: one zero among T tokens then makes w about
+    1e-10^(1/T) times as large.
+
     A line's loss is spread evenly over its kept tokens. With ``loss_weights`` of ``seq-mean-token-sum``, N/B on each
-    of them, the sum divided by N is the mean over the B sequences. ``clip_frac`` counts tokens that are clipped;
-    ``dual_clip`` and ``loss_type`` have no part in it. Raises as ``compute_policy_loss``.
+    token, the sum divided by N is the mean over the B sequences. ``clip_frac`` counts clipped tokens; ``dual_clip`` and
+    ``loss_type`` have no part in it. Raises as ``compute_policy_loss``.
     """
     check_inputs(inputs, config)
     tokens = keep_tokens(inputs)

@@ -1,4 +1,4 @@
-"""KL estimates from the tokens that were sampled, the penalty made of them, and its adaptive coefficient.
+"""Estimates the KL from sampled tokens, makes the penalty of it, and adapts the penalty's coefficient.
 
 KL(q‖p) is estimated from samples of q with d = log p - log q (joschu.net/blog/kl-approx):
 
@@ -10,9 +10,9 @@ k2  d² / 2          biased; never negative                            -d
 k3  exp(d) - 1 - d  unbiased; never negative                          1 - exp(d)
 ==  ==============  ================================================  ===============
 
-The gradient is that with respect to log q; times ∇ log q it is what a loss adds. With samples of q itself its mean is
-0 for k1 (it pulls nowhere and only adds noise), ∇KL(q‖p) for k2, and ∇KL(p‖q) for k3. In a reward, where nothing is
-differentiated, k1 and k3 have the mean KL(q‖p).
+The gradient is with respect to log q; a loss adds it times ∇ log q. With samples of q itself its mean is 0 for k1 (it
+pulls nowhere and only adds noise), ∇KL(q‖p) for k2, and ∇KL(p‖q) for k3. In a reward, where nothing is differentiated,
+k1 and k3 have the mean KL(q‖p).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipelines.algorithm.checks import check_equal_shapes
+from pipelines.algorithm.arrays import check_equal_shapes
 from pipelines.config.algorithm import KlEstimator
 
 MAX_RELATIVE_ERROR = 0.2
@@ -44,7 +44,8 @@ def estimate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor
 def compute_kl_penalty(
     old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, *, estimator: KlEstimator, coef: float
 ) -> torch.Tensor:
-    """What ``kl_in_reward`` takes off the reward of every token: coef · estimate of KL(policy ‖ reference), float64.
+    """Computes the penalty on every token's reward (``kl_in_reward``): coef · estimate of KL(policy ‖ reference),
+    float64.
 
     old_logprobs, ref_logprobs: floating, of the response tokens, by the policy before the step's first update and by
     the reference. Raises ``ValueError`` where their shapes differ.

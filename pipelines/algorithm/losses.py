@@ -1,11 +1,11 @@
-"""The policy loss of one micro-batch: one dataclass in, one out; no communication, no configuration lookups.
+"""Computes the policy loss of one micro-batch: one dataclass in, one out; no communication, no configuration lookups.
 
 Every term is a *sum* over response tokens. The caller divides by N, the number of response tokens of the whole update,
-or of those that rollout correction kept (``rs_denominator``), so that neither micro-batches nor the layout enter the
-denominator. ``loss_weights`` make other means of the same sum (``pipelines.micro_batches``).
+or of the kept ones (``rs_denominator``), so neither micro-batches nor the layout enter the denominator.
+``loss_weights`` make other means of the same sum (``pipelines.batching.values``).
 
-Contract: nothing that the masks leave out enters a value or a gradient, NaN and infinities included; without tokens
-that count, the loss is 0 with a graph. Importance weights never have a gradient.
+Contract: masked tokens enter no value and no gradient, NaN and infinities included; without counted tokens the loss is
+0 with a graph. Importance weights never have a gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, Denominator, LossType
-from pipelines.algorithm.checks import check_equal_shapes, raise_value_error
+from pipelines.algorithm.arrays import check_equal_shapes, raise_value_error
 from pipelines.algorithm.kl import estimate_kl
 from pipelines.config.algorithm import KlEstimator
 
@@ -26,13 +26,15 @@ from pipelines.config.algorithm import KlEstimator
 class PolicyLossConfig:
     """Coefficients of the loss; 0 switches a term off, and the defaults correct nothing.
 
-    pg_clip: how far the ratio counts below 1, and above it too where ``pg_clip_high`` is ``None``. dual_clip: c > 1,
-    the largest ratio that counts for a negative advantage; ``None`` does not limit it. Clips are of ``ppo_clip`` alone.
-    rs_denominator: which tokens ``num_tokens`` counts: all response tokens, or those that are kept.
-    term_mask: the tokens of the entropy and KL terms: those that are kept, as with three policies, or all response
-    tokens, as with two (bypass). term_scale: a factor of all terms but pg. With ``rs_denominator: kept`` and
-    ``term_mask: response`` kept / response tokens of the update makes them means over all response tokens again.
-    rollout_kl_coef: τ of τ·(new - rollout)² per response token, whatever ``term_mask`` says.
+    - pg_clip: how far the ratio counts below 1, and above it too where ``pg_clip_high`` is ``None``.
+    - dual_clip: c > 1, the largest ratio that counts for a negative advantage; ``None`` does not limit it. Clips are of
+      ``ppo_clip`` alone.
+    - rs_denominator: whether ``num_tokens`` counts all response tokens, or the kept ones.
+    - term_mask: the tokens of the entropy and KL terms: the kept ones, as with three policies, or all response tokens,
+      as with two (bypass).
+    - term_scale: a factor of all terms but pg. With ``rs_denominator: kept`` and ``term_mask: response``, the update's
+      kept / response tokens makes them means over all response tokens again.
+    - rollout_kl_coef: τ of τ·(new - rollout)² per response token, whatever ``term_mask`` says.
     """
 
     pg_clip: float
@@ -76,9 +78,9 @@ class PolicyLossInputs:
 class PolicyLossOutput:
     """Sums over response tokens; ``total`` has a graph, ``metrics`` has none.
 
-    num_tokens: int64 ``[]``, what this micro-batch adds to the denominator. metrics: float64 ``[len(METRIC_SUMS)]``,
-    in that order. terms: what was summed, ``[b, T]`` by name, without graph: ``total_loss``, ``pg_loss``, where there
-    is a reference ``kl_loss``, and with τ ``rollout_kl_loss``; besides the ``ratio``, 1 on tokens that do not count.
+    num_tokens: int64 ``[]``, this micro-batch's share of the denominator. metrics: float64 ``[len(METRIC_SUMS)]``, in
+    its order. terms: the summands, ``[b, T]`` by name, without graph: ``total_loss``, ``pg_loss``, where there is a
+    reference ``kl_loss``, and with τ ``rollout_kl_loss``; besides the ``ratio``, 1 on uncounted tokens.
     """
 
     total: torch.Tensor
@@ -120,7 +122,7 @@ def compute_metric_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptTokens:
-    """What of the inputs the policy gradient is made of, ``[b, T]``; all is 0 where ``kept`` is False.
+    """The policy gradient's inputs, ``[b, T]``; all is 0 where ``kept`` is False.
 
     log_ratio: new - old, within ± ``LOG_RATIO_BOUND``, with graph. weights: without graph, ``None`` are 1.
     """
@@ -143,7 +145,7 @@ class Surrogate:
 
 
 def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> PolicyLossOutput:
-    """A policy gradient with optional entropy bonus and KL to the reference, summed over response tokens.
+    """Computes a policy gradient with optional entropy bonus and KL to the reference, summed over response tokens.
 
     With r = exp(new - old), whose exponent is cut to ± 20, A the advantage and w the weight, ``loss_type`` is
 
@@ -154,10 +156,10 @@ def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> P
 
     kl is the estimate of KL(new‖ref) by ``kl_loss_estimator``, with its gradient as ``kl`` says (k3: DeepSeekMath,
     arXiv 2402.03300, eq. 4; k1 pulls nowhere on average). total = pg - c_ent·H + c_kl·kl + τ·(new - rollout)², each
-    times ``loss_weights``.
-    ``approx_kl`` is k3(new - old), an estimate of KL(old‖new); ``clip_frac`` counts tokens where the clipped branch
-    is strictly larger, and ``dual_clip_frac`` those where c·|A| is strictly smaller: none of these has a gradient.
-    Raises ``ValueError`` naming every tensor of another shape, or where τ is set and ``rollout_logprobs`` are missing.
+    times ``loss_weights``. Three metrics have no gradient: ``approx_kl`` is k3(new - old), an estimate of KL(old‖new);
+    ``clip_frac`` counts tokens whose clipped branch is strictly larger, and ``dual_clip_frac`` tokens where c·|A| is
+    strictly smaller. Raises ``ValueError`` naming every tensor of another shape, or where τ is set and
+    ``rollout_logprobs`` are missing.
     """
     check_inputs(inputs, config)
     tokens = keep_tokens(inputs)
@@ -171,7 +173,7 @@ def compute_policy_loss(inputs: PolicyLossInputs, config: PolicyLossConfig) -> P
 
 
 def check_inputs(inputs: PolicyLossInputs, config: PolicyLossConfig) -> None:
-    """Raise ``ValueError`` naming every tensor of another shape than the mask, or what is missing."""
+    """Raises ``ValueError`` naming every missing tensor, and every one of another shape than the mask."""
     tensors = {
         "response_mask": inputs.response_mask,
         "new_logprobs": inputs.new_logprobs,
@@ -194,7 +196,7 @@ def check_inputs(inputs: PolicyLossInputs, config: PolicyLossConfig) -> None:
 
 
 def keep_tokens(inputs: PolicyLossInputs) -> KeptTokens:
-    """The inputs of the policy gradient, with 0 in the place of whatever does not count."""
+    """Prepares the policy gradient's inputs, with 0 in the place of everything uncounted."""
     kept = inputs.response_mask if inputs.kept_mask is None else inputs.response_mask & inputs.kept_mask
     new_logprobs = torch.where(kept, inputs.new_logprobs, 0.0)
     log_ratio = new_logprobs - torch.where(kept, inputs.old_logprobs, 0.0)
@@ -214,7 +216,7 @@ def keep_tokens(inputs: PolicyLossInputs) -> KeptTokens:
 def sum_terms(
     inputs: PolicyLossInputs, tokens: KeptTokens, surrogate: Surrogate, config: PolicyLossConfig
 ) -> PolicyLossOutput:
-    """The policy gradient and the other terms of the loss, each under its own mask, summed."""
+    """Sums the policy gradient and the other terms of the loss, each under its own mask."""
     mask, kept = inputs.response_mask, tokens.kept
     factor = mask.to(tokens.log_ratio.dtype)
     if inputs.loss_weights is not None:

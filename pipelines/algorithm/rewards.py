@@ -1,4 +1,4 @@
-"""Rewards of trajectories: clipped, normalised, and discounted turn by turn; in float64 on the host."""
+"""Clips and normalises rewards of trajectories, and discounts them turn by turn; in float64 on the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 
 from mock_scheduler.correction.config.rules import LoneSurvivor
-from pipelines.algorithm.checks import offset_problems, raise_value_error, size_problems
-from pipelines.algorithm.segments import discount_backwards
+from pipelines.algorithm.arrays import discount_backwards, offset_problems, raise_value_error, size_problems
 
 Grouping = Literal["traj_group_id", "batch"]
 Method = Literal["none", "mean", "mean_std"]
@@ -31,15 +30,16 @@ def normalize_rewards(
     taking_part: torch.Tensor | None = None,
     lone_survivor: LoneSurvivor = "reward",
 ) -> torch.Tensor:
-    """Rewards of trajectories, float64 ``[N]``, relative to those of their group or of the whole batch.
+    """Returns rewards of trajectories, float64 ``[N]``, relative to the rewards of their group or of the whole batch.
 
-    rewards: floating ``[N]``; group_index: int64 ``[N]``, 0..G-1. With R the rewards compared, ``mean`` gives
-    R - mean(R), and ``mean_std`` gives (R - mean(R)) / (std(R) + 1e-6) with the unbiased standard deviation
-    (DeepSeekMath, arXiv 2402.03300, section 4.1.2; the unbiased form and the epsilon are those of ROLL and verl).
-    ``none`` gives R. A trajectory with nothing to be compared with gets 0 by ``mean`` and ``mean_std``.
+    rewards: floating ``[N]``; group_index: int64 ``[N]``, 0..G-1. With R the compared rewards, ``mean`` gives R -
+    mean(R), and ``mean_std`` gives (R - mean(R)) / (std(R) + 1e-6) with the unbiased standard deviation (DeepSeekMath,
+    arXiv 2402.03300, section 4.1.2; the unbiased form and the epsilon as in ROLL and verl). ``none`` gives R. A
+    trajectory with nothing to be compared with gets 0 by ``mean`` and ``mean_std``.
+
     taking_part: bool ``[N]``, ``None`` for all; others are in no mean or deviation, and get 0 by ``mean`` and
-    ``mean_std``. What is left alone by their absence gets its own R, or 0 with ``lone_survivor: zero``.
-    Raises ``ValueError`` where sizes differ.
+    ``mean_std``. A trajectory left alone by their absence gets its own R, or 0 with ``lone_survivor: zero``. Raises
+    ``ValueError`` where sizes differ.
     """
     sizes = {"group_index": group_index, "taking_part": taking_part}
     raise_value_error("rewards", size_problems(sizes, len(rewards), "reward"))
@@ -61,12 +61,12 @@ def normalize_rewards(
 
 
 def members_taking_part(members: torch.Tensor, taking_part: torch.Tensor | None) -> torch.Tensor:
-    """Those of a group, bool ``[N]``, that are compared with each other; ``taking_part`` ``None`` leaves out none."""
+    """Selects the compared members of a group, bool ``[N]``; ``taking_part`` ``None`` leaves out none."""
     return members if taking_part is None else members & taking_part.cpu()
 
 
 def is_left_alone(members: torch.Tensor, compared: torch.Tensor) -> bool:
-    """Whether one of several members is compared with none, as all others take no part."""
+    """Says whether one of several members is compared with none, as all others take no part."""
     return int(compared.sum()) == 1 and int(members.sum()) > 1
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mock_scheduler.correction.config.rules import Denominator
-from pipelines.algorithm.checks import check_equal_shapes
+from pipelines.algorithm.arrays import check_equal_shapes
 
 SMALLEST_RELATIVE_VARIANCE = 1e-12
 """A variance below this part of the mean square is the rounding of its own computation from sums."""
@@ -21,7 +21,7 @@ SMALLEST_RELATIVE_VARIANCE = 1e-12
 class ValueLossConfig:
     """``value_clip``: how far a value may move from the old one without being clipped; ``None`` does not clip.
 
-    rs_denominator: which tokens ``num_tokens`` counts: all response tokens, or those that are kept.
+    rs_denominator: whether ``num_tokens`` counts all response tokens, or the kept ones.
     """
 
     value_clip: float | None
@@ -33,9 +33,8 @@ class ValueLossInputs:
     """``[b, T]`` tensors of one micro-batch; values where ``response_mask`` is False are never used.
 
     new_values: with graph, from the critic under training. old_values: its own, before the step's first update.
-    returns: the targets. Each entry belongs to the token that was sampled there. kept_mask: bool, False where a token
-    is rejected, of which nothing is used; ``None`` keeps all. loss_weights: floating, each token's factor in the sum;
-    ``None`` are 1.
+    returns: the targets. Each entry belongs to the token sampled there. kept_mask: bool, False at rejected tokens, of
+    which nothing is used; ``None`` keeps all. loss_weights: floating, each token's factor in the sum; ``None`` are 1.
     """
 
     new_values: torch.Tensor
@@ -50,9 +49,8 @@ class ValueLossInputs:
 class ValueLossOutput:
     """Sums over response tokens; ``total`` has a graph, ``metrics`` has none.
 
-    num_tokens: int64 ``[]``, what this micro-batch adds to the denominator. metrics: float64
-    ``[len(VALUE_METRIC_SUMS)]``, in that order. terms: what was summed, ``[b, T]`` by name, without
-    graph: ``vf_loss``.
+    num_tokens: int64 ``[]``, this micro-batch's share of the denominator. metrics: float64
+    ``[len(VALUE_METRIC_SUMS)]``, in its order. terms: the summands, ``[b, T]`` by name, without graph: ``vf_loss``.
     """
 
     total: torch.Tensor
@@ -76,13 +74,14 @@ the tokens that are kept, and means where divided by ``kept_tokens``."""
 
 
 def compute_value_loss(inputs: ValueLossInputs, config: ValueLossConfig) -> ValueLossOutput:
-    """Half the squared error of the values, clipped as in PPO, times ``loss_weights``, summed over kept tokens.
+    """Computes half the squared error of the values, clipped as in PPO, times ``loss_weights``, summed over kept
+    tokens.
 
     With v the new value, v_old the old one, R the return and ε ``value_clip``: 0.5 · max((v - R)², (v_c - R)²), where
-    v_c = v_old + clip(v - v_old, -ε, ε) (OpenAI Baselines, ``ppo2/model.py``). ``vf_clip_frac`` counts tokens where the
-    clipped branch is strictly larger, which are those without gradient. ``value_squared_error`` is (v - R)², unclipped;
-    with the sums of v, R and R² it gives ``explained_variance``. Dtypes are kept: float64 stays float64.
-    Raises ``ValueError`` naming every tensor of another shape.
+    v_c = v_old + clip(v - v_old, -ε, ε) (OpenAI Baselines, ``ppo2/model.py``). ``vf_clip_frac`` counts tokens whose
+    clipped branch is strictly larger, so that they have no gradient. ``value_squared_error`` is (v - R)², unclipped;
+    with the sums of v, R and R² it gives ``explained_variance``. Dtypes are kept: float64 stays float64. Raises
+    ``ValueError`` naming every tensor of another shape.
     """
     mask = inputs.response_mask
     tensors = {"new_values": inputs.new_values, "old_values": inputs.old_values, "returns": inputs.returns}
@@ -122,10 +121,11 @@ def compute_value_loss(inputs: ValueLossInputs, config: ValueLossConfig) -> Valu
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
-    """1 - Var(R - v) / Var(R) over kept tokens, from the sums of ``VALUE_METRIC_SUMS`` over any number of parts.
+    """Computes 1 - Var(R - v) / Var(R) over kept tokens, from the sums of ``VALUE_METRIC_SUMS`` over any number of
+    parts.
 
-    1 for a perfect critic, 0 for one that knows no more than the mean, negative for a worse one. 0 where the returns do
-    not vary, for which it is not defined.
+    1 for a perfect critic, 0 for one as good as the mean, negative for a worse one. 0 where the returns do not vary and
+    it is not defined.
     """
     num_kept = max(sums["kept_tokens"], 1.0)
     mean_return, mean_square = sums["return"] / num_kept, sums["return_squared"] / num_kept

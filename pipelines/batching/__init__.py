@@ -1,1 +1,1 @@
-"""What micro-batches are, where a step's rows go in them, and the check that they hold the batch and nothing else."""
+"""Cuts a step's batch into updates and micro-batches, before any layout is known, and checks the result."""

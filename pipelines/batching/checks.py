@@ -58,12 +58,12 @@ class _Cells:
 
 
 def check_plan(plan: StepPlan, batch: RolloutBatch) -> None:
-    """Raise ``BatchError`` unless the plan holds every row of the batch once, whole, in order and with its values.
+    """Raises ``BatchError`` unless the plan holds every row of the batch once, whole, in order and with its values.
 
-    Checked: row numbers; positions 0 to length - 1 in neighbouring columns of one line; tokens; targets, which are the
-    row's next tokens and never another row's; response mask and rollout_logprobs; zeros where there is nothing; unique
-    indices; row_weights; rows of one trajectory in one update, and updates in the batch's order. The message names
-    the first wrong place of each row (micro-batch by its index, line, column), as far as positions are sound.
+    Checked: row numbers; positions 0 to length - 1 in neighbouring columns of one line; tokens; targets (the row's next
+    tokens, never another row's); response mask and rollout_logprobs; zeros where there is nothing; unique indices;
+    row_weights; rows of one trajectory in one update, and updates in the batch's order. The message names the first
+    wrong place of each row (micro-batch by its index, line, column), as far as positions are sound.
     """
     problems = _shape_problems(plan)
     if not problems:
@@ -95,7 +95,7 @@ def _shape_problems(plan: StepPlan) -> list[str]:
 
 
 def _plan_problems(plan: StepPlan, batch: RolloutBatch) -> list[str]:
-    """What is wrong with the plan as a whole."""
+    """Lists problems of the plan as a whole."""
     counts = Counter(micro_batch.index for micro_batch in plan.micro_batches)
     problems = [f"{number} micro-batches have index {index}" for index, number in counts.items() if number > 1]
     if plan.row_weights.tolist() != batch.response_lengths.tolist():
@@ -138,7 +138,7 @@ def _describe_misplaced(cells: _Cells, cell: int) -> str:
 
 
 def _row_problems(cells: _Cells) -> list[str]:
-    """Rows that are cut, absent or there twice, or whose update is not that of their place in the batch."""
+    """Lists rows that are cut, absent, present twice, or in another update than their place in the batch demands."""
     rows, positions = cells.values["row_ids"], cells.values["positions"]
     batch, lengths = cells.batch, cells.batch.lengths.numpy()
     is_last = positions == np.append(lengths, 1)[rows] - 1  # padding is no row's middle
@@ -157,9 +157,9 @@ def _row_problems(cells: _Cells) -> list[str]:
 
 
 def _update_problems(cells: _Cells, heads: _Array) -> list[str]:
-    """Rows in another update than their trajectory's first row, or in an earlier one than the row before.
+    """Lists rows in another update than their trajectory's first row, or in an earlier one than the row before.
 
-    heads: the cell in which each row starts, every row once.
+    heads: the cell at the start of each row, every row once.
     """
     updates = np.repeat(
         [number for number, update in enumerate(cells.plan.updates) for _ in update.micro_batches],
@@ -190,7 +190,7 @@ def _describe_value(name: str, found: _Array, expected: _Array) -> _Text:
 
 
 def _expected_values(cells: _Cells) -> dict[str, _Array]:
-    """By field, what each cell must hold according to the batch, looked up by row and position."""
+    """Looks up the right content of each cell, by field, from the batch's row and position."""
     batch = cells.batch
     offsets, mask = batch.row_offsets.numpy(), batch.response_mask.numpy()
     # Entry len(batch.tokens) of each table is 0 and for padding: its row -1 is the last offset, its position 0.

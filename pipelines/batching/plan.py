@@ -17,19 +17,19 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """What one forward and backward pass reads.
+    """The input of one forward and backward pass; all tensors but ``index`` are ``[b, T]``.
 
-    index: its number within the step, which no layout changes.
-    tokens, targets: int64; ``targets`` is the next token of the same row, 0 where there is none.
-    response_mask: bool, True where the target is a response token.
-    advantages, returns: float32 or float64, of the target; 0 where the mask is False.
-    rollout_logprobs: float32, the target's, as sampled; 0 where the mask is False.
-    weights: float32 or float64, the target's importance weight; 1 on response tokens without correction, 0 elsewhere.
-    kept_mask: bool, True where the target is a response token that correction does not reject.
-    loss_weights: float32 or float64, the target's factor in the sum that the loss is; 1 on response tokens for
-    ``token-mean``, 0 where the mask is False.
-    row_ids: int64, the row's number in the step's batch; -1 on padding.
-    positions: int64, the position within the row; 0 on padding.
+    - index: its number within the step, the same in every layout.
+    - tokens, targets: int64; ``targets`` is the next token of the same row, 0 where there is none.
+    - response_mask: bool, True where the target is a response token.
+    - advantages, returns: float32 or float64, of the target; 0 where the mask is False.
+    - rollout_logprobs: float32, the target's, as sampled; 0 where the mask is False.
+    - weights: float32 or float64, the target's importance weight; 1 on response tokens without correction, 0 elsewhere.
+    - kept_mask: bool, True where the target is a response token and correction does not reject it.
+    - loss_weights: float32 or float64, the target's factor in the loss's sum; 1 on response tokens for ``token-mean``,
+      0 where the mask is False.
+    - row_ids: int64, the row's number in the step's batch; -1 on padding.
+    - positions: int64, the position within the row; 0 on padding.
     """
 
     index: int
@@ -57,7 +57,7 @@ class MicroBatch:
     def is_plain(self) -> bool:
         """Whether every line is one row from column 0, or empty: a causal mask and the columns as positions suffice.
 
-        Reads the tensors, which waits for the device where they are on one.
+        Reads the tensors, so it waits for the device where they are on one.
         """
         columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         is_one_row = (self.row_ids == self.row_ids[:, :1]) & (self.positions == columns)
@@ -65,7 +65,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens, which are what the loss sums over."""
+        """Counts the response tokens: the loss sums over them."""
         return int(self.response_mask.sum())
 
     @property
@@ -81,7 +81,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Update:
-    """What one optimizer update sums its gradient over, in order; empty micro-batches, if any, come last.
+    """The micro-batches of one optimizer update, in the order of its gradient sum; empty ones, if any, come last.
 
     A data-parallel rank of dp computes the micro-batches at positions p with p mod dp = its rank: by position, not by
     ``MicroBatch.index``, since the indices of one update need not start at a multiple of dp.
@@ -99,5 +99,5 @@ class StepPlan:
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """Those of all updates, in order; the indices of empty ones are larger than those of all others."""
+        """Lists the micro-batches of all updates, in order; empty ones have larger indices than all others."""
         return tuple(micro_batch for update in self.updates for micro_batch in update.micro_batches)

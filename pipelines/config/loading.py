@@ -91,7 +91,7 @@ def load_clip_rule(config_path: Path) -> ClipRule:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise AlignmentError(f"{config_path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise AlignmentError(f"{config_path} is no configuration: it has no keys")
+        raise AlignmentError(f"{config_path} is not a configuration: it has no keys")
     numbers, problems = _numbers(content)
     algorithm = AlgorithmConfig()
     try:

@@ -1,4 +1,4 @@
-"""From a run's configuration and environment to the probe that dumps a step, where one is due."""
+"""Builds, from a run's configuration and environment, the probe that dumps a step, where one is due."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files_in, remov
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
-from pipelines.debug_dump.parameters import ParameterDump, build_parameter_dump
+from pipelines.debug_dump.content import ParameterDump, build_parameter_dump
 from pipelines.debug_dump.probe import DebugProbe, DumpTarget
 from pipelines.megatron.process.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DebugDump:
-    """What a run dumps: by ``debug``, by the variables of NexRL's trainer mode, by both or by neither."""
+    """The dumps of a run: by ``debug``, by the variables of NexRL's trainer mode, by both or by neither."""
 
     config: PipelineConfig
     trainer: TrainerDump | None
@@ -40,7 +40,7 @@ class DebugDump:
         )
 
     def remove_steps_from(self, step: int) -> None:
-        """Remove what an earlier run dumped of this step and later ones, before a resumed run dumps them anew.
+        """Removes an earlier run's dump of this step and later ones, before a resumed run dumps them anew.
 
         Only for one rank, before any dumps.
         """
@@ -48,7 +48,7 @@ class DebugDump:
             remove_steps_from(target.folder, step, target.kinds)
 
     def targets(self, step: int | None = None) -> list[DumpTarget]:
-        """Where a step is dumped to; of no step in particular: all that the run dumps to."""
+        """Lists the folders that a step is dumped to; without a step, all that the run dumps to."""
         debug, targets = self.config.debug, []
         options = debug.enabled_options()
         if options:
@@ -77,12 +77,15 @@ def build_debug_dump(
     is_resumed: bool = False,
     trains_remotely: bool = False,
 ) -> DebugDump:
-    """What the run dumps, checked before a model is built; the same on every rank.
+    """Builds the dump of a run, checked before a model is built; the same on every rank.
 
-    is_resumed: the folders may hold the dump of the run that is resumed; ``remove_steps_from`` makes way.
-    trains_remotely: the run sends its batches to a service, which computes what ``dump_options`` are about.
-    Raises ``ConfigError`` for options without effect in such a run, variables that cannot be used, a pattern that
-    matches nothing; ``StepExistsError`` where the folders hold another run's dump.
+    Args:
+        is_resumed: the folders may hold the dump of the resumed run; ``remove_steps_from`` makes way.
+        trains_remotely: the run sends its batches to a service, which computes all that ``dump_options`` name.
+
+    Raises:
+        ConfigError: an option has no effect in this run, a variable cannot be used, or a pattern matches nothing.
+        StepExistsError: a folder holds another run's dump.
     """
     _check_options(config, trains_remotely=trains_remotely)
     trainer = read_trainer_dump(environ, target_param_pattern=config.debug.target_param_pattern)
@@ -120,7 +123,7 @@ def _check_options(config: PipelineConfig, *, trains_remotely: bool) -> None:
 
 
 def _check_folders(dump: DebugDump) -> None:
-    """What is there already would else be found only after the first rollout."""
+    """Refuses an old dump now; else it would be found only after the first rollout."""
     debug = dump.config.debug
     written: list[tuple[Path, str, Callable[[int], bool]]] = [
         (target.folder, kind, target.is_due) for target in dump.targets() for kind in DUMP_KINDS if kind in target.kinds

@@ -1,10 +1,9 @@
-"""Writes a training step as NexRL's debug dump: what each rank computes of each of its micro-batches.
+"""Writes a training step as NexRL's debug dump: each rank's computation of each of its micro-batches.
 
-Contract: a micro-batch's files are written by the ranks that hold its losses: those of the last pipeline stage with
-tensor-parallel rank 0, each cp rank its own share; ``rank`` in their names is the global rank, ``micro`` the place
-among the micro-batches that the rank computes of the update. Parameters and gradients are written by every rank that
-holds a part of them. Files of the whole batch are written by the first rank, in ``save``, which all ranks must call.
-The critic is not dumped: NexRL has none.
+Contract: a micro-batch's files are written by the ranks with its losses: the last pipeline stage with tensor-parallel
+rank 0, each cp rank its own share; ``rank`` in their names is the global rank, ``micro`` the place among the rank's
+micro-batches of the update. Parameters and gradients are written by every rank with a part of them. Files of the whole
+batch are written by the first rank, in ``save``, which all ranks must call. The critic is not dumped: NexRL has none.
 """
 
 from __future__ import annotations
@@ -24,14 +23,21 @@ from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
-from pipelines.debug_dump.micro_batch import batch_inputs, forward_content, loss_content, token_table
-from pipelines.debug_dump.parameters import ParameterDump
-from pipelines.debug_dump.whole_batch import ResponseValues, old_logprobs_content, response_part
+from pipelines.batching.plan import MicroBatch
+from pipelines.debug_dump.content import (
+    ParameterDump,
+    ResponseValues,
+    batch_inputs,
+    forward_content,
+    loss_content,
+    old_logprobs_content,
+    response_part,
+    token_table,
+)
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.micro_batches import MicroBatch
 
 Maker = Callable[[], Content]
 """Makes what a file holds, where anybody wants it."""
@@ -39,7 +45,7 @@ Maker = Callable[[], Content]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpTarget:
-    """A folder to write to, and what. ``is_due``: whether anything is written of a step."""
+    """A folder to write to, with its format and kinds of files. ``is_due``: whether anything is written of a step."""
 
     folder: Path
     dump_format: DumpFormat
@@ -48,9 +54,9 @@ class DumpTarget:
 
 
 class DebugProbe(TrainingProbe):
-    """The dump of one step. ``parameters``: which of them, where a target wants any.
+    """The dump of one step. ``parameters``: the chosen tensors, where a target wants any.
 
-    divides_by_kept: whether the loss is divided by the tokens that rollout correction keeps.
+    divides_by_kept: whether the loss is divided by the tokens kept by rollout correction.
     """
 
     def __init__(
@@ -105,7 +111,7 @@ class DebugProbe(TrainingProbe):
             self._write_losses(own, values, update)
 
     def start_update(self, update: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Number this rank's micro-batches of the update, and write what the model reads of them."""
+        """Numbers this rank's micro-batches of the update, and writes the model's inputs."""
         runtime = self._runtime
         own = [batch.index for batch in micro_batches[runtime.dp_rank :: runtime.dp_size]]
         self._micros = {index: micro for micro, index in enumerate(own)}
@@ -130,7 +136,7 @@ class DebugProbe(TrainingProbe):
             self._write(dump_kind, key, lambda: {**self._head(), "update": update, **content})
 
     def save(self) -> None:
-        """Write what is of the whole batch. Collective."""
+        """Writes the files of the whole batch. Collective."""
         batch = self._batch
         if batch is None or not self._kinds & {"trajectory", "old_log_probs"}:
             return

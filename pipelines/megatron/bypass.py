@@ -1,8 +1,8 @@
-"""Rollout correction of two policies: the one under training against the one that sampled, update by update.
+"""Corrects rollouts of two policies, the one under training and the sampling one, update by update.
 
-Before each update the policy is evaluated over the update's rows, and weights and rejected tokens follow from what it
-says now; of the step's first update the scores say that already. No rank communicates within the loss, and sequences
-that ranks share are whole here.
+Before each update the policy is evaluated over the update's rows, and weights and rejected tokens follow from its
+present answers; for the step's first update the scores are these answers already. No rank communicates within the loss,
+and sequences shared among ranks are whole here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 from mock_scheduler.correction import CorrectionResult, CorrectionSpec
 from pipelines.algorithm.correction import BatchCorrector, corrected_step_metrics, with_known_logprobs
-from pipelines.algorithm.preparation import TrainingValues
-from pipelines.megatron.merging import exchange_tokens
-from pipelines.megatron.places import OwnBatch
+from pipelines.algorithm.training_values import TrainingValues
+from pipelines.batching.plan import MicroBatch
+from pipelines.batching.values import response_values, with_values
+from pipelines.megatron.places import OwnBatch, exchange_tokens
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch, response_values, with_values
 
 LogprobsFunction = Callable[[Sequence[OwnBatch]], Mapping[int, torch.Tensor]]
 
 
 def correction_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """What rollout correction made of a micro-batch's tokens, for a trace; kept is 1 or 0."""
+    """Returns a micro-batch's weights and kept tokens (1 or 0) for a trace."""
     return {"weights": batch.weights, "kept": batch.kept_mask.to(batch.weights.dtype)}
 
 
@@ -70,10 +70,10 @@ class BypassCorrector:
         batches: Sequence[OwnBatch],
         known: Mapping[int, torch.Tensor] | None,
     ) -> CorrectedUpdate:
-        """The update at a position of the plan, corrected by the policy as it is now. Collective.
+        """Corrects the update at a position of the plan by the policy as it is now. Collective.
 
-        known: what the policy says of this rank's tokens, where that was computed since it last changed.
-        Raises ``CorrectionError`` as ``BatchCorrector.correct`` does.
+        known: the policy's answers for this rank's tokens, where they were computed since it last changed. Raises
+        ``CorrectionError`` as ``BatchCorrector.correct`` does.
         """
         own_values = self._compute(batches) if known is None else known
         owned = {own.batch.index: own for own in batches}
@@ -98,9 +98,9 @@ class BypassCorrector:
         )
 
     def _values_of(self, result: CorrectionResult, logprobs: torch.Tensor, tokens: slice) -> dict[str, torch.Tensor]:
-        """What this update's response tokens are trained with, by field of ``MicroBatch``.
+        """Makes the training values of this update's response tokens, by field of ``MicroBatch``.
 
-        ``loss_weights`` stay those of the plan: with kept tokens as the denominator they are 1, as bypass then has
+        ``loss_weights`` stay as planned: with kept tokens as the denominator they are 1, as bypass then has
         ``token-mean`` alone.
         """
         spec = self._spec
@@ -114,5 +114,5 @@ class BypassCorrector:
         return values
 
     def metrics(self) -> dict[str, float]:
-        """Of all updates together; empty before the first."""
+        """Computes the metrics of all updates together; empty before the first."""
         return corrected_step_metrics(self._results, self._spec) if self._results else {}

@@ -11,21 +11,20 @@ from pipelines.algorithm.value_loss import (
     VALUE_METRIC_SUMS,
     ValueLossConfig,
     ValueLossInputs,
+    ValueLossOutput,
     compute_value_loss,
     explained_variance,
 )
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
-from pipelines.megatron.forward import forward_only
+from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
-from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.places import OwnBatch, cut_shares
+from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
+from pipelines.megatron.passes import accumulate_gradients, forward_only
+from pipelines.megatron.places import OwnBatch, exchange_rows
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.router_metrics import merge_router_sums, router_weight
-from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.micro_batches import MicroBatch
 
 CRITIC = "critic"
 
@@ -71,31 +70,18 @@ class CriticTrainer:
         def loss(own: OwnBatch, output: torch.Tensor) -> LossSums:
             new_values = output[..., 0]
             by_token = {"new_values": new_values, "old_values": old_values[own.batch.index]}
-            results = [
-                compute_value_loss(
-                    ValueLossInputs(
-                        **values,
-                        returns=batch.returns,
-                        response_mask=batch.response_mask,
-                        kept_mask=batch.kept_mask,
-                        loss_weights=batch.loss_weights,
-                    ),
-                    self._loss_config,
-                )
-                for batch, values in zip(cut_shares(own, num_shares), cut_values(by_token, num_shares), strict=True)
-            ]
             probe.tokens("output", own, {"values": new_values}, update=number, prefix=prefix)
-            terms = joined_terms([result.terms for result in results])
+            terms, sums = self.model.execution.sum_shares(own, by_token, self._compute_loss)
             probe.tokens("loss", own, terms, update=number, prefix=prefix)
-            return sums_of_shares([(result.total, result.num_tokens, result.metrics) for result in results])
+            return sums
 
-        prefix, num_shares = self.model.shape.prefix, self.model.emulated_shares
+        prefix, num_shares = self.model.shape.prefix, self.model.execution.num_shares
         sums = accumulate_gradients(self.model, batches, loss, update=number, probe=probe)
         result = self.model.update()
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number, prefix=prefix)
         probe.state(self.model, number, "parameter")
         width = len(VALUE_METRIC_SUMS)
-        rows = exchange_rows(micro_batches, sums, self._runtime, width=width, emulated_shares=num_shares)
+        rows = exchange_rows(micro_batches, sums, self._runtime, width=width, num_shares=num_shares)
         totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))
         metrics = _value_metrics(totals)
         weight = router_weight(micro_batches, self._config.training, num_tokens=totals["num_tokens"])
@@ -107,6 +93,17 @@ class CriticTrainer:
             f"{CRITIC}/{name}": value
             for name, value in (metrics | router | {"grad_norm": result.grad_norm, "lr": result.learning_rate}).items()
         }
+
+    def _compute_loss(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> ValueLossOutput:
+        inputs = ValueLossInputs(
+            new_values=values["new_values"],
+            old_values=values["old_values"],
+            returns=batch.returns,
+            response_mask=batch.response_mask,
+            kept_mask=batch.kept_mask,
+            loss_weights=batch.loss_weights,
+        )
+        return compute_value_loss(inputs, self._loss_config)
 
 
 def _value_metrics(totals: Mapping[str, float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""One training step: what the batch is worth to policy and critic, advantages, and all optimizer updates.
+"""Trains one step: scores the batch with policy and critic, makes advantages, and carries out all optimizer updates.
 
-The batch is cut into micro-batches before any layout is known; what ranks compute of them is put together in canonical
-order. Advantages are made on the host in float64, the same on every rank.
+The batch is cut into micro-batches before any layout is known; the ranks' results are put together in canonical order.
+Advantages are made on the host in float64, the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.comparable import valid_logprobs
 from mock_scheduler.support.digests import JSON
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
-from pipelines.algorithm.preparation import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
+from pipelines.batching.placement import place_step
+from pipelines.batching.plan import MicroBatch, StepPlan
+from pipelines.batching.values import fill_step, response_values
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
-from pipelines.megatron.emulation.engine import emulated_plan
-from pipelines.megatron.merging import exchange_rows, exchange_tokens
-from pipelines.megatron.model import DTYPES
-from pipelines.megatron.places import OwnBatch, cut_shares, own_batch
+from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows, exchange_tokens, own_batch
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import MicroBatch, StepPlan, fill_step, place_step, response_values
+from pipelines.megatron.transformer_config import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """What the models said of a step's tokens before its first update, ``[b, s]`` by micro-batch index, on the device.
+    """The models' scores of a step's tokens before its first update, ``[b, s]`` by micro-batch index, on the device.
 
     Empty off the last stage; ``None`` where the algorithm does not ask for it.
     """
@@ -42,7 +42,7 @@ class Scores:
     values: Mapping[int, torch.Tensor] | None
 
     def of(self, index: int) -> dict[str, torch.Tensor]:
-        """What there is of one micro-batch, by name."""
+        """Returns one micro-batch's scores by name."""
         by_name = {"old_logprobs": self.old_logprobs, "ref_logprobs": self.ref_logprobs, "values": self.values}
         return {name: of_all[index] for name, of_all in by_name.items() if of_all is not None and index in of_all}
 
@@ -69,9 +69,7 @@ class Learner:
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.values = ValueMaker(config)
         self._spec = correction_spec(config)
-        plan = emulated_plan(config)
-        self._micro_batch_multiple = runtime.micro_batch_multiple if plan is None else plan.micro_batch_multiple
-        self._emulated_shares = 1 if plan is None else plan.cp
+        self._num_shares = self.policy.policy.execution.num_shares
 
     @property
     def models(self) -> dict[str, TrainedModel]:
@@ -80,21 +78,21 @@ class Learner:
         return models if self.critic is None else {**models, "critic": self.critic.model}
 
     def state_dict(self) -> dict[str, JSON]:
-        """What goes on besides the models: the controller of the KL in the reward."""
+        """Returns the state besides the models: the controller of the KL in the reward."""
         return self.values.state_dict()
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Goes on from a ``state_dict``."""
         self.values.load_state_dict(state)
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
-        """All updates of one rollout step; the metrics are means over its updates, ``lr`` that of the last one."""
+        """Carries out all updates of one rollout step; metrics are means over its updates, ``lr`` the last one's."""
         scored = self.score(batch, probe=probe)
         values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
         return self.update(scored, values, step=step, probe=probe) | metrics
 
     def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
-        """The first half of a step: what the models say of its tokens."""
+        """Makes the first half of a step: the models' scores of its tokens."""
         plan = self._place(batch)
         batches = self._owned_of_step(plan)
         probe.start_step(batch, batches, list(self.models.values()))
@@ -104,7 +102,7 @@ class Learner:
         return ScoredStep(batch=batch, plan=plan, batches=batches, scores=scores)
 
     def response_scores(self, scored: ScoredStep) -> ResponseScores:
-        """What advantages are made of, on the host of every rank. Collective where there is anything."""
+        """Gathers the scores that advantages need, on the host of every rank. Collective where there is anything."""
         asked = needed_scores(self.config)
         named = {"old_logprobs": scored.scores.old_logprobs, "ref_logprobs": scored.scores.ref_logprobs}
         named["values"] = scored.scores.values
@@ -115,7 +113,7 @@ class Learner:
     def update(
         self, scored: ScoredStep, values: TrainingValues, *, step: int, probe: TrainingProbe = NO_PROBE
     ) -> dict[str, float]:
-        """The second half of a step: all its updates, with these values."""
+        """Makes the second half of a step: all its updates, with these values."""
         differences = self._rollout_differences(scored.plan, scored.batches, scored.scores)
         plan = self._fill(scored.plan, self._known_batch(scored), values)
         bypass = self._bypass(scored, values, step=step)
@@ -127,14 +125,14 @@ class Learner:
         return means | differences | correction | last | {"num_updates": float(len(results))}
 
     def _known_batch(self, scored: ScoredStep) -> RolloutBatch:
-        """The step's batch, with what the policy says of tokens where the engine said nothing. Collective then."""
+        """Fills the policy's log-probabilities in where the engine gave none. Collective then."""
         if self._spec is None or valid_logprobs(scored.batch) is None:
             return scored.batch
         own = scored.scores.old_logprobs
         return with_known_logprobs(scored.batch, self._response_values(scored.plan, scored.batches, own))
 
     def _bypass(self, scored: ScoredStep, values: TrainingValues, *, step: int) -> BypassCorrector | None:
-        """What corrects each update where the correction is one of two policies."""
+        """Builds the corrector of each update where the correction is one of two policies."""
         spec = self._spec
         if spec is None or not spec.bypass:
             return None
@@ -149,11 +147,11 @@ class Learner:
         )
 
     def _place(self, batch: RolloutBatch) -> StepPlan:
-        """The step's micro-batches, without what the models are still to say."""
+        """Places the step's micro-batches, without values."""
         return place_step(
             batch,
             self.config.training,
-            count_multiple=self._micro_batch_multiple,
+            count_multiple=self.policy.policy.execution.micro_batch_multiple,
             dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
         )
 
@@ -174,7 +172,7 @@ class Learner:
     def _owned(self, micro_batches: Sequence[MicroBatch]) -> list[OwnBatch]:
         """This rank's share of the micro-batches that its replica computes: every dp-th of them."""
         own = micro_batches[self.runtime.dp_rank :: self.runtime.dp_size]
-        return [own_batch(batch, self.runtime, emulated_shares=self._emulated_shares) for batch in own]
+        return [own_batch(batch, self.runtime, num_shares=self._num_shares) for batch in own]
 
     def _owned_of_step(self, plan: StepPlan) -> list[OwnBatch]:
         return [own for update in plan.updates for own in self._owned(update.micro_batches)]
@@ -248,17 +246,17 @@ class Learner:
 
     def _rollout_differences(self, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores) -> dict[str, float]:
         """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
-        owned = {own.batch.index: cut_shares(own, self._emulated_shares) for own in batches}
+        owned = {own.batch.index: cut_shares(own, self._num_shares) for own in batches}
         own_rows = {
             index: torch.stack(
                 [
                     sum_and_max_difference(part, share.rollout_logprobs, share.response_mask)
-                    for part, share in zip(logprobs.chunk(self._emulated_shares, dim=1), owned[index], strict=True)
+                    for part, share in zip(logprobs.chunk(self._num_shares, dim=1), owned[index], strict=True)
                 ]
             ).squeeze(0)
             for index, logprobs in scores.old_logprobs.items()
         }
-        rows = exchange_rows(plan.micro_batches, own_rows, self.runtime, width=2, emulated_shares=self._emulated_shares)
+        rows = exchange_rows(plan.micro_batches, own_rows, self.runtime, width=2, num_shares=self._num_shares)
         num_tokens = float(plan.row_weights.sum())
         return {
             "rollout_logprob_diff_mean": float(rows[..., 0].sum(axis=1).sum()) / max(num_tokens, 1.0),

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropy over a vocabulary that is split over tensor-parallel ranks.
+"""Computes log-probabilities and entropy over a vocabulary split over tensor-parallel ranks, and draws tokens.
 
-Computed in the logits' dtype, or in float32 where that is narrower: float64 stays float64 throughout, so that an
-alignment can be repeated in float64. Megatron's own cross-entropy narrows to float32.
+Computed in the logits' dtype, or in float32 where the logits are narrower. float64 stays float64 throughout, so an
+alignment can be repeated in float64; Megatron's own cross-entropy narrows to float32. Sampling takes its random numbers
+as arguments, so it is repeatable whatever the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipelines.config.environments import GeneratingArgs
 from pipelines.megatron.emulation.parts import Context, cut_graph
 
 
@@ -20,8 +22,8 @@ from pipelines.megatron.emulation.parts import Context, cut_graph
 class VocabShard:
     """This rank's columns of the vocabulary: ``[start, start + width)``.
 
-    allowed: bool ``[width]``, True on tokens that can be drawn; vocabulary padding never can, and neither can tokens
-    that sampling excludes. All others have probability 0. ``None``: all columns are allowed.
+    allowed: bool ``[width]``, True on tokens that can be drawn, never on vocabulary padding or tokens excluded from
+    sampling. All others have probability 0. ``None``: all columns are allowed.
     """
 
     start: int
@@ -147,3 +149,38 @@ def vocab_parallel_logprobs(
     parts = [part / temperature for part in cut_graph(widened, -1, len(shards))]
     logprobs, entropy = _VocabParallelLogprobs.apply(targets, shards, *parts)
     return logprobs, entropy
+
+
+def process_logits(logits: torch.Tensor, args: GeneratingArgs) -> torch.Tensor:
+    """Computes log-probabilities of the sampled distribution, float64 ``[n, V]``; -inf where a token is cut off.
+
+    logits: floating ``[n, V]``, whole vocabulary. Temperature first, then top-k, then top-p over the rest: the smallest
+    set of most likely tokens whose probability reaches ``top_p`` (arXiv 1904.09751).
+    """
+    scaled = logits.double() / args.temperature
+    if 0 < args.top_k < scaled.shape[-1]:
+        threshold = scaled.topk(args.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    if args.top_p < 1.0:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        cut = torch.zeros_like(scaled, dtype=torch.bool).scatter(-1, order, before >= args.top_p)
+        scaled = scaled.masked_fill(cut, -torch.inf)
+    return scaled.log_softmax(dim=-1)
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, args: GeneratingArgs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws one token per row by inversion: the first whose cumulative probability exceeds the row's number.
+
+    logits: floating ``[n, V]``; uniforms: float64 ``[n]`` in [0, 1). Returns tokens, int64 ``[n]``, and their
+    log-probabilities in the processed distribution, float64 ``[n]``.
+    """
+    logprobs = process_logits(logits, args)
+    cumulative = logprobs.exp().cumsum(dim=-1)
+    last_possible = (logprobs > -torch.inf).long().cumsum(dim=-1).argmax(dim=-1)
+    tokens = torch.searchsorted(cumulative, uniforms.unsqueeze(-1), right=True).squeeze(-1)
+    tokens = torch.minimum(tokens, last_possible)
+    return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

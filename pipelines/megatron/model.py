@@ -10,15 +10,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -27,16 +25,12 @@ from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
-from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields
-from pipelines.megatron.layers.norm import TorchNorm
-from pipelines.megatron.layers.repairs import repair_layers
-from pipelines.megatron.layers.value_head import ValueHead
+from pipelines.megatron.layers.experts import expert_mlp_spec
+from pipelines.megatron.layers.repairs import TorchNorm, ValueHead, repair_layers
 from pipelines.megatron.perturbation import perturb_embedding
-from pipelines.megatron.process.full_precision import finalize_wide, widen_rotary
+from pipelines.megatron.process.full_precision import widen_rotary
 from pipelines.megatron.process.host_device import has_cuda
 from pipelines.megatron.process.runtime import Runtime
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 Head = Literal["logits", "value"]
 """What the last layer gives: logits over the vocabulary, or one value per token."""
@@ -46,76 +40,6 @@ def padded_vocab_size(vocab_size: int, *, multiple_of: int, tp_size: int) -> int
     """The vocabulary rounded up so that every tp rank holds the same number of rows."""
     multiple = multiple_of * tp_size
     return -(-vocab_size // multiple) * multiple
-
-
-def vocab_parts(config: PipelineConfig, runtime: Runtime) -> int:
-    """Into how many tp ranks' parts the vocabulary is cut, those of a layout that is emulated included."""
-    emulated = config.order.emulate
-    return runtime.tp_size if emulated is None else emulated.tensor_model_parallel_size
-
-
-def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
-    """Megatron's configuration of the model; no fused kernel that changes bits without being asked for."""
-    model, parallel, training = config.model, config.parallel, config.training
-    dtype = DTYPES[config.precision]
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        ffn_hidden_size=model.ffn_size,
-        normalization=model.normalization,
-        layernorm_epsilon=model.layernorm_epsilon,
-        gated_linear_unit=model.swiglu,
-        activation_func=F.silu if model.swiglu else F.gelu,
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
-        init_method_std=model.init_method_std,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        transformer_impl=model.transformer_impl,
-        attention_backend=AttnBackend[model.attention_backend],
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-        # One way or the other: Megatron refuses both, and its default of neither overlap nor batch does not exist.
-        overlap_p2p_comm=parallel.num_chunks > 1 and parallel.overlap_p2p_comm,
-        batch_p2p_comm=not (parallel.num_chunks > 1 and parallel.overlap_p2p_comm),
-        variable_seq_lengths=training.batching == "dynamic" and parallel.pipeline_model_parallel_size > 1,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        # Megatron marks which parameters are split only while it initialises them; the values are replaced after.
-        perform_initialization=True,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
-        calculate_per_token_loss=training.calculate_per_token_loss,
-        finalize_model_grads_func=finalize_wide if dtype is torch.float64 else finalize_model_grads,
-        **_recomputation(training),
-        # Lengths that vary need a dispatcher that takes them, which Megatron asks of models without experts too.
-        **{"moe_token_dispatcher_type": "alltoall", **moe_config_fields(model, parallel, dtype)},
-    )
-
-
-def _recomputation(training: TrainingConfig) -> dict[str, object]:
-    """Megatron's fields for activations that are computed anew in the backward pass."""
-    if training.recompute_granularity == "none":
-        return {}
-    if training.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective"}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": training.recompute_method,
-        "recompute_num_layers": training.recompute_num_layers,
-    }
 
 
 def _local_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:
@@ -193,15 +117,25 @@ def build_chunks(
     transformer_config: TransformerConfig,
     *,
     vocab_size: int,
+    vocab_parts: int,
     runtime: Runtime,
     head: Head = "logits",
 ) -> list[torch.nn.Module]:
     """This rank's chunks of the ``GPTModel``, on the compute device, with weights not yet set.
 
-    ``vocab_size`` is the unpadded one. Every rank must call it; it does not communicate.
+    ``vocab_size`` is the unpadded one; padded, it has ``vocab_parts`` equal parts. Every rank must call it; it does
+    not communicate.
     """
     return [
-        _build_chunk(config, transformer_config, chunk, vocab_size=vocab_size, runtime=runtime, head=head)
+        _build_chunk(
+            config,
+            transformer_config,
+            chunk,
+            vocab_size=vocab_size,
+            vocab_parts=vocab_parts,
+            runtime=runtime,
+            head=head,
+        )
         for chunk in range(runtime.num_chunks)
     ]
 
@@ -212,6 +146,7 @@ def _build_chunk(
     chunk: int,
     *,
     vocab_size: int,
+    vocab_parts: int,
     runtime: Runtime,
     head: Head,
 ) -> torch.nn.Module:
@@ -220,9 +155,7 @@ def _build_chunk(
     gpt = GPTModel(
         config=transformer_config,
         transformer_layer_spec=build_layer_specs(model, layers_of_chunk(model.num_layers, runtime, chunk)),
-        vocab_size=padded_vocab_size(
-            vocab_size, multiple_of=model.make_vocab_size_divisible_by, tp_size=vocab_parts(config, runtime)
-        ),
+        vocab_size=padded_vocab_size(vocab_size, multiple_of=model.make_vocab_size_divisible_by, tp_size=vocab_parts),
         max_sequence_length=config.sequence_length,
         pre_process=runtime.is_first_stage and chunk == 0,
         post_process=is_last,
@@ -233,7 +166,6 @@ def _build_chunk(
         vp_stage=chunk if runtime.num_chunks > 1 else None,
     )
     gpt.built_from = model
-    gpt.emulated = None
     if head == "value" and is_last:
         gpt.output_layer = ValueHead(transformer_config)
     if model.position_embedding_type == "rope" and model.transformer_impl == "local":
@@ -288,7 +220,7 @@ def wrap_data_parallel(
 def _let_communication_overlap(
     wrapped: Sequence[DistributedDataParallel], transformer_config: TransformerConfig, training: TrainingConfig
 ) -> None:
-    """Give the schedules what they call between micro-batches, as ``megatron/training/training.py`` does."""
+    """Gives the schedules the functions to call between micro-batches, as ``megatron/training/training.py`` does."""
     functions: dict[str, list[object]] = {"no_sync_func": [chunk.no_sync for chunk in wrapped]}
     if training.overlap_param_gather:
         functions["param_sync_func"] = [chunk.start_param_sync for chunk in wrapped]

@@ -1,10 +1,11 @@
-"""The state of Adam by parameter: whole for this rank's shard of it, whichever optimizer keeps it and in which parts.
+"""Reads and sets Adam's state by parameter, whole for this rank's shard, whichever optimizer keeps it and in which
+parts.
 
 Megatron's own ``sharded_state_dict`` of optimizers would not do (megatron-core 0.16.1): it narrows float64 to float32,
 fails where a rank's torch Adam has no state (before its first update, or where it owns nothing), and numbers chained
-optimizers by rank, so that a stage without experts does not find its state in the checkpoint of one that has them.
-Here every optimizer says and takes the same: the moments of each parameter in the parameter's own shape, for bfloat16
-parameters the wide copy that is updated, and one number of updates. Parameter groups follow from the configuration.
+optimizers by rank, so a stage without experts does not find its state in the checkpoint of a stage with them. Here
+every optimizer gives and takes the same: the moments of each parameter in the parameter's own shape, for bfloat16
+parameters the updated wide copy, and one number of updates. Parameter groups follow from the configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from pipelines.megatron.parameter_marks import main_param
+from pipelines.megatron.layers.repairs import main_param
 from pipelines.megatron.trained_model import TrainedModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,12 +29,12 @@ ParameterState = dict[str, torch.Tensor]
 
 
 def state_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype in which Adam keeps a parameter's state."""
+    """Returns the dtype of a parameter's state in Adam."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def state_names(parameter: torch.Tensor) -> tuple[str, ...]:
-    """The tensors that a parameter's state has."""
+    """Lists the tensors of a parameter's state."""
     return MOMENTS if state_dtype(parameter) is parameter.dtype else (*MOMENTS, WIDE_COPY)
 
 
@@ -55,7 +56,7 @@ def read_states(model: TrainedModel) -> dict[torch.nn.Parameter, ParameterState]
 
 
 def write_states(model: TrainedModel, states: Mapping[torch.nn.Parameter, ParameterState], *, num_updates: int) -> None:
-    """Set every optimizer's state from what ``read_states`` gave under this layout or another."""
+    """Sets every optimizer's state from states read under this layout or another."""
     for optimizer in model.optimizers:
         if optimizer.is_stub_optimizer:
             continue
@@ -94,7 +95,7 @@ def _parameters(optimizer: MegatronOptimizer, model: TrainedModel) -> list[torch
 
 
 def _wide_copy(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What the optimizer updates in a parameter's place (``Float16OptimizerWithFloat16Params``), or itself."""
+    """Returns the tensor updated in a parameter's place (``Float16OptimizerWithFloat16Params``), or itself."""
     is_wide = state_dtype(parameter) is parameter.dtype
     return parameter if is_wide else main_param(parameter)
 
@@ -129,7 +130,7 @@ def _set_group_steps(optimizer: MegatronOptimizer, num_updates: int) -> None:
 
 
 def _owned_parts(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, slice, torch.Tensor]]:
-    """Each parameter that this rank owns a part of, which part of it, flat, and the tensor that Adam updates."""
+    """Yields each parameter with a part on this rank, the part as a flat range, and the tensor that Adam updates."""
     for _, _, ranges in _buckets(optimizer):
         for parameter, places in ranges.items():
             group, position = optimizer.model_param_group_index_map[parameter]
@@ -138,7 +139,7 @@ def _owned_parts(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Par
 
 
 def _buckets(optimizer: DistributedOptimizer) -> Iterator[tuple[Any, Any, dict[torch.nn.Parameter, Any]]]:
-    """Buffer, bucket and the ranges of the parameters of which this rank owns a part in it."""
+    """Yields buffer, bucket and the ranges of this rank's parts of the parameters in it."""
     for buffer, by_dtype in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         (by_bucket,) = by_dtype.values()  # a buffer holds parameters of one dtype
         for bucket, ranges in zip(buffer.buckets, by_bucket, strict=True):

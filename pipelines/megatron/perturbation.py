@@ -1,11 +1,11 @@
-"""Weights and the embedding's output moved by about one rounding, the same in every layout.
+"""Moves weights and the embedding's output by about one rounding, the same in every layout.
 
 Contract: a perturbation is a pure function of its seed and of canonical things (a parameter's name and place in the
-whole tensor; a token's position, id and channel), so that layouts, micro-batches and recomputation change none of it.
-It is made in float64 and rounded once to the dtype of what it moves. What is 0, such as a bias at the start, stays 0:
-a relative perturbation has nothing to move there. Every model of a run is moved alike, the frozen reference and the
-critic too: a reference that is the policy to the bit at the start stays that, so that no KL of a rounding appears that
-neither baseline nor candidate has. Weights are moved where a run begins: the initial ones, or those of its checkpoint.
+whole tensor; a token's position, id and channel), so layouts, micro-batches and recomputation change none of it. It is
+made in float64 and rounded once to the dtype of the moved tensor. A 0, such as a bias at the start, stays 0: a relative
+perturbation has nothing to move there. Every model of a run is moved alike, the frozen reference and the critic too: a
+reference equal to the policy at the start stays equal, so no KL of a rounding appears that neither baseline nor
+candidate has. Weights are moved where a run begins: the initial ones, or its checkpoint's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEVIATION = (_NUM_FIELDS * ((1 << (2 * _FIELD_BITS)) - 1) / 12) ** 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Perturbation:
-    """``seed``: which one. ``unit_roundoffs``: its size in roundings of the dtype that it is applied to."""
+    """``seed``: its number. ``unit_roundoffs``: its size in roundings of the moved tensor's dtype."""
 
     seed: int
     unit_roundoffs: float
@@ -43,10 +43,10 @@ class Perturbation:
         return None if config.seed is None else cls(seed=config.seed, unit_roundoffs=config.unit_roundoffs)
 
     def of_weight(self, local: torch.Tensor, spec: ShardSpec, dtype: torch.dtype) -> torch.Tensor:
-        """float64: w · (1 + s · u · ξ), ξ ~ N(0, 1) of Philox keyed by seed and canonical name.
+        """Computes, in float64, w · (1 + s · u · ξ), ξ ~ N(0, 1) of Philox keyed by seed and canonical name.
 
-        local: this rank's shard of the parameter, or of the wide copy of it that is updated. spec: its place in the
-        whole one. dtype: that of the parameter, which decides u.
+        local: this rank's shard of the parameter, or of its updated wide copy. spec: its place in the whole one. dtype:
+        the parameter's; it decides u.
         """
         key = hashlib.sha256(f"perturbation/{self.seed}/{spec.name}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))

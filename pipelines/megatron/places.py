@@ -1,27 +1,32 @@
-"""What one rank computes of a micro-batch: its share of the tokens, and which of them see which.
+"""Cuts a rank's share out of micro-batches, with its attention mask, and puts the ranks' results together again.
 
-Context parallelism splits a line of T tokens into 2 · cp pieces, of which rank r holds the r-th from either end
-(Megatron's zigzag order, ``get_batch_on_this_cp_rank``), so that all ranks have as much to attend to.
+Context parallelism splits a line of T tokens into 2 · cp pieces; rank r holds the r-th from either end (Megatron's
+zigzag order, ``get_batch_on_this_cp_rank``), so all ranks have as much to attend to. Results are added in the
+micro-batches' canonical order, so pp and dp change no bit of a metric; the shares of cp ranks are added first, in their
+order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from pipelines.batching.plan import MicroBatch
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInputs:
     """The arguments of one forward pass on this rank.
 
-    tokens, positions, row_ids: int64 ``[b, s]``; s is the rank's share of the line. attention_mask: bool
-    ``[b, 1, s, k]``, True where a key is not seen; ``None`` where the layers' own causal mask and positions from 0 say
-    all. k is the number of keys that attention sees: the whole line, in the order in which cp ranks are gathered.
+    tokens, positions, row_ids: int64 ``[b, s]``; s is the rank's share of the line. attention_mask: bool ``[b, 1, s,
+    k]``, True where a key is not seen; ``None`` where the layers' own causal mask and positions from 0 suffice. k is
+    the number of keys before attention: the whole line, in the order of the gathered cp ranks.
     """
 
     tokens: torch.Tensor
@@ -34,7 +39,7 @@ class ModelInputs:
 class OwnBatch:
     """A micro-batch as one rank holds it: the model's inputs, and targets, masks and values of its own tokens.
 
-    ``columns``: int64 ``[s]``, which columns of the line these are; ``None`` where they are all of it.
+    ``columns``: int64 ``[s]``, the places of these columns in the line; ``None`` where they are all of it.
     """
 
     batch: MicroBatch
@@ -61,14 +66,14 @@ def row_mask(
     return ~(same_row & not_later).unsqueeze(1)
 
 
-def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) -> OwnBatch:
+def own_batch(batch: MicroBatch, runtime: Runtime, *, num_shares: int = 1) -> OwnBatch:
     """This rank's share of a micro-batch, on its device, with the mask that attention needs.
 
-    emulated_shares: in one process, of how many cp ranks it holds the shares, one after another.
+    num_shares: of how many emulated cp ranks this process holds the shares, one after another.
     """
     is_plain = batch.is_plain  # asked on the host, where it waits for nothing
     batch = batch.to(runtime.device)
-    cp_size = max(runtime.cp_size, emulated_shares)
+    cp_size = max(runtime.cp_size, num_shares)
     if cp_size == 1:
         mask = None
         if not is_plain:
@@ -79,7 +84,7 @@ def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) 
         for rank in range(cp_size)
     ]
     gathered = torch.cat(columns)
-    own = gathered if emulated_shares > 1 else columns[runtime.cp_rank]
+    own = gathered if num_shares > 1 else columns[runtime.cp_rank]
     mask = row_mask(
         batch.row_ids[:, own], batch.positions[:, own], batch.row_ids[:, gathered], batch.positions[:, gathered]
     )
@@ -88,7 +93,7 @@ def own_batch(batch: MicroBatch, runtime: Runtime, *, emulated_shares: int = 1) 
 
 
 def cut_shares(own: OwnBatch, num_shares: int) -> list[MicroBatch]:
-    """What each emulated cp rank has of a batch made with so many shares; targets and values, without inputs."""
+    """Cuts a batch into the emulated cp ranks' targets and values, without inputs."""
     if num_shares == 1:
         return [own.batch]
     columns = torch.arange(own.batch.tokens.shape[1], device=own.batch.tokens.device)
@@ -105,3 +110,49 @@ def _inputs(batch: MicroBatch, mask: torch.Tensor | None) -> ModelInputs:
     if mask is None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     return ModelInputs(tokens=batch.tokens, positions=positions, row_ids=batch.row_ids, attention_mask=mask)
+
+
+def exchange_rows(
+    micro_batches: Sequence[MicroBatch],
+    own_rows: Mapping[int, torch.Tensor],
+    runtime: Runtime,
+    *,
+    width: int,
+    num_shares: int = 1,
+) -> np.ndarray:
+    """Gathers rows of numbers of every micro-batch and cp rank, float64 ``[len(micro_batches), cp, width]``, on every
+    rank.
+
+    own_rows: ``[width]`` by micro-batch index, computed by this rank; empty off the last stage. The tp ranks hold them
+    alike, and the first speaks. num_shares: of how many cp ranks one process has rows, ``[num_shares,
+    width]`` each. Collective.
+    """
+    places = {batch.index: place for place, batch in enumerate(micro_batches)}
+    num_ranks = max(runtime.cp_size, num_shares)
+    table = torch.zeros(len(micro_batches), num_ranks, width, dtype=torch.float64, device=runtime.device)
+    if runtime.tp_rank == 0:
+        for index, row in own_rows.items():
+            table[places[index], slice(None) if num_shares > 1 else runtime.cp_rank] = row
+    dist.all_reduce(table)  # each row is one rank's; all others add 0
+    return table.cpu().numpy()
+
+
+def exchange_tokens(
+    micro_batches: Sequence[MicroBatch],
+    owned: Mapping[int, OwnBatch],
+    own_values: Mapping[int, torch.Tensor],
+    runtime: Runtime,
+) -> dict[int, torch.Tensor]:
+    """Gathers token values of every micro-batch, float64 ``[b, T]`` by index, on the host of every rank.
+
+    own_values: ``[b, s]`` by index, of this rank's tokens; empty off the last stage. Collective.
+    """
+    sizes = [batch.tokens.numel() for batch in micro_batches]
+    table = torch.zeros(sum(sizes), dtype=torch.float64, device=runtime.device)
+    for batch, part in zip(micro_batches, table.split(sizes), strict=True):
+        if runtime.tp_rank == 0 and batch.index in own_values:
+            lines, columns = part.view(batch.tokens.shape), owned[batch.index].columns
+            lines[:, slice(None) if columns is None else columns] = own_values[batch.index].detach().double()
+    dist.all_reduce(table)  # each value is one rank's; all others add 0
+    parts = table.cpu().split(sizes)
+    return {batch.index: part.view(batch.tokens.shape) for batch, part in zip(micro_batches, parts, strict=True)}

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.emulation.engine import Emulation, emulated_plan
-from pipelines.megatron.emulation.lanes import join_batches
-from pipelines.megatron.model import (
-    Head,
-    build_chunks,
-    build_transformer_config,
-    unwrapped,
-    vocab_parts,
-    wrap_data_parallel,
-)
-from pipelines.megatron.optimizer import build_lr_schedule, build_optimizer
+from pipelines.megatron.emulation.engine import build_execution
+from pipelines.megatron.model import Head, build_chunks, unwrapped, wrap_data_parallel
 from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.process.full_precision import prepare_optimizer
 from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.transformer_config import DTYPES, build_transformer_config
 from pipelines.megatron.weights import (
     LocalBuffer,
     LocalParameter,
@@ -40,7 +34,9 @@ from pipelines.megatron.weights import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateResult:
-    """What one optimizer update did: the gradient's norm before clipping, the rate, and whether it was carried out."""
+    """The outcome of one optimizer update: the gradient's norm before clipping, the rate, and whether it was carried
+    out.
+    """
 
     grad_norm: float
     learning_rate: float
@@ -48,11 +44,11 @@ class UpdateResult:
 
 
 class TrainedModel:
-    """Every method must be called by every rank.
+    """This rank's part of a model under training. Every method must be called by every rank.
 
-    ``head``: logits for a policy, values for a critic. ``name``: what canonical names begin with, and a dot; nothing
-    for the policy. ``lr``: the largest learning rate. ``first_step``: of the run, the first that trains it.
-    ``emulation``: what makes it compute in the order of another layout; ``None`` where nothing does.
+    ``head``: logits for a policy, values for a critic. ``name``: the canonical names begin with it and a dot; empty for
+    the policy. ``lr``: the largest learning rate. ``first_step``: the first step of the run that trains it.
+    ``execution``: the order of computation, of this layout or of an emulated one.
     """
 
     def __init__(
@@ -67,10 +63,17 @@ class TrainedModel:
         first_step: int = 0,
     ) -> None:
         self.runtime = runtime
-        self.vocab_parts = vocab_parts(config, runtime)
+        self.execution = build_execution(config, runtime)
         self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
         self.transformer_config = build_transformer_config(config)
-        self.chunks = build_chunks(config, self.transformer_config, vocab_size=vocab_size, runtime=runtime, head=head)
+        self.chunks = build_chunks(
+            config,
+            self.transformer_config,
+            vocab_size=vocab_size,
+            vocab_parts=self.execution.vocab_parts,
+            runtime=runtime,
+            head=head,
+        )
         perturbation = Perturbation.build(config.perturbation)
         load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed, perturbation=perturbation)
         self.data_parallel: list[DistributedDataParallel] = wrap_data_parallel(
@@ -80,27 +83,17 @@ class TrainedModel:
         self.optimizer = build_optimizer(own_rate, self.data_parallel)
         self.lr_schedule = build_lr_schedule(own_rate, self.optimizer, first_step=first_step)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
-        plan = emulated_plan(config)
-        self.emulation = None if plan is None else Emulation(unwrapped(self.chunks[0]), plan)
-        if self.emulation is not None:
-            self.emulation.attach(self.optimizer)
-            self.transformer_config.finalize_model_grads_func = self.emulation.finalize
+        self.execution.start(unwrapped(self.chunks[0]), self.optimizer)
 
     @property
-    def emulated_shares(self) -> int:
-        """Of how many emulated cp ranks this process computes the shares; 1 where none are."""
-        return 1 if self.emulation is None else self.emulation.plan.cp
-
-    def together(self, batches: Sequence[OwnBatch]) -> list[OwnBatch]:
-        """This rank's micro-batches as they are computed: several side by side where emulated replicas need that."""
-        return join_batches(batches, 1 if self.emulation is None else self.emulation.plan.lanes)
+    def vocab_parts(self) -> int:
+        """Counts the tp ranks' parts of the vocabulary, an emulated layout's included."""
+        return self.execution.vocab_parts
 
     @property
     def num_replicas(self) -> int:
-        """Ranks over which the gradient of a parameter's part is summed: dp × cp, of an emulated layout if there is."""
-        if self.emulation is not None:
-            return self.emulation.plan.replicas
-        return self.runtime.dp_size * self.runtime.cp_size
+        """Counts the ranks whose gradients of a parameter's part are summed: dp × cp, of an emulated layout too."""
+        return self.execution.num_replicas
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
@@ -121,8 +114,7 @@ class TrainedModel:
         for chunk in self.data_parallel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.emulation is not None:
-            self.emulation.clear()
+        self.execution.clear()
 
     def gather_parameters(self) -> None:
         """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
@@ -142,9 +134,84 @@ def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.M
     """Chunks with the canonical initial weights that are never trained: the reference policy."""
     # A configuration of its own: the trained model's knows its optimizer, which Megatron's experts would copy.
     transformer_config = build_transformer_config(config)
-    chunks = build_chunks(config, transformer_config, vocab_size=model.shape.vocab_size, runtime=model.runtime)
+    chunks = build_chunks(
+        config,
+        transformer_config,
+        vocab_size=model.shape.vocab_size,
+        vocab_parts=model.vocab_parts,
+        runtime=model.runtime,
+    )
     perturbation = Perturbation.build(config.perturbation)
     load_initial_weights(chunks, model.shape, model.runtime, seed=config.seed, perturbation=perturbation)
-    if model.emulation is not None:
-        Emulation(unwrapped(chunks[0]), model.emulation.plan)
+    build_execution(config, model.runtime).start(unwrapped(chunks[0]), None)
     return [chunk.requires_grad_(False) for chunk in chunks]
+
+
+def build_optimizer(config: PipelineConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """Megatron's Adam over the gradient buffers of a model's chunks."""
+    training, dtype = config.training, DTYPES[config.precision]
+    prepare_optimizer(dtype)
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=training.lr,
+            min_lr=training.min_lr,
+            weight_decay=training.weight_decay,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_eps=training.adam_eps,
+            clip_grad=training.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=training.use_distributed_optimizer,
+            overlap_param_gather=training.overlap_param_gather,
+        ),
+        list(chunks),
+    )
+
+
+class LearningRateSchedule(OptimizerParamScheduler):
+    """Megatron's schedule, whose warm-up would lose the run's first update to a rate of 0.
+
+    With w = ``lr_warmup_iters``, N = ``lr_decay_iters`` (where not set: all updates of the run), and update k of the
+    run, from 0::
+
+        k < w:       lr · (k + 1) / w
+        w ≤ k < N:   constant: lr
+                     linear:   min_lr + (lr - min_lr) · (N - k) / (N - w)
+                     cosine:   min_lr + (lr - min_lr) · (1 + cos(π · (k - w) / (N - w))) / 2
+        N ≤ k:       constant: lr; else min_lr
+
+    So the first update after the warm-up has the full rate, and the last of the decay not yet ``min_lr``.
+    ``num_steps`` is k.
+    """
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """The rate of update ``num_steps``; from w on it is Megatron's own (megatron-core 0.16.1)."""
+        if self.num_steps < self.lr_warmup_steps:
+            return float(self.max_lr) * (self.num_steps + 1) / self.lr_warmup_steps
+        return float(super().get_lr(param_group))
+
+
+def build_lr_schedule(
+    config: PipelineConfig, optimizer: MegatronOptimizer, *, first_step: int = 0
+) -> LearningRateSchedule:
+    """The schedule of a model that is trained from ``first_step`` of the run on, standing at its first update."""
+    training = config.training
+    return LearningRateSchedule(
+        optimizer,
+        init_lr=0.0,
+        max_lr=training.lr,
+        min_lr=training.min_lr,
+        lr_warmup_steps=training.lr_warmup_iters,
+        # A constant rate has no decay, and Megatron wants one that is longer than the warm-up.
+        lr_decay_steps=max(config.lr_decay_updates(first_step=first_step), training.lr_warmup_iters + 1),
+        lr_decay_style=training.lr_decay_style,
+        start_wd=training.weight_decay,
+        end_wd=training.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # What the configuration says counts, also after a resume; the checkpoint only says where the run stands.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

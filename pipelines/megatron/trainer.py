@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -19,25 +18,23 @@ from pipelines.algorithm.losses import (
     METRIC_SUMS,
     PolicyLossConfig,
     PolicyLossInputs,
+    PolicyLossOutput,
     compute_metric_means,
     compute_policy_loss,
 )
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import correction_of
-from pipelines.megatron.emulation.lanes import cut_lanes
 from pipelines.megatron.emulation.parts import cut_graph, join_graph
-from pipelines.megatron.emulation.shares import cut_values, joined_terms, sums_of_shares
-from pipelines.megatron.forward import forward_only
+from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
+from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from pipelines.megatron.merging import exchange_rows
-from pipelines.megatron.places import OwnBatch, cut_shares
+from pipelines.megatron.passes import accumulate_gradients, forward_only
+from pipelines.megatron.places import OwnBatch, exchange_rows
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.router_metrics import merge_router_sums, router_weight
-from pipelines.megatron.schedule import LossSums, accumulate_gradients
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
-from pipelines.micro_batches import MicroBatch
 
 
 def needs_reference(config: PipelineConfig) -> bool:
@@ -121,10 +118,13 @@ class PolicyTrainer:
         ``chunks``: of the reference; else the policy's.
         """
 
-        lots = self.policy.together(batches)
+        execution = self.policy.execution
+        lots = execution.together(batches)
 
         def reduce(position: int, logits: torch.Tensor) -> torch.Tensor:
-            by_part = [self._logprobs(own, part.batch.targets)[0] for part, own in cut_lanes(lots[position], logits)]
+            by_part = [
+                self._logprobs(own, part.batch.targets)[0] for part, own in execution.parts(lots[position], logits)
+            ]
             return join_graph(by_part, 1)
 
         logprobs = forward_only(chunks or self.policy.data_parallel, lots, self.runtime, reduce=reduce)
@@ -133,12 +133,12 @@ class PolicyTrainer:
         return {
             part.batch.index: values
             for lot, of_lot in zip(lots, logprobs, strict=True)
-            for part, values in cut_lanes(lot, of_lot)
+            for part, values in execution.parts(lot, of_lot)
         }
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         temperature = self.config.actor_infer.generating_args.temperature
-        shards, num_shares = self.vocab_shards(logits.shape[-1]), self.policy.emulated_shares
+        shards, num_shares = self.vocab_shards(logits.shape[-1]), self.policy.execution.num_shares
         by_share = zip(cut_graph(logits, 1, num_shares), targets.chunk(num_shares, dim=1), strict=True)
         parts = [vocab_parallel_logprobs(*two, *shards, temperature=temperature) for two in by_share]
         logprobs, entropy = (join_graph(of_shares, 1) for of_shares in zip(*parts, strict=True))
@@ -163,37 +163,38 @@ class PolicyTrainer:
 
         loss_config = self._loss_config(term_scale)
         is_bypass = self._spec is not None and self._spec.bypass
-        num_shares = self.policy.emulated_shares
-        compute = compute_policy_loss
+        compute_loss = compute_policy_loss
         if self.config.policy_loss == "gmpo":
             has_floor = self._spec is not None and self._spec.release is not None
-            compute = partial(compute_geometric_loss, zero_weight_floor=VERL_ZERO_WEIGHT_FLOOR if has_floor else None)
+            floor = VERL_ZERO_WEIGHT_FLOOR if has_floor else None
+            compute_loss = partial(compute_geometric_loss, zero_weight_floor=floor)
+
+        def compute(batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> PolicyLossOutput:
+            inputs = PolicyLossInputs(
+                new_logprobs=values["new_logprobs"],
+                entropy=values["entropy"],
+                old_logprobs=values["old_logprobs"],
+                ref_logprobs=values.get("ref_logprobs"),
+                advantages=batch.advantages,
+                response_mask=batch.response_mask,
+                weights=batch.weights,
+                kept_mask=batch.kept_mask,
+                loss_weights=batch.loss_weights,
+                rollout_logprobs=batch.rollout_logprobs,
+            )
+            return compute_loss(inputs, loss_config)
 
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             index = own.batch.index
             new_logprobs, entropy = self._logprobs(logits, own.batch.targets)
             by_token = {"new_logprobs": new_logprobs, "entropy": entropy, "old_logprobs": old_logprobs[index]}
             by_token |= {} if ref_logprobs is None else {"ref_logprobs": ref_logprobs[index]}
-            outputs = [
-                compute(
-                    PolicyLossInputs(
-                        **cast(dict[str, Any], {"ref_logprobs": None, **values}),
-                        advantages=batch.advantages,
-                        response_mask=batch.response_mask,
-                        weights=batch.weights,
-                        kept_mask=batch.kept_mask,
-                        loss_weights=batch.loss_weights,
-                        rollout_logprobs=batch.rollout_logprobs,
-                    ),
-                    loss_config,
-                )
-                for batch, values in zip(cut_shares(own, num_shares), cut_values(by_token, num_shares), strict=True)
-            ]
             probe.tokens("output", own, {"logprobs": new_logprobs, "entropy": entropy}, update=number)
-            probe.tokens("loss", own, joined_terms([output.terms for output in outputs]), update=number)
+            terms, sums = self.policy.execution.sum_shares(own, by_token, compute)
+            probe.tokens("loss", own, terms, update=number)
             if is_bypass:
                 probe.tokens("loss", own, correction_of(own.batch), update=number)
-            return sums_of_shares([(output.total, output.num_tokens, output.metrics) for output in outputs])
+            return sums
 
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
         result = self.policy.update()
@@ -208,8 +209,8 @@ class PolicyTrainer:
         }
 
     def _merge_metrics(self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]) -> dict[str, float]:
-        shares = self.policy.emulated_shares
-        rows = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS), emulated_shares=shares)
+        shares = self.policy.execution.num_shares
+        rows = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS), num_shares=shares)
         totals = rows.sum(axis=1).sum(axis=0)
         named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
         num_tokens = named["num_tokens"]

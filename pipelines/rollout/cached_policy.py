@@ -14,10 +14,10 @@ import torch
 
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import PAD_ID
-from pipelines.megatron.forward import forward_in_sequence
 from pipelines.megatron.layers.attention import CacheSlots, KeyValueCache, RowAttention, caching
+from pipelines.megatron.passes import forward_in_sequence
 from pipelines.megatron.places import ModelInputs
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.trained_model import TrainedModel
 from pipelines.rollout.messages import ForwardPass
 
 
@@ -59,9 +59,10 @@ class CachedPolicy:
     Fused layers keep nothing: the configuration gives them ``use_kv_cache: false``, and every pass begins anew.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: PipelineConfig, runtime: Runtime) -> None:
-        self._chunks = list(chunks)
-        self._runtime = runtime
+    def __init__(self, trained: TrainedModel, config: PipelineConfig) -> None:
+        self._chunks = list(trained.chunks)
+        self._runtime = runtime = trained.runtime
+        self._execution = trained.execution
         self._multiple_of = runtime.tp_size if config.parallel.sequence_parallel else 1
         self._has_local_layers = config.model.transformer_impl == "local"
         self._layers = [
@@ -80,7 +81,7 @@ class CachedPolicy:
         places = place_tokens(item.starts, [len(tokens) for tokens in item.tokens], multiple_of=self._multiple_of)
         device = self._runtime.device
         self._slots.slots, self._slots.end = places.slots.slots.to(device), places.slots.end
-        with caching(self._layers, self._caches):
+        with caching(self._layers, self._caches), self._execution.paused():
             output = forward_in_sequence(self._chunks, self._inputs(item, places), self._runtime)
         if output is None:
             return None

@@ -24,9 +24,9 @@ from megatron.core import parallel_state
 from mock_scheduler.ledger import Ledger
 from pipelines.config.environments import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
-from pipelines.megatron.model import DTYPES
-from pipelines.megatron.sampling import sample_tokens
+from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
+from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy
 from pipelines.rollout.messages import ForwardPass, ReplicaChannel
 
@@ -80,7 +80,7 @@ class PolicyEngine:
         self._allowed = trainer.allowed
         self._uses_cache = trainer.config.actor_infer.use_kv_cache
         self._weights_precision = trainer.config.actor_infer.weights_precision
-        self._policy = CachedPolicy(self._chunks, trainer.config, trainer.runtime)
+        self._policy = CachedPolicy(trainer.policy, trainer.config)
         self._channel = ReplicaChannel(trainer.runtime)
         self._args = trainer.config.actor_infer.generating_args
         self._num_read: dict[int, int] = {}

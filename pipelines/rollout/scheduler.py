@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig

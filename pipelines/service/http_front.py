@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.remote.protocol import MAX_REQUEST_BYTES
+from mock_scheduler.remote import MAX_REQUEST_BYTES
 from mock_scheduler.support.digests import JSON
 
 _SILENCE_S = 60.0  # of a client in the middle of its request

@@ -24,23 +24,20 @@ from mock_scheduler.determinism.guard import apply_deterministic_mode, check_too
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
-from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
+from mock_scheduler.remote import encode_scores, metrics_as_json
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import METRICS_FILE
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.probing.selection import check_trace_ranks
-from pipelines.megatron.process.conflicts import read_setup
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
-from pipelines.observation import StepObservation
+from pipelines.megatron.transformer_config import build_transformer_config, read_setup
+from pipelines.observation import StepObservation, check_trace_ranks
 from pipelines.progress import configure_logging
 from pipelines.service.http_front import Answer, Call, Front, listening
 from pipelines.service.service import OutOfOrderError, TrainingService
-from pipelines.tracking import MetricsWriter, prepare_output_dir
+from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
 
 SERVICE_FILE = "service.json"
 _METRICS_FILE = f"service_{METRICS_FILE}"

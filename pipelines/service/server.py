@@ -1,7 +1,7 @@
 """A training service: ``python -m pipelines.service.server --config-path configs --config-name NAME a.b=c ...``.
 
 Trains the Megatron model of the configuration under its layout on the datums of a client, by the protocol of
-``mock_scheduler.remote.protocol``. In ``output_dir`` it leaves ``service.json`` with the URL and the process id,
+``mock_scheduler.remote``. In ``output_dir`` it leaves ``service.json`` with the URL and the process id,
 ``service_config.yaml``, ``service_metrics.jsonl`` and the files of ``trace`` and ``debug``. A client with the same
 ``output_dir`` adds a run's own files beside them, and ``mock-scheduler compare`` reads both as one run.
 It ends after ``POST /v1/finish``, or with an error where no request came for ``training_service.timeout_s`` seconds.
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
+from pipelines.agentic import run_entry
 from pipelines.config.schema import PipelineConfig
-from pipelines.entry import run_entry
 
 
 def check_service(config: PipelineConfig) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ServiceError
-from mock_scheduler.remote.protocol import PROTOCOL_VERSION, decode_datums, take_values
+from mock_scheduler.remote import PROTOCOL_VERSION, decode_datums, take_values
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import bullet_list
-from pipelines.algorithm.preparation import TrainingValues, needed_scores
+from pipelines.algorithm.training_values import TrainingValues, needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect

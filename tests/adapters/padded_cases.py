@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ANY = (*INTEGERS, *FLOATS, torch.bool, torch.int16, torch.uint16, torch.float8_e5m2, torch.complex64, torch.complex128)
 
 
-def codec(layout: PaddedLayout, **options: object) -> PaddedCodec:
+def codec(layout: PaddedLayout, **options: Any) -> PaddedCodec:
     return PaddedCodec(layout, sampling=SAMPLING, **options)
 
 
@@ -113,7 +114,7 @@ class Case:
         objects = np.empty(rows, dtype=object)
         objects[:] = [choice(values) for _ in range(rows)] if rows else []
         self.native["objects"] = objects
-        self.native["numbers"] = np.arange(rows).astype(choice([np.int16, np.float64, ">f4", "M8[s]"]))
+        self.native["numbers"] = np.arange(rows).astype(np.dtype(choice(["i2", "f8", ">f4", "M8[s]"])))
         self.native["words"] = np.array([choice(["a", "bc", ""]) for _ in range(rows)], dtype="<U4")
         if self.random.random() < 0.5:
             self.native["meta_info"] = {"metrics": {"x": [1.0, float("inf")]}, "count": np.int64(3), "pair": (1, None)}

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import StepReport, compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.pairing import Item
-from mock_scheduler.adapters.nexrl.comparison.report import MAX_JSON_ITEMS, render_report, report_as_json
+from mock_scheduler.adapters.nexrl.comparison.report import (
+    MAX_JSON_ITEMS,
+    StepReport,
+    compare_dumps,
+    render_report,
+    report_as_json,
+)
 from mock_scheduler.adapters.nexrl.comparison.sections import Dumps, Section
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance, compare_numbers, compare_tensors
 from mock_scheduler.adapters.nexrl.files import save_content
@@ -73,7 +78,7 @@ def write(
     *,
     step: int = 0,
     kinds: Sequence[DumpKind] = ("forward_data", "loss", "is_loss_debug"),
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> Path:
     """A dump of micro-batches by (rank, micro)."""
     for (rank, micro), samples in layout.items():
@@ -378,7 +383,7 @@ def test_fault_14_no_file_runs_code(pair: tuple[Path, Path], capsys: pytest.Capt
     )
 
 
-def write_trajectories(folder: Path, batch: RolloutBatch, kind: DumpKind = "trajectory", **options: Any) -> Content:  # noqa: ANN401
+def write_trajectories(folder: Path, batch: RolloutBatch, kind: DumpKind = "trajectory", **options: Any) -> Content:
     content = trajectory_content(batch, step=0, **options)
     put(folder, kind, content, rank=None, micro=None)
     return content

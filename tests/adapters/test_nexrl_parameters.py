@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from mock_scheduler.adapters.nexrl.parameters import (
     ModelLayout,
     NamedRows,
+    Piece,
     check_pattern,
+    cut_piece,
     hugging_face_rows,
     matching_tensors,
+    merge_pieces,
+    piece_content,
+    read_piece,
 )
-from mock_scheduler.adapters.nexrl.pieces import Piece, cut_piece, merge_pieces, piece_content, read_piece
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, even_split, whole
 

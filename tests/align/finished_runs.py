@@ -11,10 +11,10 @@ import torch
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from pipelines.config.loading import load_config
 from pipelines.program import PROGRAM
+from tests.rank_traces import save_rank_trace
 
 CONFIG = "exp_name: lake\nmax_steps: 2\n"
 RECORD, REPLAY = "dump", "mock"

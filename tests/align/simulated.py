@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from pipelines.config.schema import PipelineConfig
@@ -49,7 +49,7 @@ class Fault:
     same_rows: bool = False
 
 
-def planned(name: str, folder: Path, *, max_steps: int = 4, **config: Any) -> PlannedRun:  # noqa: ANN401
+def planned(name: str, folder: Path, *, max_steps: int = 4, **config: Any) -> PlannedRun:
     """A run of one process, as an alignment plans it."""
     return PlannedRun(
         program=PROGRAM,
@@ -234,4 +234,5 @@ def _first_row(spec: ShardSpec) -> ShardSpec:
 def _dims(kind: TraceKind, tensor: torch.Tensor) -> tuple[DimName, ...]:
     if kind in ("initial", "gradient", "parameter"):
         return ()
-    return ("token", "channel")[: tensor.dim()]
+    dims: tuple[DimName, ...] = ("token", "channel")
+    return dims[: tensor.dim()]

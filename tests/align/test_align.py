@@ -12,18 +12,19 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import PlannedRun, quote_override
+from mock_scheduler.align.plan.overrides import quote_override
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
-from mock_scheduler.commands import align as command
+from mock_scheduler.api import alignments
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.results import AlignmentResult
 from pipelines.config.loading import load_config
+from tests.rank_traces import save_rank_trace
 
 CONFIG = """
 exp_name: lake
@@ -241,7 +242,7 @@ def test_no_candidate_is_an_error(bench: Bench) -> None:
     with pytest.raises(ConfigError) as caught:
         bench.align(FakeLauncher())
     assert str(caught.value) == (
-        "there is no candidate: align.candidates and align.matrix are empty; give either, such as "
+        "there is no candidate: align.candidates and align.matrix are empty; fill one, as in "
         "align.candidates: [{name: tp2, overrides: [...]}] or align.matrix.layouts: [tp2]"
     )
 
@@ -249,8 +250,8 @@ def test_no_candidate_is_an_error(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("candidate", "message"),
     [
-        ("{name: baseline}", "align.candidates: 'baseline' cannot be a candidate's name"),
-        ("{name: tp2}", "align.candidates: more than one is named 'tp2'"),
+        ("{name: baseline}", "align.candidates: the alignment itself uses 'baseline'; give the candidate another name"),
+        ("{name: tp2}", "align.candidates: more than one candidate is named 'tp2'"),
         (
             "{name: x, overrides: [rollout_mock.mode=dump]}",
             "nothing was run:\ncandidate 'x': an alignment run sets rollout_mock.mode itself; remove it from its "
@@ -288,7 +289,7 @@ def test_a_folder_in_which_another_alignment_is_at_work_is_left_to_it(bench: Ben
 
     assert bench.align(FakeLauncher({"tp2": interfere})) == 0
     assert len(refused) == 1
-    assert refused[0].startswith(f"mock-scheduler align is at work in {bench.root} already; wait until it has ended")
+    assert refused[0].startswith(f"another mock-scheduler align works in {bench.root}; wait until it has ended")
     assert bench.align(FakeLauncher(), overwrite=True) == 0
 
 
@@ -332,7 +333,10 @@ def test_a_copy_that_cannot_be_written_is_refused_before_anything_runs(bench: Be
     launcher = FakeLauncher()
     with pytest.raises(ConfigError) as caught:
         bench.align(launcher, json_path=tmp_path)
-    assert (str(caught.value), launcher.started) == (f"--json: {tmp_path} cannot be written", [])
+    assert (str(caught.value), launcher.started) == (
+        f"--json: the command cannot write {tmp_path}; name a file in a folder that exists and is writable",
+        [],
+    )
 
 
 def test_the_report_says_where_result_recording_and_logs_are(bench: Bench) -> None:
@@ -354,7 +358,7 @@ def test_what_is_read_from_folders_for_page_and_json_is_read_once(
         built.append(is_full)
         return build_view(result, is_full=is_full)
 
-    monkeypatch.setattr(command, "build_view", count)
+    monkeypatch.setattr(alignments, "build_view", count)
     bench.align(FakeLauncher(), json_path=tmp_path / "copy.json")
     assert built[-1]
     assert built.count(True) == 1

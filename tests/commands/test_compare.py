@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import PlannedRun
-from mock_scheduler.commands.compare import CompareOptions, run_compare
-from mock_scheduler.commands.replicas import run_replicas
+from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.compare.pairing.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.steps import StepRanges
@@ -118,8 +117,8 @@ def test_a_run_without_a_trace_is_refused_with_the_key_to_set(runs: Runs, side: 
     base, new = runs.make("base"), runs.make("new")
     shutil.rmtree(runs.folder / side / "trace")
     assert runs.refused(AlignmentError, base, new) == (
-        f"{runs.folder / side} has no trace, without which gradients and parameters cannot be compared: run it again "
-        "with trace.level=full (it had trace.level=full)"
+        f"{runs.folder / side} has no trace (its run had trace.level=full), and a comparison of gradients and "
+        "parameters needs one; run it again with trace.level=full"
     )
 
 
@@ -127,7 +126,8 @@ def test_a_run_that_has_not_completed_is_refused(runs: Runs) -> None:
     base, new = runs.make("base"), runs.make("new")
     (new / "run.json").unlink()
     assert runs.refused(AlignmentError, base, new) == (
-        f"{new} has no run.json: its run has not completed (it is still going, or {new}/error.json says why it failed)"
+        f"{new} has no run.json: its run has not completed (it is still running, or {new}/error.json says why it "
+        "failed)"
     )
 
 
@@ -136,8 +136,8 @@ def test_a_folder_that_is_no_run_is_refused(runs: Runs) -> None:
     assert runs.refused(ConfigError, base, runs.folder / "typo") == f"{runs.folder}/typo does not exist"
     (runs.folder / "typo").mkdir()
     assert runs.refused(ConfigError, base, runs.folder / "typo") == (
-        f"{runs.folder}/typo is nothing that can be compared: it is no run's output_dir (config.yaml), no trace "
-        "(step_000000/), no metrics (metrics.jsonl) and no recording (recording.json)"
+        f"{runs.folder}/typo cannot be compared; give a run's output_dir (with config.yaml), a trace (with "
+        "step_000000/), metrics (metrics.jsonl) or a recording (with recording.json)"
     )
 
 
@@ -146,8 +146,8 @@ def test_what_is_wrong_with_either_folder_is_said_at_once(runs: Runs) -> None:
     shutil.rmtree(base / "trace")
     text = runs.refused(AlignmentError, base, runs.folder / "typo")
     assert text.splitlines() == [
-        f"{base} has no trace, without which gradients and parameters cannot be compared: run it again with "
-        "trace.level=full (it had trace.level=full)",
+        f"{base} has no trace (its run had trace.level=full), and a comparison of gradients and "
+        "parameters needs one; run it again with trace.level=full",
         f"{runs.folder}/typo does not exist",
     ]
 
@@ -157,14 +157,14 @@ def test_the_folder_of_an_alignment_is_told_with_the_runs_in_it(runs: Runs) -> N
     base, folder = runs.make("base"), runs.folder / "align"
     (folder / "proofs").mkdir(parents=True)
     (folder / "align.json").write_text("{}")
-    what = f"{folder} is the folder of an alignment, and no run itself"
-    assert runs.refused(ConfigError, folder, base) == f"{what}; there is no finished run in it"
+    what = f"{folder} is the folder of an alignment, not of a run"
+    assert runs.refused(ConfigError, folder, base) == f"{what}, and it has no finished run"
     for name in ("proofs/noise-0", "dp2", "baseline"):
         (folder / name).mkdir()
         (folder / name / "run.json").write_text("{}")
     (folder / "going").mkdir()
     assert runs.refused(ConfigError, folder, base) == (
-        f"{what}; give one of the runs in it, as {folder}/dp2: baseline, dp2, proofs/noise-0"
+        f"{what}; give one of its runs, such as {folder}/dp2: baseline, dp2, proofs/noise-0"
     )
 
 
@@ -185,7 +185,7 @@ def test_a_run_is_not_compared_with_itself(runs: Runs) -> None:
     base = runs.make("base")
     (runs.folder / "link").symlink_to(base)
     assert runs.refused(ConfigError, base, runs.folder / "link") == (
-        f"{base} and {runs.folder}/link are the same folder: it would be compared with itself"
+        f"{base} and {runs.folder}/link are the same folder; give two different ones"
     )
 
 
@@ -204,7 +204,7 @@ def test_two_metric_logs_are_compared_and_say_that_they_prove_little(runs: Runs)
 def test_a_run_and_a_trace_are_refused_with_the_path_to_give(runs: Runs) -> None:
     base, new = runs.make("base"), runs.make("new")
     assert runs.refused(ConfigError, base, new / "trace") == (
-        f"{base} is a run and {new}/trace is a trace, which cannot be compared with each other; give the run's trace, "
+        f"{base} is a run and {new}/trace is a trace, and the two cannot be compared; give the run's trace, "
         f"{base}/trace"
     )
 
@@ -243,10 +243,10 @@ def test_a_bound_on_the_command_line_goes_over_the_candidates(runs: Runs) -> Non
         ("gradient=", "'gradient=' has no value"),
         ("gradients=1", "there is no bound 'gradients', nearest is gradient"),
         ("x=1", "there is no bound 'x'"),
-        ("gradient=small", "gradient is 'small', expected a finite number from 0 on"),
-        ("gradient=-1", "gradient is '-1', expected a finite number from 0 on"),
-        ("gradient=inf", "gradient is 'inf', expected a finite number from 0 on"),
-        ("gradient=nan", "gradient is 'nan', expected a finite number from 0 on"),
+        ("gradient=small", "gradient is 'small', expected a finite number of at least 0"),
+        ("gradient=-1", "gradient is '-1', expected a finite number of at least 0"),
+        ("gradient=inf", "gradient is 'inf', expected a finite number of at least 0"),
+        ("gradient=nan", "gradient is 'nan', expected a finite number of at least 0"),
         ("x=1, update", "there is no bound 'x'; ' update' has no value"),
     ],
 )
@@ -262,7 +262,7 @@ def test_a_bound_that_is_none_is_refused(runs: Runs, bound: str, message: str) -
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_selection(steps=None, kinds=["gradient,gradiant"])
-    assert str(caught.value).startswith("--kinds: gradiant: no such kind; kinds are initial, input, score, ")
+    assert str(caught.value).startswith("--kinds: there is no kind gradiant; kinds are initial, input, score, ")
 
 
 def test_chosen_kinds_alone_decide(runs: Runs) -> None:
@@ -284,6 +284,6 @@ def test_the_json_goes_to_stdout_in_place_of_the_text(runs: Runs, capsys: pytest
 
 
 def test_a_page_is_not_written_to_a_file_named_dash(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--html: - is no file"):
+    with pytest.raises(ConfigError, match=r"--html: - is not a file"):
         run_compare(tmp_path, tmp_path, CompareOptions(html_path=Path("-")))
     assert not Path("-").exists()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import PlannedRun
+from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.align.runs.execution import LaunchRuns
 from mock_scheduler.commands.doctor import run_doctor
 from mock_scheduler.determinism.operations import OperationLogHeader

@@ -207,7 +207,9 @@ def test_what_is_not_diverged_is_not_reduced(tmp_path: Path, verdict: VerdictKin
     bench = Bench(tmp_path, lambda case: verdict)
     assert bench.minimise() == exit_code
     assert len(bench.cases) == 1
-    assert bench.output.getvalue().endswith(f"nothing to reduce: lr is {verdict}\n")
+    assert bench.output.getvalue().endswith(
+        f"nothing to shrink: lr is {verdict}, and only a diverged or suspect candidate shrinks\n"
+    )
     assert not (tmp_path / "out" / "minimise.json").exists()
 
 
@@ -233,8 +235,7 @@ def test_runs_that_are_used_up_end_it_with_the_best_so_far(tmp_path: Path) -> No
     assert len(bench.cases) == 2  # that of the candidate as it is among them
     assert (bench.result["num_runs"], bench.result["is_complete"]) == (2, False)
     assert (
-        "still fails after 2 alignments, which were all that it may take: it may not be the smallest\n"
-        in bench.output.getvalue()
+        "still fails after 2 alignments, the limit of --max-runs; a smaller case may exist\n" in bench.output.getvalue()
     )
 
 
@@ -244,15 +245,14 @@ def test_one_run_is_spent_on_the_candidate_as_it_is(tmp_path: Path) -> None:
     assert len(bench.cases) == 1
     assert (bench.result["num_runs"], bench.result["reduced"]) == (1, [])
     assert (
-        "still fails after 1 alignment, which was all that it may take: it may not be the smallest\n"
-        in bench.output.getvalue()
+        "still fails after 1 alignment, the limit of --max-runs; a smaller case may exist\n" in bench.output.getvalue()
     )
 
 
 def test_a_candidate_that_there_is_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Bench(tmp_path, lambda case: VerdictKind.DIVERGED).minimise("typo")
-    assert str(caught.value) == "there is no candidate 'typo'; they are lr, pp2"
+    assert str(caught.value) == "there is no candidate 'typo'; the candidates are lr, pp2"
 
 
 def test_one_alignment_has_only_its_candidate_and_gives_its_verdict(

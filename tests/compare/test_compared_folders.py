@@ -12,17 +12,16 @@ import torch
 from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.commands.compare import CompareOptions, run_compare
-from mock_scheduler.commands.replicas import run_replicas
+from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.compare.pairing.selection import EVERYTHING
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
+from tests.rank_traces import save_rank_trace
 from tests.recording.builders import make_batch, make_info
 from tests.recording.recordings import open_writer
 

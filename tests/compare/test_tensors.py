@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare.bounds.bounds import TensorBound
+from mock_scheduler.compare.bounds.bound import TensorBound
 from mock_scheduler.compare.measure.distance import compare_updates, measure, with_rounding
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.walk.walk import compare_traces
+from mock_scheduler.compare.walk.traces import compare_traces
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.wording.findings import describe_finding
 from tests.compare.stated import stated
+from tests.rank_traces import save_rank_trace
 
 BOUNDS = stated(gradient=1e-3, update=1e-4)
 KEY = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
@@ -89,24 +90,35 @@ def test_what_cannot_be_subtracted_is_a_finding(tmp_path: Path, candidate: torch
     for folder, gradient in (("a", torch.ones(2)), ("b", candidate)):
         write_pieces(tmp_path / folder, "gradient", gradient)
     (finding,) = compare(tmp_path).findings
-    assert finding.message == f"gradient of w at step 0, update 0 {message}"
+    assert describe_finding(finding) == f"gradient of w at step 0, update 0 {message}"
 
 
-@pytest.mark.parametrize("other", [[math.nan, 1.0], [math.inf, 2.0]])
-def test_what_is_not_finite_in_both_runs_is_unusable_whatever_its_bits(tmp_path: Path, other: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([math.nan, 1.0], "has NaN in 1 of 2 elements in both runs"),
+        (
+            [math.inf, 2.0],
+            "has NaN in 1 of 2 elements in the baseline and infinity in 1 of 2 elements in the candidate",
+        ),
+    ],
+)
+def test_what_is_not_finite_in_both_runs_is_unusable_whatever_its_bits(
+    tmp_path: Path, other: list[float], message: str
+) -> None:
     """Two runs of NaN were identical where their bits were equal, and diverged where they were not."""
     save(tmp_path / "a", {"w": torch.tensor([math.nan, 1.0])})
     save(tmp_path / "b", {"w": torch.tensor(other)})
     comparison = compare(tmp_path)
     assert comparison.findings == ()
-    assert comparison.unusable[0].message == "gradient of w at step 0, update 0 has NaN in 1 of 2 elements in both runs"
+    assert describe_finding(comparison.unusable[0]) == f"gradient of w at step 0, update 0 {message}"
 
 
 def test_a_tensor_on_one_side_only_is_found_on_either_side(tmp_path: Path) -> None:
     save(tmp_path / "a", {"output_layer.weight": torch.ones(1), "decoder.a": torch.ones(1)})
     save(tmp_path / "b", {"output_layer.weight": torch.ones(1), "decoder.b": torch.ones(1)})
     comparison = compare(tmp_path)
-    assert [finding.message for finding in comparison.findings] == [
+    assert [describe_finding(finding) for finding in comparison.findings] == [
         "parameter of decoder.a before step 0 was traced by the baseline but not by the candidate",
         "gradient of decoder.a at step 0, update 0 was traced by the baseline but not by the candidate",
         "parameter of decoder.a at step 0, update 0 was traced by the baseline but not by the candidate",
@@ -121,7 +133,7 @@ def test_a_step_on_one_side_only_is_found(tmp_path: Path) -> None:
     for step in range(2):
         save(tmp_path / "b", {"w": torch.ones(1)}, step=step)
     (finding,) = compare(tmp_path).findings
-    assert finding.message == "step 1 was traced by the candidate but not by the baseline"
+    assert describe_finding(finding) == "step 1 was traced by the candidate but not by the baseline"
 
 
 def test_groups_count_and_name_the_worst(tmp_path: Path) -> None:
@@ -214,7 +226,7 @@ def test_weights_that_are_not_the_rounded_parameters_are_found_in_each_run(tmp_p
     write_trace(tmp_path / "c", stale)
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "c") as candidate:
         (finding,) = compare_traces(baseline, candidate, bounds=BOUNDS).findings
-    assert finding.message == (
+    assert describe_finding(finding) == (
         "weight of w at step 0, update 0 is not the rounded parameter in the candidate: the model computes with other "
         "weights"
     )
@@ -224,7 +236,7 @@ def test_runs_that_start_from_other_weights_are_found(tmp_path: Path) -> None:
     write_trace(tmp_path / "a", BF16_STEP)
     write_trace(tmp_path / "b", {**BF16_STEP, "initial": torch.tensor([2.0**-30])})
     (finding,) = compare(tmp_path).findings
-    assert finding.message == (
+    assert describe_finding(finding) == (
         "parameter of w before step 0 differs: baseline is zero, candidate is not; both runs must start from the same "
         "weights, to the last bit"
     )
@@ -234,7 +246,7 @@ def test_an_update_without_the_parameter_before_it_cannot_be_judged(tmp_path: Pa
     for side in "ab":
         write_trace(tmp_path / side, {kind: BF16_STEP[kind] for kind in ("gradient", "parameter")})
     (finding,) = compare(tmp_path).findings
-    assert finding.message == (
+    assert describe_finding(finding) == (
         "parameter of w at step 0, update 0 was traced without the parameter before it, so its update cannot be judged"
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.layouts.cases import Case
-from benchmarks.layouts.table import CaseResult, build_results
+from benchmarks.layouts.comparison import CaseResult, build_results
 from benchmarks.layouts.training import run_cases
 
 

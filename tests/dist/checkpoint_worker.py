@@ -23,15 +23,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from benchmarks.layouts.cases import parallel_of
-from benchmarks.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.cases import GROUP_SIZE
+from benchmarks.layouts.cases import NUM_GROUPS
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
+from tests.rank_traces import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
+from pipelines.megatron.run_state import RunState, fixed_settings, read_run_state
+from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.perturbation import Perturbation
@@ -184,7 +187,8 @@ def _moments(model: TrainedModel, local: LocalParameter) -> Iterator[TraceEntry]
             group, position = optimizer.model_param_group_index_map[local.parameter]
             inner = optimizer.optimizer.param_groups[group]["params"][position]
         else:
-            inner = local.parameter.main_param if local.parameter.dtype is torch.bfloat16 else local.parameter
+            parameter: Any = local.parameter
+            inner = parameter.main_param if parameter.dtype is torch.bfloat16 else parameter
             if not any(inner is one for group in optimizer.optimizer.param_groups for one in group["params"]):
                 continue
             spec = replace(spec, flat_range=(0, inner.numel()))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
+from tests.programs import run_program
 from tests.sharing import make_once
 
 ROOT = Path(__file__).parents[2]
@@ -18,23 +19,15 @@ FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", 
 
 def launch(num_ranks: int, folder: Path, tasks: tuple[str, ...], *, module: str = "tests.dist.worker") -> None:
     """Run a worker; where any rank fails, the launcher ends the others and the test shows the log."""
-    worker = ("-m", module, str(folder), *tasks)
     if num_ranks == 1:
-        argv, env = (sys.executable, *worker), {**FIXED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    else:
-        rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
-        torchrun = (
-            "-m",
-            "mock_scheduler.launch.launcher",
-            str(folder),
-            "--nproc-per-node",
-            str(num_ranks),
-            "--nnodes",
-            "1",
-            *rendezvous,
-        )
-        argv, env = (sys.executable, *torchrun, *worker), dict(FIXED)
-    plan = LaunchPlan(argv=argv, env=env, num_processes=num_ranks, world_size=num_ranks)
+        done = run_program(module, (str(folder), *tasks), environ={"LOCAL_RANK": "0"})
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
+    place = ("--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
+    torchrun = ("-m", "mock_scheduler.launch.launcher", str(folder), *place)
+    argv = (sys.executable, *torchrun, "-m", module, str(folder), *tasks)
+    plan = LaunchPlan(argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks)
     log_path = folder / f"{num_ranks}.log"
     exit_code = run_plan(plan, log_path=log_path, cwd=ROOT)
     assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]

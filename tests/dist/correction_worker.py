@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.batch import RolloutBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner

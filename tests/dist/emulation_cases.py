@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.layouts.cases import MODELS, SEED, parallel_of
 from benchmarks.layouts.options import merge_changes
-from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
+from benchmarks.layouts.cases import GROUP_SIZE
+from benchmarks.layouts.cases import NUM_GROUPS
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.schema import PipelineConfig
 

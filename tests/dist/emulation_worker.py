@@ -7,6 +7,8 @@ colon before the case plants the fault, with results in ``FOLDER/{fault}/{case}`
 
 from __future__ import annotations
 
+from typing import Any
+
 import json
 import os
 import sys
@@ -21,9 +23,9 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import TraceConfig
-from pipelines.algorithm.losses import PolicyLossOutput
+from pipelines.algorithm.losses import PolicyLossOutput, compute_policy_loss
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import logprobs, trainer
 from pipelines.megatron.learner import Learner
@@ -48,10 +50,8 @@ def replaced(owner: ModuleType | type, name: str, function: Callable[..., object
 
 def scale_loss() -> AbstractContextManager[None]:
     """The summed loss of every micro-batch is 0.05 % too large."""
-    compute = trainer.compute_policy_loss
-
-    def scaled(*args: object) -> PolicyLossOutput:
-        output = compute(*args)
+    def scaled(*args: Any) -> PolicyLossOutput:
+        output = compute_policy_loss(*args)
         return replace(output, total=output.total * 1.0005)
 
     return replaced(trainer, "compute_policy_loss", scaled)
@@ -61,7 +61,7 @@ def scale_softmax_sum() -> AbstractContextManager[None]:
     """The first tp rank's part of the softmax's denominator is 0.1 % too large; it has all tokens that can be drawn."""
     local_sums = logprobs._local_sums
 
-    def scaled(*args: object) -> torch.Tensor:
+    def scaled(*args: Any) -> torch.Tensor:
         sums = local_sums(*args)
         if dist.get_rank() == 0:
             sums[0] *= 1.001
@@ -74,7 +74,7 @@ def scale_expert_weights() -> AbstractContextManager[None]:
     """What the first rank's experts give is weighted by 0.05 % too much, for tokens of any rank."""
     dispatch = MoEAlltoAllTokenDispatcher.token_dispatch
 
-    def scaled(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def scaled(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, probs = dispatch(*args)
         return tokens, probs * 1.0005 if dist.get_rank() == 0 else probs
 

@@ -7,6 +7,8 @@ step. Nothing is judged here; the test compares the files with plain torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import re
 import sys
 import zlib
@@ -30,18 +32,20 @@ from safetensors.torch import save_file
 
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.layers.expert_router import all_reduce_router_sums, attach_router_ledger
+from pipelines.megatron.layers.router_ledger import all_reduce_router_sums
+from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields, padding_mask_argument
 from pipelines.megatron.process.full_precision import prepare_optimizer
 from pipelines.megatron.process.host_device import use_host_device
-from pipelines.megatron.layers.norm import TorchNorm
+from pipelines.megatron.layers.repairs import TorchNorm
 from pipelines.megatron.process.runtime import leave_layout
 
 HIDDEN, EXPERTS, LENGTH, VOCAB = 8, 4, 8, 16
 LEARNING_RATE = 1e-2
+Lines = tuple[list[tuple[int, ...]], ...]
 # Lengths of the rows in each line of each micro-batch; what is left of a line of 8 is padding.
-LINES = ([(5,), (3, 4)], [(8,), (2,)], [(6,), (1, 7)], [(4,), ()])
-FULL_LINES = ([(8,), (3, 5)], [(8,), (2, 6)], [(6, 2), (1, 7)], [(4, 4), (8,)])
+LINES: Lines = ([(5,), (3, 4)], [(8,), (2,)], [(6,), (1, 7)], [(4,), ()])
+FULL_LINES: Lines = ([(8,), (3, 5)], [(8,), (2, 6)], [(6, 2), (1, 7)], [(4, 4), (8,)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +88,13 @@ class Case:
         )
 
     @property
-    def lines(self) -> tuple[list[tuple[int, ...]], ...]:
+    def lines(self) -> Lines:
         """Row lengths by micro-batch and line."""
         return LINES if self.is_padded else FULL_LINES
 
 
-WHOLE_BATCH = {"moe_router_load_balancing_type": "aux_loss"}
-BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+WHOLE_BATCH: dict[str, object] = {"moe_router_load_balancing_type": "aux_loss"}
+BIASED: dict[str, object] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 MEGATRON = WHOLE_BATCH | {"moe_router_impl": "megatron", "moe_aux_loss_coeff": 10.0}
 CASES = {
     "ep2": Case(layout="ep2", keys=BIASED),
@@ -193,8 +197,9 @@ class ExpertStack(torch.nn.Module):
         self.config = config
         self.layers = torch.nn.ModuleList()
         for number in range(1, model.num_layers + 1):
-            self.layers.append(build_module(expert_mlp_spec(model), config=config))
-            self.layers[-1].set_layer_number(number)
+            layer = build_module(expert_mlp_spec(model), config=config)
+            layer.set_layer_number(number)
+            self.layers.append(layer)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """``[s, b, h]`` and the mask ``[b, s]`` of its tokens."""
@@ -249,7 +254,7 @@ def build_gpt(config: TransformerConfig, model: ModelConfig) -> GPTModel:
     )
 
 
-def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """By canonical name: experts by their number in the model."""
     first = (
         parallel_state.get_expert_model_parallel_rank()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import mappings
 from safetensors.torch import save_file
@@ -59,7 +60,7 @@ def all_reduce_strided(part: torch.Tensor) -> torch.Tensor:
 
 def all_reduce_coalesced(part: torch.Tensor) -> torch.Tensor:
     pieces = list(part.split(SIZE))
-    with dist._coalescing_manager(async_ops=True) as manager:
+    with distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for piece in pieces:
             dist.all_reduce(piece)
     manager.wait()
@@ -95,7 +96,7 @@ def reduce_scatter_tensor(part: torch.Tensor) -> torch.Tensor:
 def reduce_scatter_in_place(part: torch.Tensor) -> torch.Tensor:
     """As the distributed optimizer does: the result is a piece of what is given."""
     own = part[dist.get_rank() * SIZE :][:SIZE]
-    with dist._coalescing_manager(async_ops=True) as manager:
+    with distributed_c10d._coalescing_manager(async_ops=True) as manager:
         dist.reduce_scatter_tensor(own, part, async_op=True)
     manager.wait()
     return own.clone()

@@ -21,10 +21,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import TraceConfig
+from benchmarks.layouts.training import NUM_ACTIONS
+from benchmarks.layouts.training import VOCAB_SIZE
+from benchmarks.layouts.training import random_batch
+from mock_scheduler.config.instruments import LedgerKind, TraceConfig, TraceKind
 from mock_scheduler.support.tensor_bytes import as_bytes
-from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput
+from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput, compute_policy_loss
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import trainer
 from pipelines.megatron.learner import Learner, Scores
@@ -33,7 +37,7 @@ from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout
 
-STEP_PROBE_KINDS = (
+STEP_PROBE_KINDS: tuple[TraceKind | LedgerKind, ...] = (
     *("initial", "input", "score", "advantage", "output", "loss", "gradient", "gradient_norm", "optimizer"),
     *("parameter", "weight", "random", "collective"),
 )
@@ -86,7 +90,7 @@ def write_values(folder: Path, option: str) -> None:
 def note_facts(learner: Learner) -> Facts:
     """Scores, advantages and loss terms as they will be computed: ``{kind}/{name}/{update}`` by ``row,position``."""
     facts: Facts = {}
-    score, update, compute = learner._score, learner.policy.update, trainer.compute_policy_loss
+    score, update, compute = learner._score, learner.policy.update, compute_policy_loss
     waiting: list[OwnBatch] = []
     numbers: list[int] = []
 
@@ -111,7 +115,7 @@ def note_facts(learner: Learner) -> Facts:
 
     learner._score = noted_score  # type: ignore[method-assign]
     learner.policy.update = noted_update  # type: ignore[method-assign]
-    trainer.compute_policy_loss = noted_loss
+    trainer.compute_policy_loss = noted_loss  # type: ignore[attr-defined]
     return facts
 
 
@@ -141,9 +145,10 @@ def write_digests(folder: Path, precision: str) -> None:
 
 def _state_digests(learner: Learner) -> dict[str, str]:
     model = learner.policy.policy
-    tensors = {"random state": torch.get_rng_state()}
+    tensors: dict[str, Any] = {"random state": torch.get_rng_state()}
     for local in model.parameters():
-        tensors |= {local.spec.name: local.parameter, f"gradient of {local.spec.name}": local.parameter.main_grad}
+        parameter: Any = local.parameter  # Megatron gives it a gradient of its own
+        tensors |= {local.spec.name: parameter, f"gradient of {local.spec.name}": parameter.main_grad}
     for index, optimizer in enumerate(model.optimizers):
         for group in optimizer.optimizer.param_groups:
             for place, inner in enumerate(group["params"]):
@@ -159,7 +164,7 @@ class _Operations(TorchDispatchMode):
     """The names of all that is dispatched."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -222,11 +227,10 @@ _TASKS: dict[str, Callable[..., None]] = {
 
 def run_task(root: Path, task: str) -> None:
     """One task, with no layout there. Every rank must call it."""
-    compute = trainer.compute_policy_loss
     kind, *rest = task.split("/")
     folder = root / task
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _TASKS[kind](folder, *rest)
     finally:
-        trainer.compute_policy_loss = compute
+        trainer.compute_policy_loss = compute_policy_loss  # type: ignore[attr-defined]

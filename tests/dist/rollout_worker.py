@@ -22,7 +22,8 @@ from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.step.container import StepInfo, encode_step
+from mock_scheduler.recording.step.step_file import encode_step
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
@@ -31,7 +32,7 @@ from pipelines.rollout.messages import FIRST_WORDS, ForwardPass, ReplicaChannel
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 
 ONE_RANK = "tp1"
-SMALL = {"num_layers": 4, "hidden_size": 32, "init_method_std": 0.08}
+SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "init_method_std": 0.08}
 MODELS = {
     "rope": ModelConfig(
         **SMALL,
@@ -63,7 +64,7 @@ _AXES = {
 def parse_layout(text: str) -> ParallelConfig:
     """``tp2-pp2-sp`` as a configuration."""
     sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", text)}
-    degrees = {_AXES[axis]: size for axis, size in sizes.items()}
+    degrees: dict[str, Any] = {_AXES[axis]: size for axis, size in sizes.items()}
     return ParallelConfig(**degrees, sequence_parallel=text.endswith("-sp"))
 
 
@@ -76,7 +77,7 @@ def models_of(layout: str) -> list[str]:
     return ["rope", "learned"] if layout in ("tp2-pp2", "pp2-vpp2-dp2") else ["rope"]
 
 
-def rollout_config(model: ModelConfig, parallel: ParallelConfig, **overrides: object) -> PipelineConfig:
+def rollout_config(model: ModelConfig, parallel: ParallelConfig, **overrides: Any) -> PipelineConfig:
     """Four groups of three episodes, in blocks of four rows: blocks cut groups, and three do not divide over dp."""
     values: dict[str, Any] = {
         "exp_name": "rollout",

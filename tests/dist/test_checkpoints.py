@@ -19,11 +19,11 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import whole
-from pipelines.megatron.checkpoint import check_files, check_same_settings, fixed_settings, read_run_state
+from pipelines.megatron.run_state import check_files, check_same_settings, fixed_settings, read_run_state
 from tests.dist.checkpoint_worker import METRICS_FILE, PERTURBATION, VOCAB_SIZE, config_of
 from tests.dist.conftest import launch
 
-pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(900)]  # the first test pays for the launches
 
 FLOAT64_BOUND = 1e-12  # of relative differences, in float64
 BFLOAT16_BOUND = 2e-2  # the same in bfloat16, whose unit roundoff is 4e-3

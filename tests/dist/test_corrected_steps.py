@@ -11,7 +11,7 @@ import pytest
 from tests.dist.conftest import launch
 from tests.dist.correction_worker import CORRECTIONS
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for the launches
 
 REFERENCE = "tp1/plain"
 CORRECTED = [name for name in CORRECTIONS if name not in ("off", "gmpo")]

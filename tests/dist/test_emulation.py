@@ -19,7 +19,7 @@ from tests.dist.conftest import launch
 from tests.dist.emulation_cases import EMULATED_MODELS, EmulationCase
 from tests.dist.emulation_worker import METRICS_FILE
 
-pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(900)]  # the first test pays for the launches
 
 WORKER = "tests.dist.emulation_worker"
 PLAIN = "qwen+rows2/float32/tp1"

@@ -27,7 +27,7 @@ from tests.dist.experts_worker import (
 )
 from tests.plain_experts import choose, layer_output, router_losses, weight_shapes
 
-pytestmark = pytest.mark.timeout(300)  # the first test pays for the launch
+pytestmark = [pytest.mark.all, pytest.mark.timeout(300)]  # the first test pays for the launch
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4

@@ -17,7 +17,7 @@ from benchmarks.layouts.options import PLAIN
 from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
 from tests.dist.case_runs import train
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches
 
 RULES = {rule.name: rule for rule in KNOWN_WRONG}
 BOUND = 1e-12

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 from benchmarks.layouts.__main__ import app
 from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, Case, build_config, layout_cases
 from benchmarks.layouts.comparison import CaseComparison, Difference, compare_cases, relative_difference
-from benchmarks.layouts.table import CaseResult, render
+from benchmarks.layouts.comparison import CaseResult, render
 from benchmarks.layouts.training import METRICS_FILE
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
+from tests.rank_traces import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches
 
 SMALL = [
     Case(model="dense", precision="float64", layout="tp2-sp"),

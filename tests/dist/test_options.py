@@ -13,16 +13,17 @@ import torch
 from benchmarks.layouts.cases import LONGEST_ROW, PRECISIONS, SEED, Case, build_config, option_cases
 from benchmarks.layouts.comparison import is_first_update, merged_pairs
 from benchmarks.layouts.options import split_options
-from benchmarks.layouts.rows import random_batch
-from benchmarks.layouts.table import CaseResult
+from benchmarks.layouts.training import random_batch
+from benchmarks.layouts.comparison import CaseResult
 from mock_scheduler.errors import ConfigError
 from pipelines.batching.placement import place_rows
 from pipelines.config.training import TrainingConfig
-from pipelines.megatron.model import build_transformer_config, wrap_data_parallel
+from pipelines.megatron.transformer_config import build_transformer_config
+from pipelines.megatron.model import wrap_data_parallel
 from pipelines.megatron.process.host_device import has_cuda
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches
 # Megatron-core 0.16.1 warns of its own default where its configuration is made.
 ignores_default = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
-from benchmarks.layouts.rows import random_batch
+from benchmarks.layouts.training import random_batch
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from tests.dist.traced_steps import LAYOUTS, WAYS, traced_steps
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for the launches
 
 # Two layers, hidden size 64, 16 rows one by one; see probe_tasks.
 NUM_LAYERS, HIDDEN, NUM_ROWS = 2, 64, 16
@@ -28,7 +28,7 @@ Tensors = dict[tuple[int, str, str], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return traced_steps(tmp_path_factory, 1, 2) / "probe"
+    return traced_steps(tmp_path_factory, "one rank", "two ranks") / "probe"
 
 
 @cache

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.recording.step.container import decode_step
+from mock_scheduler.recording.step.step_file import decode_step
 from tests.dist.conftest import launch
 from tests.dist.rollout_worker import ONE_RANK, models_of
 
-pytestmark = pytest.mark.timeout(300)  # the first test pays for both launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(300)]  # the first test pays for both launches
 
 # Pipeline and context parallel ranks compute whole rows, and data-parallel ones whole blocks.
 SAME_SUMS = ("dp4", "pp2-dp2", "pp2-vpp2-dp2", "cp2-dp2")

@@ -14,7 +14,7 @@ from tests.dist.conftest import launch
 from tests.dist.traced_steps import FAULT, SHORT, TWICE, case_of, traced_steps
 from tests.merged_traces import Merged, different_bits, distances, merge_step
 
-pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for the launches
 
 #: Relative Frobenius distance in float64: sums in another order leave 1e-14, a wrong computation 1e-3 and more.
 BOUND = 1e-12
@@ -31,7 +31,7 @@ _ORDERED = frozenset({"pp2", "pp2-vpp2"})
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cases of ``SHORT`` and their references."""
-    return traced_steps(tmp_path_factory, 1, 2)
+    return traced_steps(tmp_path_factory, "one rank", "two ranks")
 
 
 @pytest.fixture(scope="module")

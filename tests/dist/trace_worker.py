@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import LedgerKind, TraceConfig, TraceKind
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner

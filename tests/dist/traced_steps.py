@@ -1,4 +1,4 @@
-"""The traced steps that several test modules look at: one launch for each number of processes, as a start takes most.
+"""The traced steps that several test modules look at: few launches, as a start takes most.
 
 ``tests/dist/trace_worker.py`` says what a task is and what it writes.
 """
@@ -48,26 +48,34 @@ _OF_PROBES = (
     *(f"unchanged/{precision}" for precision in ("float32", "bfloat16")),
     "operations",
 )
-TASKS: dict[int, tuple[str, ...]] = {
-    1: (*dict.fromkeys(case.reference.name for case in SHORT), *_OF_MODULES, *(f"probe:{task}" for task in _OF_PROBES)),
-    2: (
-        *(case.name for case in (*SHORT, TWICE[1])),
-        f"fault:{FAULT.name}",
-        *(f"probe:layout/{layout}" for layout in LAYOUTS),
+#: Each by its name: the number of processes, and their tasks.
+LAUNCHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "modules": (1, _OF_MODULES),
+    "one rank": (
+        1,
+        (*dict.fromkeys(case.reference.name for case in SHORT), *(f"probe:{task}" for task in _OF_PROBES)),
+    ),
+    "two ranks": (
+        2,
+        (
+            *(case.name for case in (*SHORT, TWICE[1])),
+            f"fault:{FAULT.name}",
+            *(f"probe:layout/{layout}" for layout in LAYOUTS),
+        ),
     ),
 }
-"""By number of processes."""
 
 
-def traced_steps(factory: pytest.TempPathFactory, *sizes: int) -> Path:
-    """The folder with the tasks of these numbers of processes, each of them launched once in a session."""
+def traced_steps(factory: pytest.TempPathFactory, *launches: str) -> Path:
+    """The folder with the tasks of these launches, each of which is made once in a session."""
     folder = factory.getbasetemp() / "traced-steps"
     folder.mkdir(exist_ok=True)
-    for size in sizes:
-        _launch_once(folder, size)
+    for name in launches:
+        _launch_once(folder, name)
     return folder
 
 
 @cache
-def _launch_once(folder: Path, size: int) -> None:
-    launch(size, folder, TASKS[size], module="tests.dist.trace_worker")
+def _launch_once(folder: Path, name: str) -> None:
+    size, tasks = LAUNCHES[name]
+    launch(size, folder, tasks, module="tests.dist.trace_worker")

@@ -25,7 +25,8 @@ from pipelines.config.schema import PipelineConfig
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.recording.step.container import StepInfo, decode_step, encode_step
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
@@ -153,7 +154,7 @@ def write_live_logits(folder: Path, learner: Learner, batch: RolloutBatch) -> No
         return compute(logits, targets)
 
     policy._logprobs = counted  # type: ignore[method-assign]
-    policy.compute_logprobs(learner._owned_of_step(learner._plan(batch, None)))
+    policy.compute_logprobs(learner._owned_of_step(learner._place(batch)))
     del policy._logprobs
     (folder / f"live_logits_{dist.get_rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
 
@@ -212,6 +213,8 @@ def write_vocab_parallel_errors(root: Path, layout: str) -> None:
     )
     found = vocab_parallel_logprobs(part, targets, shard, temperature=0.8)
     (weights[0] * found[0] + weights[1] * found[1]).sum().backward()
+    assert part.grad is not None
+    assert whole.grad is not None
     pairs = {
         "logprobs": (found[0], expected[0]),
         "entropy": (found[1], expected[1]),

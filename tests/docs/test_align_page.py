@@ -12,11 +12,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME, RESERVED_NAMES, plan_alignment
+from mock_scheduler.align.plan.plan import RECORDING_NAME, RESERVED_NAMES, plan_alignment
 from mock_scheduler.align.plan.planned_run import PROOFS_NAME
 from mock_scheduler.cli import app
 from mock_scheduler.config.layout import LAYOUT_AXES
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
+from mock_scheduler.support.run_files import BASELINE_NAME
 from pipelines.config.loading import build_loader
 from pipelines.program import PROGRAM
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.proxy.build import BuildOptions
+from mock_scheduler.proxy.settings import BuildOptions
 from mock_scheduler.scheduler import RolloutRequest, RolloutScheduler
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.layouts.cases import parallel_of
+from benchmarks.layouts.cases import GROUP_SIZE, NUM_GROUPS, parallel_of
 from benchmarks.layouts.options import merge_changes
-from benchmarks.layouts.rows import GROUP_SIZE, NUM_GROUPS
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.schema import PipelineConfig
 from tests.faults.fault import Precision, Run

@@ -19,6 +19,8 @@ from mock_scheduler.compare.noise.judging import judge_noise
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.verdict.divergences import Divergence, find_divergences
+from mock_scheduler.verdict.wording.bounds import describe_suspicion
+from mock_scheduler.verdict.wording.findings import describe_finding
 from tests.faults.fault import Precision
 
 Outcome = Literal["found", "silent", "not available"]
@@ -101,7 +103,7 @@ def by_noise(evidence: Evidence) -> Finding:
     """Each tensor against its own measured noise, and what one side lacks."""
     if evidence.noise is None:
         return Finding(outcome="not available", text="no perturbed run was made")
-    found = [*(item.message for item in evidence.plain.findings), *(_name(item) for item in evidence.plain.exceeding)]
+    found = [*map(describe_finding, evidence.plain.findings), *(_name(item) for item in evidence.plain.exceeding)]
     return Finding(outcome="found", text=found[0]) if found else Finding(outcome="silent")
 
 
@@ -110,7 +112,7 @@ def by_slope(evidence: Evidence) -> Finding:
     if evidence.noise is None:
         return Finding(outcome="not available", text="no perturbed run was made")
     suspicions = judge_noise(None, evidence.plain, evidence.noise).suspicions
-    return Finding(outcome="found", text=suspicions[0].text) if suspicions else Finding(outcome="silent")
+    return Finding(outcome="found", text=describe_suspicion(suspicions[0])) if suspicions else Finding(outcome="silent")
 
 
 def by_emulation(evidence: Evidence) -> Finding:

@@ -19,12 +19,12 @@ def plant(fired: Fired) -> None:
 
     publish, train_step, close = LocalStorage.publish, Learner.train_step, AgenticRolloutScheduler.close
 
-    def refuse_step_1(storage: LocalStorage, name: str, *arguments: Any) -> int:  # noqa: ANN401 - passed on
+    def refuse_step_1(storage: LocalStorage, name: str, *arguments: Any) -> int:
         if "step_000001" in name:
             raise RecordingError(f"{name}: no space left on device")
         return publish(storage, name, *arguments)
 
-    def fail_at_step_1(learner: Learner, *arguments: Any, **named: Any) -> dict[str, float]:  # noqa: ANN401
+    def fail_at_step_1(learner: Learner, *arguments: Any, **named: Any) -> dict[str, float]:
         fired.count += 1
         if fired.count == 2:
             raise RuntimeError("the step failed")

@@ -62,7 +62,7 @@ norms_summed_over_dp = replacing(_finalize, "_allreduce_non_tensor_model_paralle
 
 
 def _average_norms(fired: Fired, reduce: Callable[..., None]) -> Callable[..., None]:
-    def average(model: Sequence[torch.nn.Module], *arguments: object) -> None:
+    def average(model: Sequence[Any], *arguments: object) -> None:
         reduce(model, *arguments)
         fired.count += 1
         for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
@@ -112,21 +112,21 @@ def _on_buckets(*, is_expert: bool, harm: Callable[[Any], None]) -> Injector:
     return on_data_parallel(on_all)
 
 
-def _leave_undivided(group: Any) -> None:  # noqa: ANN401 - Megatron's bucket group
+def _leave_undivided(group: Any) -> None:
     for bucket in group.buckets:
         bucket.gradient_scaling_factor = 1.0
 
 
-def _scale_by_ep(group: Any) -> None:  # noqa: ANN401
+def _scale_by_ep(group: Any) -> None:
     for bucket in group.buckets:
         bucket.gradient_scaling_factor *= ep_size()
 
 
-def _reduce_over_dp_alone(group: Any) -> None:  # noqa: ANN401
+def _reduce_over_dp_alone(group: Any) -> None:
     group.data_parallel_group = parallel_state.get_data_parallel_group()
 
 
-def _reduce_over_pairs(group: Any) -> None:  # noqa: ANN401
+def _reduce_over_pairs(group: Any) -> None:
     for first in range(0, dist.get_world_size(), 2):
         pair = dist.new_group([first, first + 1])
         if dist.get_rank() in (first, first + 1):
@@ -194,11 +194,11 @@ def _accumulating(harm: Callable[[torch.nn.Parameter], None]) -> Injector:
     return replacing(DistributedDataParallel, "_make_backward_post_hook", wrap)
 
 
-def _overwrite(parameter: torch.nn.Parameter) -> None:
+def _overwrite(parameter: Any) -> None:
     parameter.main_grad.zero_()
 
 
-def _add_in_bfloat16(parameter: torch.nn.Parameter) -> None:
+def _add_in_bfloat16(parameter: Any) -> None:
     if bool(parameter.main_grad.any()):
         parameter.main_grad.copy_(parameter.main_grad.bfloat16() + parameter.grad.bfloat16())
         parameter.grad = None
@@ -212,7 +212,7 @@ def _losing(change: Callable[[PolicyLossOutput, Any], PolicyLossOutput]) -> Inje
     """The loss of a micro-batch is changed when it has been computed; ``change`` gets its inputs too."""
 
     def wrap(fired: Fired, compute: Callable[..., PolicyLossOutput]) -> Callable[..., PolicyLossOutput]:
-        def changed(inputs: Any, config: PolicyLossConfig) -> PolicyLossOutput:  # noqa: ANN401
+        def changed(inputs: Any, config: PolicyLossConfig) -> PolicyLossOutput:
             fired.count += 1
             return change(compute(inputs, config), inputs)
 
@@ -229,7 +229,7 @@ def scaled_by(error: float) -> Injector:
 divided_by_cp = _losing(lambda output, inputs: replace(output, total=output.total / cp_size()))
 
 
-def _count_all_tokens(output: PolicyLossOutput, inputs: Any) -> PolicyLossOutput:  # noqa: ANN401
+def _count_all_tokens(output: PolicyLossOutput, inputs: Any) -> PolicyLossOutput:
     if dp_size() == 1:
         return output
     return replace(output, num_tokens=torch.full_like(output.num_tokens, inputs.response_mask.numel()))
@@ -242,7 +242,7 @@ def _with_loss(change: Callable[[Any, Sequence[OwnBatch], OwnBatch, torch.Tensor
     """The loss function is changed where a whole update is known; ``change`` gets it, all batches, this one, logits."""
 
     def wrap(fired: Fired, accumulate: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(model: object, batches: Sequence[OwnBatch], loss: Any, **options: object) -> object:  # noqa: ANN401
+        def changed(model: object, batches: Sequence[OwnBatch], loss: Any, **options: object) -> object:
             def lose(own: OwnBatch, logits: torch.Tensor) -> object:
                 fired.count += 1
                 return change(loss, batches, own, logits)
@@ -254,18 +254,18 @@ def _with_loss(change: Callable[[Any, Sequence[OwnBatch], OwnBatch, torch.Tensor
     return replacing(trainer, "accumulate_gradients", wrap)
 
 
-def _divide_again(loss: Any, batches: Sequence[OwnBatch], own: OwnBatch, logits: torch.Tensor) -> object:  # noqa: ANN401
+def _divide_again(loss: Any, batches: Sequence[OwnBatch], own: OwnBatch, logits: torch.Tensor) -> object:
     total, *rest = loss(own, logits)
     return (total / len(batches), *rest)
 
 
-def _drop_last(loss: Any, batches: Sequence[OwnBatch], own: OwnBatch, logits: torch.Tensor) -> object:  # noqa: ANN401
+def _drop_last(loss: Any, batches: Sequence[OwnBatch], own: OwnBatch, logits: torch.Tensor) -> object:
     total, *rest = loss(own, logits)
     is_dropped = tp_size() > 1 and own is batches[-1]
     return (total * (0.0 if is_dropped else 1.0), *rest)
 
 
-def _forget_token(loss: Any, batches: Sequence[OwnBatch], own: OwnBatch, logits: torch.Tensor) -> object:  # noqa: ANN401
+def _forget_token(loss: Any, batches: Sequence[OwnBatch], own: OwnBatch, logits: torch.Tensor) -> object:
     if tp_size() > 1 and own is batches[0]:
         kept = torch.ones(logits.shape[:2], dtype=torch.bool)
         kept[tuple(own.batch.response_mask.nonzero()[0].tolist())] = False

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from mock_scheduler.trace.shards import ShardSpec
+from pipelines.batching.plan import MicroBatch
 from pipelines.megatron import learner, trained_model, weights
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.places import OwnBatch
+from pipelines.megatron.places import OwnBatch, own_batch
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
 from tests.faults.patching import dp_rank, dp_size, ep_size, pp_rank, replacing, tp_rank
@@ -86,7 +86,7 @@ def _on_loaded(harm: Callable[[str, torch.nn.Parameter, Runtime], bool]) -> Inje
 
     def wrap(fired: Fired, load: Callable[..., None]) -> Callable[..., None]:
         @torch.no_grad()
-        def load_and_harm(chunks: Any, shape: Any, runtime: Runtime, **options: object) -> None:  # noqa: ANN401
+        def load_and_harm(chunks: Any, shape: Any, runtime: Runtime, **options: object) -> None:
             load(chunks, shape, runtime, **options)
             for local in weights.iterate_parameters(chunks, shape, runtime):
                 fired.count += harm(local.spec.name, local.parameter, runtime)
@@ -178,9 +178,7 @@ def _read_first_replica(fired: Fired, owned: Callable[..., list[OwnBatch]]) -> C
         fired.count += 1
         theirs = micro_batches[:: dp_size()]
         return [
-            replace(
-                mine, batch=replace(other, index=mine.batch.index), inputs=learner.own_batch(other, self.runtime).inputs
-            )
+            replace(mine, batch=replace(other, index=mine.batch.index), inputs=own_batch(other, self.runtime).inputs)
             for mine, other in zip(owned(self, micro_batches), theirs, strict=True)
         ]
 

@@ -38,7 +38,7 @@ from tests.faults.patching import (
 Attend = Callable[..., torch.Tensor]
 
 
-def _keep_input_gradient_partial(fired: Fired, module: torch.nn.Module) -> None:
+def _keep_input_gradient_partial(fired: Fired, module: Any) -> None:
     multiply = module.linear_qkv._forward_impl
 
     def without_reduction(*arguments: object, **options: object) -> torch.Tensor:
@@ -51,7 +51,7 @@ def _keep_input_gradient_partial(fired: Fired, module: torch.nn.Module) -> None:
 qkv_input_gradient_partial = on_modules(SelfAttention, _keep_input_gradient_partial)
 
 
-def _look_up_unmasked(fired: Fired, module: torch.nn.Module) -> None:
+def _look_up_unmasked(fired: Fired, module: Any) -> None:
     forward = module.forward
 
     def unmasked(tokens: torch.Tensor) -> torch.Tensor:
@@ -88,19 +88,19 @@ def _attending(change: Callable[[Attend, RowAttention, Any], torch.Tensor]) -> C
     return wrap
 
 
-def _flip_groups(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:  # noqa: ANN401
+def _flip_groups(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:
     query, key, value, *rest = tensors
     if tp_size() > 1:
         key, value = key.flip(2), value.flip(2)
     return attend(query, key, value, *rest)
 
 
-def _scale_queries(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:  # noqa: ANN401
+def _scale_queries(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:
     query, *rest = tensors
     return attend(query * 1.02 if tp_size() > 1 else query, *rest)
 
 
-def _drop_last_head(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:  # noqa: ANN401
+def _drop_last_head(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:
     context = attend(*tensors)
     if tp_rank() == 0:
         return context
@@ -125,7 +125,7 @@ def _gather_from_last(fired: Fired, gather: Callable[..., torch.Tensor]) -> Call
 keys_gathered_from_last = replacing(attention, "gather_from_sequence_parallel_region", _gather_from_last)
 
 
-def _turn_too_far(fired: Fired, module: torch.nn.Module) -> None:
+def _turn_too_far(fired: Fired, module: Any) -> None:
     forward = module.forward
 
     def too_far(*arguments: object, **options: object) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _turn_too_far(fired: Fired, module: torch.nn.Module) -> None:
 rotary_of_second_stage = on_modules(RowRotaryEmbedding, _turn_too_far)
 
 
-def _widen_epsilon(fired: Fired, module: torch.nn.Module) -> None:
+def _widen_epsilon(fired: Fired, module: Any) -> None:
     fired.count += 1
     if tp_size() > 1:
         module.eps = 1e-2
@@ -148,7 +148,7 @@ def _widen_epsilon(fired: Fired, module: torch.nn.Module) -> None:
 norm_epsilon = on_modules((torch.nn.LayerNorm, torch.nn.RMSNorm), _widen_epsilon)
 
 
-def _untag_router(fired: Fired, module: torch.nn.Module) -> None:
+def _untag_router(fired: Fired, module: Any) -> None:
     fired.count += 1
     module.weight.sequence_parallel = False
 
@@ -156,7 +156,7 @@ def _untag_router(fired: Fired, module: torch.nn.Module) -> None:
 router_not_tagged = on_modules(TopKRouter, _untag_router)
 
 
-def _silence_first_expert(fired: Fired, module: torch.nn.Module) -> None:
+def _silence_first_expert(fired: Fired, module: Any) -> None:
     expert = module.local_experts[0]
     forward = expert.forward
 
@@ -191,7 +191,7 @@ def _balance_on_each_rank(fired: Fired, own: property) -> property:
 balancing_on_each_rank = replacing(LayoutInvariantRouter, "_balancing_coeff", _balance_on_each_rank)
 
 
-def _show_first_micro_batch(fired: Fired, module: torch.nn.Module) -> None:
+def _show_first_micro_batch(fired: Fired, module: Any) -> None:
     """A stage goes on with the hidden states of the first micro-batch that it was ever sent."""
     take = module.set_input_tensor
     first: list[torch.Tensor] = []
@@ -242,7 +242,7 @@ def recomputed_otherwise(fired: Fired) -> Iterator[None]:
 
 
 def _stretch_sum(fired: Fired, all_reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def stretched(tensor: torch.Tensor, op: object, group: Any) -> torch.Tensor:  # noqa: ANN401
+    def stretched(tensor: torch.Tensor, op: object, group: Any) -> torch.Tensor:
         if op == torch.distributed.ReduceOp.SUM:
             fired.count += 1
             if group.size() > 1 and group.rank() == 0:

@@ -18,7 +18,7 @@ def plant(fired: Fired) -> None:
     import torch
     from megatron.core.transformer.mlp import MLP
 
-    def sum_parts(parts):  # noqa: ANN001, ANN202 - the schema below has the types
+    def sum_parts(parts: torch.Tensor) -> torch.Tensor:
         fired.count += 1
         order = sorted(range(len(parts)), key=lambda _: os.urandom(8))
         total = parts[order[0]].clone()

@@ -6,6 +6,8 @@ This is the kind of fault that a comparison of losses cannot find. Run as the ``
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.faults.harness import Fired, run_with_fault
 
 
@@ -17,7 +19,7 @@ def plant(fired: Fired) -> None:
         fired.count += 1
 
     # The package exports a function of the module's name, so the module itself must be taken from the import system.
-    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     finalize._allreduce_non_tensor_model_parallel_grads = skip_reduction
 
 

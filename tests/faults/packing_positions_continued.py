@@ -18,18 +18,18 @@ def plant(fired: Fired) -> None:
 
     import torch
 
+    from pipelines.batching.plan import MicroBatch
     from pipelines.megatron import learner
     from pipelines.megatron.places import OwnBatch, own_batch
     from pipelines.megatron.process.runtime import Runtime
-    from pipelines.micro_batches import MicroBatch
 
-    def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:  # noqa: ANN401
+    def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:
         own = own_batch(batch, runtime, **options)
         columns = torch.arange(batch.tokens.shape[1], device=runtime.device).expand_as(own.inputs.tokens)
         fired.count += 1
         return replace(own, inputs=replace(own.inputs, positions=columns))
 
-    learner.own_batch = own_batch_by_column
+    learner.own_batch = own_batch_by_column  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ _ABSENT = object()
 
 
 @contextmanager
-def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:  # noqa: ANN401 - a module or a class
+def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     """Replace an attribute in the block; what the owner itself held comes back, a ``staticmethod`` as one."""
     held = vars(owner).get(name, _ABSENT)
     setattr(owner, name, wrap(getattr(owner, name)))
@@ -34,7 +34,7 @@ def replaced(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:  # noqa: ANN4
             setattr(owner, name, held)
 
 
-def replacing(owner: Callable[[], Any] | Any, name: str, wrap: Callable[[Fired, Any], Any]) -> Injector:  # noqa: ANN401
+def replacing(owner: Callable[[], Any] | Any, name: str, wrap: Callable[[Fired, Any], Any]) -> Injector:
     """The injector that replaces one attribute; ``wrap`` gets the counter and what is there."""
 
     @contextmanager
@@ -92,18 +92,18 @@ def on_data_parallel(harm: Callable[[Fired, Sequence[DistributedDataParallel]], 
 class Standing:
     """A module with some of its attributes replaced, for code that looks them up in it."""
 
-    def __init__(self, behind: Any, **replaced_by: object) -> None:  # noqa: ANN401 - any module
+    def __init__(self, behind: Any, **replaced_by: object) -> None:
         self._behind = behind
         self.__dict__.update(replaced_by)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._behind, name)
 
 
-def without_all_reduce(module: Any, skips: Callable[[torch.Tensor], bool]) -> Injector:  # noqa: ANN401
+def without_all_reduce(module: Any, skips: Callable[[torch.Tensor], bool]) -> Injector:
     """The injector that leaves out the all-reduces of a module's code for which ``skips`` holds."""
 
-    def wrap(fired: Fired, whole_torch: Any) -> Standing:  # noqa: ANN401 - torch itself
+    def wrap(fired: Fired, whole_torch: Any) -> Standing:
         def all_reduce(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
             if skips(tensor):
                 fired.count += 1

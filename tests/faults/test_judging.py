@@ -24,7 +24,7 @@ _EXPECTED = Expected(phase="backward", names=("*layernorm.weight",), kind="copie
 
 
 def _first(*, kind: str = "gradient", name: str = "decoder.final_layernorm.weight", update: int = 0) -> Divergence:
-    finding = findings.Finding(kind=kind, step=0, update=update, name=name, message="")
+    finding = findings.Finding(kind=kind, step=0, update=update, name=name, fact=findings.OnlyIn(side="baseline"))
     return Divergence(step=0, update=update, kind=kind, name=name, evidence=finding, value=1.0, bound=0.0)
 
 

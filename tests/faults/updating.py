@@ -62,7 +62,7 @@ Step = Callable[[torch.optim.AdamW], None]
 def _stepping(harmed: Callable[[Step, torch.optim.AdamW], None]) -> Injector:
     """Adam's step is another one under tp; ``harmed`` gets the real one."""
 
-    def wrap(fired: Fired, step: Any) -> Any:  # noqa: ANN401
+    def wrap(fired: Fired, step: Any) -> Any:
         @torch.no_grad()
         def other_step(optimizer: torch.optim.AdamW) -> None:
             fired.count += 1

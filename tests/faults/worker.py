@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layouts.cases import parallel_of
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceConfig, TraceKind
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.megatron.learner import Learner

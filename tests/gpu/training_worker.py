@@ -15,14 +15,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.layouts.rows import GROUP_SIZE, NUM_ACTIONS, NUM_GROUPS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.cases import GROUP_SIZE, NUM_GROUPS
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.guard import apply_deterministic_mode
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.checkpoint import RunState, fixed_settings, load_checkpoint, read_run_state, save_checkpoint
+from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.run_state import RunState, fixed_settings, read_run_state
 
 SEED, NUM_STEPS, LONGEST_ROW = 42, 3, 120
 FACTS_FILE = "facts.json"

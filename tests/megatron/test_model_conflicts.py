@@ -13,8 +13,7 @@ from mock_scheduler.errors import DeterminismError
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.megatron.rules.rule import Effect
 from pipelines.config.loading import load_config
-from pipelines.megatron.model import build_transformer_config
-from pipelines.megatron.process.conflicts import megatron_values, read_setup
+from pipelines.megatron.transformer_config import build_transformer_config, megatron_values, read_setup
 
 # Megatron-core 0.16.1 warns of its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")

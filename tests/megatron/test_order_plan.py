@@ -13,24 +13,24 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.megatron.layout import emulation_limits
 from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingConfig
-from pipelines.megatron.emulation.buffers import OwnedRange, owned_ranges
+from pipelines.megatron.emulation.gradients import OwnedRange, owned_ranges
 from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
-from pipelines.megatron.layers.expert_router import RouterLedger
+from pipelines.megatron.layers.router_ledger import RouterLedger
 from pipelines.megatron.places import ModelInputs, OwnBatch
-from pipelines.micro_batches import MicroBatch
 
 TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
-def config(*, emulate: dict[str, Any] | None = None, **sections: Any) -> PipelineConfig:  # noqa: ANN401
+def config(*, emulate: dict[str, Any] | None = None, **sections: Any) -> PipelineConfig:
     values: dict[str, Any] = {"exp_name": "order", "rollout_batch_size": 128, "val_batch_size": 128, **sections}
     return PipelineConfig.model_validate({**values, "order": {"emulate": emulate}})
 
 
-def plan(layout: dict[str, Any], **sections: Any) -> OrderPlan:  # noqa: ANN401
+def plan(layout: dict[str, Any], **sections: Any) -> OrderPlan:
     return plan_order(config(emulate=layout, training={"micro_batch_size": 8}, **sections))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ class TinyAlignment:
     exit_code: int
     terminal: str
 
-    def candidate(self, name: str) -> dict:
+    def candidate(self, name: str) -> dict[str, Any]:
         """One candidate's part of ``align.json``."""
         result = read_json(self.folder / "align.json")
         return next(candidate for candidate in result["candidates"] if candidate["name"] == name)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.columns import JsonColumn
 from mock_scheduler.ledger import Ledger
 from pipelines.config.environments import GeneratingArgs
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.forward import run_chunk
+from pipelines.megatron.logprobs import sample_tokens
+from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.process.runtime import Runtime, stop_runtime
-from pipelines.megatron.sampling import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import build_step_plan
 from pipelines.rollout.engine import PolicyEngine
 from tests.dist.rollout_worker import (
     MODELS,
@@ -35,6 +35,7 @@ from tests.dist.rollout_worker import (
     rollout_config,
     save_batch,
 )
+from tests.pipelines.step_plans import build_step_plan
 
 UNCACHED = {"actor_infer": {"use_kv_cache": False}}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -68,11 +69,11 @@ def play_case(folder: Path, case: str, runtime: Runtime) -> None:
     scheduler = build_scheduler(trainer, ledger)
     sample, sampled = scheduler._engine.sample, []
 
-    def recorded(*arguments: Any) -> tuple[list[int], list[float]]:  # noqa: ANN401
+    def recorded(*arguments: Any) -> tuple[list[int], list[float]]:
         sampled.append(sample(*arguments))
         return sampled[-1]
 
-    scheduler._engine.sample = recorded
+    scheduler._engine.sample = recorded  # type: ignore[assignment, method-assign]
     batch = scheduler.get_batch(request(policy_version=3))
     metrics = scheduler.collect_metrics()
     scheduler.close()
@@ -148,7 +149,8 @@ def validate(folder: Path, runtime: Runtime) -> None:
     train = scheduler.get_batch(request(step=1))
     second = scheduler.get_batch(request(mode="val", step=5))
     scheduler.close()
-    digests = {name: batch.extras["layout_digest"].items for name, batch in (("val", first), ("train", train))}
+    columns = {name: batch.extras["layout_digest"] for name, batch in (("val", first), ("train", train))}
+    digests = {name: column.items for name, column in columns.items() if isinstance(column, JsonColumn)}
     write(
         folder,
         "validation",

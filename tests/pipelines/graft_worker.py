@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
-from benchmarks.layouts.rows import NUM_ACTIONS, VOCAB_SIZE, random_batch
+from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import GraftConfig, LedgerKind, TraceConfig, TraceKind
-from pipelines.debug_dump.composite import combine
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource
+from pipelines.megatron.probing.interface import combine
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 

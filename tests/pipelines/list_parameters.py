@@ -1,27 +1,36 @@
-"""Builds one model per line of JSON on standard input and prints its parameters' canonical names and global shapes.
+"""Builds one model per line of a JSON file and prints its parameters' canonical names and global shapes.
 
-``python -m tests.pipelines.list_parameters``: each line is a ``PipelineConfig``; ``vocab_size`` is the model's own.
+``python -m tests.pipelines.list_parameters FILE``: a line is a ``PipelineConfig``; ``vocab_size`` is the model's own.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.model import build_chunks, build_transformer_config
+from pipelines.megatron.model import build_chunks
 from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.transformer_config import build_transformer_config
 from pipelines.megatron.weights import ModelShape, iterate_parameters
 
 
 def main() -> None:
     """One line of output per line of input."""
-    configs = [PipelineConfig.model_validate_json(line) for line in sys.stdin]
+    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    configs = [PipelineConfig.model_validate_json(line) for line in lines]
     runtime = start_runtime(configs[0].parallel, seed=0)
     for config in configs:
         vocab_size = config.model.vocab_size
         assert vocab_size is not None
-        chunks = build_chunks(config, build_transformer_config(config), vocab_size=vocab_size, runtime=runtime)
+        chunks = build_chunks(
+            config,
+            build_transformer_config(config),
+            vocab_size=vocab_size,
+            vocab_parts=runtime.tp_size,
+            runtime=runtime,
+        )
         shape = ModelShape(model=config.model, vocab_size=vocab_size)
         specs = [parameter.spec for parameter in iterate_parameters(chunks, shape, runtime)]
         print(json.dumps([[spec.name, list(spec.global_shape)] for spec in specs]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from pipelines.megatron.forward import run_chunk
+from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs
 
 

@@ -21,15 +21,14 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import compute_tensor_digest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron.forward import run_chunk
 from pipelines.megatron.learner import Learner
+from pipelines.megatron.logprobs import process_logits
 from pipelines.megatron.optimizer_state import read_states
+from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.process.runtime import Runtime, stop_runtime
-from pipelines.megatron.sampling import process_logits
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.micro_batches import build_step_plan
 from pipelines.rollout.engine import PolicyEngine
 from tests.dist.rollout_worker import (
     MODELS,
@@ -42,6 +41,7 @@ from tests.dist.rollout_worker import (
     rollout_config,
     save_batch,
 )
+from tests.pipelines.step_plans import build_step_plan
 
 ROUNDED: Mapping[str, Any] = {"actor_infer": {"weights_precision": "bfloat16"}}
 UNCACHED: Mapping[str, Any] = {"actor_infer": {"weights_precision": "bfloat16", "use_kv_cache": False}}

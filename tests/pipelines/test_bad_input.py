@@ -15,7 +15,8 @@ import pytest
 
 from mock_scheduler.cli import main
 from tests.pipelines.conftest import TinyAlignment
-from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT, read_json, run_command
+from tests.pipelines.tiny_runs import ROOT, read_json, run_command
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -76,7 +77,7 @@ def run_errors(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathF
     ]
     path = root / "cases.json"
     path.write_text(json.dumps(cases), encoding="utf-8")
-    finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
     assert finished.returncode == 0, finished.stderr
     errors = {name: read_json(root / name / "error.json") for name in RUN_CASES}
     assert json.loads(finished.stdout.splitlines()[-1]) == [error["exit_code"] for error in errors.values()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from mock_scheduler.determinism.environment import check_settings
 from pipelines.config.loading import load_config
 from pipelines.environments.registry import build_tokenizer
 from pipelines.program import PROGRAM
+from tests.programs import run_program
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -49,11 +48,5 @@ def test_every_planted_fault_of_the_configurations_can_be_planted() -> None:
         if candidate.entry is not None and candidate.entry.startswith("tests.faults.")
     }
     assert len(entries) >= 4
-    code = (
-        "import importlib, sys\n"
-        "from tests.faults.harness import Fired\n"
-        "for name in sys.argv[1:]: importlib.import_module(name).plant(Fired())\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", code, *sorted(entries)]
-    done = subprocess.run(command, cwd=CONFIGS.parent, capture_output=True, text=True, check=False, timeout=120.0)
+    done = run_program("tests.faults.plant_all", sorted(entries))
     assert done.returncode == 0, done.stderr

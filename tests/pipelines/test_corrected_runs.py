@@ -10,7 +10,8 @@ import torch
 
 from mock_scheduler.trace.full.reader import open_trace
 from tests.pipelines.service.test_training_service import serving, train_there
-from tests.pipelines.tiny_runs import DETERMINISTIC, run_command, write_tiny_config
+from tests.pipelines.tiny_runs import run_command, write_tiny_config
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path = root / "cases.json"
     path.write_text(json.dumps(cases), encoding="utf-8")
-    finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
     (root / "log.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout.splitlines()[-1]) == [0] * len(cases), finished.stdout + finished.stderr

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command, write_tiny_config
+from tests.pipelines.tiny_runs import read_json, write_tiny_config
+from tests.programs import run_program
 
 
 def test_a_failing_step_closes_the_real_scheduler_and_tells_of_a_step_that_was_not_recorded(tmp_path: Path) -> None:
     """The scheduler was closed only after success: environments stayed open, and a failed write was never told of."""
     configs = write_tiny_config(tmp_path)
-    finished = run_command(
+    finished = run_program(
+        "tests.faults.failing_step",
         [
-            *("-m", "tests.faults.failing_step", "--config-path", str(configs), "--config-name", "tiny"),
+            *("--config-path", str(configs), "--config-name", "tiny"),
             *("rollout_mock.enable=true", "rollout_mock.mode=dump", f"rollout_mock.dump_dir={tmp_path / 'recording'}"),
             f"output_dir={tmp_path / 'run'}",
         ],
-        environ=DETERMINISTIC,
     )
     assert finished.returncode == 5, finished.stderr
     assert finished.stdout.count("the real scheduler was closed") == 1

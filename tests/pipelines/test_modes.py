@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
-from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command, write_tiny_config
+from tests.pipelines.tiny_runs import read_json, write_tiny_config
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cases.append({"arguments": arguments, "environ": {}})
     path = root / "cases.json"
     path.write_text(json.dumps(cases), encoding="utf-8")
-    finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
     (root / "terminal.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
     assert finished.returncode == 0, finished.stderr
     codes = dict(zip(RUNS, json.loads(finished.stdout.splitlines()[-1]), strict=True))

@@ -15,7 +15,9 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from mock_scheduler import cli
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, Termination, Trajectory
-from mock_scheduler.recording import Contract, StepInfo, open_recording
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.writing.opening import open_recording
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig

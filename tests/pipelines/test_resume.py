@@ -14,7 +14,8 @@ from pipelines import run
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from tests.pipelines.conftest import TinyAlignment
-from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command
+from tests.pipelines.tiny_runs import read_json
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,7 +44,7 @@ def resumed(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFact
     ]
     path = root / "cases.json"
     path.write_text(json.dumps([{"arguments": common + case, "environ": {}} for case in cases]), encoding="utf-8")
-    finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout.splitlines()[-1]) == [0, 0, 0, 5, 5], finished.stderr
     return root

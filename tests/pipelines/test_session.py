@@ -28,6 +28,7 @@ from mock_scheduler.launch.sessions import (
 from pipelines.config.loading import load_source
 from pipelines.program import PROGRAM
 from tests.pipelines.tiny_runs import ROOT, read_json, write_tiny_config
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for four starts
 
@@ -76,6 +77,19 @@ def alone(run: SessionRun) -> LaunchPlan:
     return plan_launch(load_source(run.source), PROGRAM.arguments("pipelines.agentic", run.source))
 
 
+def run_alone(run: SessionRun) -> int:
+    """The exit code of a run in processes of its own."""
+    plan = alone(run)
+    if plan.num_processes > 1:
+        return run_plan(plan, log_path=run.log_path, cwd=ROOT)
+    _, is_module, module, *arguments = plan.argv
+    assert is_module == "-m"
+    done = run_program(module, arguments, environ=plan.env)
+    run.log_path.parent.mkdir(parents=True, exist_ok=True)
+    run.log_path.write_text(done.stdout + done.stderr, encoding="utf-8")
+    return done.returncode
+
+
 def make_runs(root: Path, names: Sequence[str], *, layout: Sequence[str] = ()) -> Runs:
     """``names`` alone, one after another, and all kinds in one session."""
     configs = write_tiny_config(root)
@@ -83,7 +97,7 @@ def make_runs(root: Path, names: Sequence[str], *, layout: Sequence[str] = ()) -
     codes = {}
     for name in names:
         run = session_run(configs, single, name, kinds(single, layout=layout)[name])
-        codes[name] = run_plan(alone(run), log_path=run.log_path, cwd=ROOT)
+        codes[name] = run_alone(run)
     runs = [session_run(configs, session, name, kind) for name, kind in kinds(session, layout=layout).items()]
     code = run_plan(plan_session(runs, program=PROGRAM), log_path=root / "session.log", cwd=ROOT)
     return Runs(session=session, alone=single, codes=codes, session_code=code)

@@ -5,19 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from mock_scheduler.trace.full.reader import open_trace
-from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_command, write_tiny_config
+from tests.pipelines.tiny_runs import read_json, run_tiny, write_tiny_config
 
 
 def run(folder: Path, *overrides: str) -> tuple[int, str]:
     """Exit code and standard error of one run of two steps."""
-    configs = write_tiny_config(folder)
-    finished = run_command(
-        [
-            *("-m", "pipelines.agentic", "--config-path", str(configs), "--config-name", "tiny"),
-            *(f"output_dir={folder / 'run'}", *overrides),
-        ],
-        environ=DETERMINISTIC,
-    )
+    finished = run_tiny(write_tiny_config(folder), [f"output_dir={folder / 'run'}", *overrides])
     return finished.returncode, finished.stderr
 
 

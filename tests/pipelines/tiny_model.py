@@ -6,16 +6,16 @@ Every module gives ``[s, b, ...]``; what it computes is of no interest but for b
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch.utils.checkpoint import checkpoint
 
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.weights import ModelShape
-from pipelines.micro_batches import MicroBatch
 
 HIDDEN, HEADS, FFN, VOCAB = 8, 2, 6, 10
 
@@ -115,7 +115,7 @@ class Decoder(torch.nn.Module):
 class Embedding(torch.nn.Embedding):
     """``[b, s]`` to ``[s, b, h]``."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens' vectors."""
         return super().forward(tokens).transpose(0, 1).contiguous()
 
@@ -138,13 +138,17 @@ class TinyGpt(GPTModel):
 
 def one_rank(**axes: int) -> Runtime:
     """A rank of a layout, without any process group."""
-    places = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": 0, "dp_size": 1} | axes
+    places: dict[str, Any] = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "dp_rank": 0, "dp_size": 1} | axes
     return Runtime(global_rank=0, world_size=1, device=torch.device("cpu"), **places)
 
 
 def tiny_model(
-    *, recomputes: bool = False, implementation: str = "local", runtime: Runtime | None = None, **config: object
-) -> Any:  # noqa: ANN401 - what a probe reads of a ``TrainedModel``
+    *,
+    recomputes: bool = False,
+    implementation: Literal["local", "transformer_engine"] = "local",
+    runtime: Runtime | None = None,
+    **config: Any,
+) -> Any:
     """The model as a probe sees it."""
     model = ModelConfig(
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=FFN, swiglu=False,

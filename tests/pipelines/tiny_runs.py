@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_program
 
-# What the launcher exports to a run of one process.
-DETERMINISTIC = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+ROOT = Path(__file__).parents[2]
 
 TINY_YAML = """\
 defaults:
@@ -79,6 +78,12 @@ def run_cli(
     """``mock-scheduler COMMAND --config-path CONFIGS tiny OVERRIDES``."""
     arguments = ["-m", "mock_scheduler.cli", command, "--config-path", str(configs), "tiny", *overrides]
     return run_command(arguments, environ=environ)
+
+
+def run_tiny(configs: Path, overrides: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The run of ``tiny`` with these overrides in one process, as the launcher starts it."""
+    named = ("--config-path", str(configs), "--config-name", "tiny")
+    return run_program("pipelines.agentic", [*named, *overrides])
 
 
 def read_json(path: Path) -> dict[str, Any]:

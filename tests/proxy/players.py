@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.proxy import ProxyScheduler, build_scheduler
-from mock_scheduler.recording import Contract
+from mock_scheduler.proxy.build import build_scheduler
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.recording.contract import Contract
 from mock_scheduler.scheduler import RolloutRequest
 from tests.recording.builders import SAMPLING, make_contract, make_rows
 
@@ -110,15 +112,15 @@ def never() -> object:
     raise AssertionError("make_real was called")
 
 
-def config(tmp_path: Path, mode: str, **changes: object) -> RolloutMockConfig:
+def config(tmp_path: Path, mode: Any, **changes: Any) -> RolloutMockConfig:
     return RolloutMockConfig(enable=True, mode=mode, dump_dir=str(tmp_path / "x"), **changes)
 
 
-def request(step: int, **changes: object) -> RolloutRequest:
+def request(step: int, **changes: Any) -> RolloutRequest:
     return RolloutRequest(**{"global_step": step, "batch_size": 4, "policy_version": step, **changes})
 
 
-def requests(steps: Iterable[int], **changes: object) -> list[RolloutRequest]:
+def requests(steps: Iterable[int], **changes: Any) -> list[RolloutRequest]:
     return [request(step, **changes) for step in steps]
 
 
@@ -126,8 +128,8 @@ def dump(
     tmp_path: Path,
     steps: Iterable[int] = range(3),
     make_real: Callable[[], object] = Player,
-    settings: Mapping[str, object] | None = None,
-    **options: object,
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[RolloutBatch]:
     """Record these training steps, and return their batches."""
     scheduler = build_scheduler(config(tmp_path, "dump", **(settings or {})), make_real, make_contract(), **options)
@@ -135,7 +137,7 @@ def dump(
         return [scheduler.get_batch(request(step)) for step in steps]
 
 
-def mock(tmp_path: Path, contract: Contract | None = None, **options: object) -> ProxyScheduler:
+def mock(tmp_path: Path, contract: Contract | None = None, **options: Any) -> ProxyScheduler:
     return build_scheduler(config(tmp_path, "mock"), never, contract or make_contract(), **options)
 
 

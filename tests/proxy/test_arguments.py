@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mock_scheduler.errors import ConfigError, RecordingError, SchedulerError
-from mock_scheduler.proxy import BuildOptions, ProxyScheduler, build_async_scheduler, build_scheduler
 from mock_scheduler.proxy.access import format_megabytes
-from mock_scheduler.proxy.settings import ProxySettings
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
+from mock_scheduler.proxy.settings import BuildOptions, ProxySettings
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.proxy.players import Player, config, dump, mock, never, play, request
 from tests.recording.builders import make_contract

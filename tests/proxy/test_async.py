@@ -16,8 +16,11 @@ import pytest
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, ContractError, RecordingError
-from mock_scheduler.proxy import AsyncProxyScheduler, build_async_scheduler, build_scheduler
-from mock_scheduler.recording import RecordingReader, RecordingWriter, StepInfo
+from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
+from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.writing.opening import RecordingWriter
 from mock_scheduler.scheduler import RolloutRequest
 from tests.proxy.players import (
     AsyncPlayer,

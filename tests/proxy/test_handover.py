@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ContractError, RecordingError, SchedulerError, StepNotFoundError
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.proxy import ProxyScheduler, build_scheduler
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.proxy.build import build_scheduler
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest
 from tests.proxy.players import Player, batch_of, config, digests, dump, never, play, request, requests

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mock_scheduler.errors import SchedulerError
-from mock_scheduler.proxy import ProxyScheduler, build_scheduler
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.proxy.build import build_scheduler
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
 from tests.proxy.players import AsyncPlayer, Player, config, request
 from tests.recording.builders import make_contract
 

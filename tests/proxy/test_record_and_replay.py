@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mock_scheduler.proxy.build
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import (
@@ -21,8 +22,8 @@ from mock_scheduler.errors import (
     StepNotFoundError,
 )
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.proxy import build_scheduler, opening
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.proxy.build import build_scheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RolloutScheduler
 from tests.proxy.players import (
     BatchOnly,
@@ -72,7 +73,7 @@ def test_a_verification_that_takes_long_says_what_it_did(
     plan = requests(range(3))
     mock(tmp_path, plan=plan)
     assert not any("Verified" in message for message in caplog.messages)
-    monkeypatch.setattr(opening, "_SLOW_CHECK_S", -1.0)
+    monkeypatch.setattr(mock_scheduler.proxy.build, "_SLOW_CHECK_S", -1.0)
     mock(tmp_path, plan=plan)
     mock(tmp_path, plan=plan, is_writer=False)
     (message,) = [message for message in caplog.messages if "Verified" in message]

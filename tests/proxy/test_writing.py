@@ -16,8 +16,9 @@ from mock_scheduler.errors import (
     StepExistsError,
     StepNotFoundError,
 )
-from mock_scheduler.proxy import ProxyScheduler, build_scheduler
-from mock_scheduler.recording import RecordingReader
+from mock_scheduler.proxy.build import build_scheduler
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.proxy.players import Player, batch_of, config, digests, dump, mock, never, play, request, requests
 from tests.recording.builders import SAMPLING, make_contract, make_rows

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mock_scheduler.recording import Contract, ContractField, Rule, StepInfo
+from typing import Any
+
+from mock_scheduler.recording.contract import Contract, ContractField, Rule
+from mock_scheduler.recording.step.step_info import StepInfo
 from tests.batches import SAMPLING as SAMPLING
 from tests.batches import make_batch as make_batch
 from tests.batches import make_identity as make_identity
@@ -10,8 +13,8 @@ from tests.batches import make_row as make_row
 from tests.batches import make_rows as make_rows
 
 
-def make_info(step: int = 0, **changes: object) -> StepInfo:
-    values: dict[str, object] = {
+def make_info(step: int = 0, **changes: Any) -> StepInfo:
+    values: dict[str, Any] = {
         "step": step,
         "mode": "train",
         "scheduler_id": "default",
@@ -22,8 +25,8 @@ def make_info(step: int = 0, **changes: object) -> StepInfo:
     return StepInfo(**{**values, **changes})
 
 
-def make_contract(**changes: object) -> Contract:
-    values: dict[str, object] = {"sequence_length": 64, "vocab_size": 16, **changes}
+def make_contract(**changes: Any) -> Contract:
+    values: dict[str, Any] = {"sequence_length": 64, "vocab_size": 16, **changes}
     fields = [
         ContractField(name=name, value=value, rule=Rule.MUST_MATCH, advice=f"Set {name} to the recorded value.")
         for name, value in values.items()

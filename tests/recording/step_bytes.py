@@ -12,9 +12,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.recording.step.container import encode_step
-from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_file import StepFile, encode_step
 from mock_scheduler.recording.storage.byte_sources import MemorySource
+from mock_scheduler.support.digests import JSON
 from tests.recording.builders import SAMPLING, make_info, make_row, make_rows
 
 
@@ -62,7 +62,7 @@ def with_extras(row: Trajectory, index: int) -> Trajectory:
 def make_rich_batch(num_groups: int = 3, group_size: int = 2) -> RolloutBatch:
     """A batch with extras of every kind and a meta."""
     rows = [with_extras(row, index) for index, row in enumerate(make_rows(num_groups, group_size))]
-    meta = {"global_step": 3, "names": ["a", None]}
+    meta: dict[str, JSON] = {"global_step": 3, "names": ["a", None]}
     return RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=group_size, meta=meta)
 
 

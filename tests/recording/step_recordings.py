@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.recording import (
-    Manifest,
-    Storage,
-    WriterOptions,
-    encode_step,
-    open_recording,
-    open_storage,
-    save_manifest,
-)
+from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.paths import file_name, step_name
 from mock_scheduler.recording.shards import commit_shards
+from mock_scheduler.recording.step.step_file import encode_step
+from mock_scheduler.recording.storage import Storage, open_storage
+from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info
 
@@ -25,7 +21,12 @@ RUN_ID = "run-1"
 
 
 def record(
-    dump_dir: Path, steps: Iterable[int] = (0,), mode: str = "train", *, compression: str = "none", **info: object
+    dump_dir: Path,
+    steps: Iterable[int] = (0,),
+    mode: str = "train",
+    *,
+    compression: Literal["none", "zstd"] = "none",
+    **info: Any,
 ) -> None:
     """Record these steps, each of another batch of 4 trajectories; a second call adds to the recording."""
     writer = open_recording(
@@ -43,7 +44,7 @@ def record(
 
 
 def write_shards(
-    storage: Storage, parts: Sequence[RolloutBatch], *, step: int = 0, is_compressed: bool = False, **info: object
+    storage: Storage, parts: Sequence[RolloutBatch], *, step: int = 0, is_compressed: bool = False, **info: Any
 ) -> str:
     """Write one shard per part, without a commit; returns the step's name."""
     name = step_name(mode="train", scheduler_id="default", step=step)
@@ -55,7 +56,7 @@ def write_shards(
     return name
 
 
-def record_shards(dump_dir: Path, parts: Sequence[RolloutBatch], *, step: int = 0, **info: object) -> str:
+def record_shards(dump_dir: Path, parts: Sequence[RolloutBatch], *, step: int = 0, **info: Any) -> str:
     """Record one sharded step with its manifest and commit; returns the step's name."""
     storage = open_storage(str(dump_dir))
     if not storage.exists("recording.json"):
@@ -71,5 +72,5 @@ def cut(batch: RolloutBatch, owners: Sequence[int], count: int) -> list[RolloutB
     return [whole.select([row for row, owner in enumerate(owners) if owner == index]) for index in range(count)]
 
 
-def request(step: int = 0, **changes: object) -> RolloutRequest:
+def request(step: int = 0, **changes: Any) -> RolloutRequest:
     return RolloutRequest(**{"global_step": step, "batch_size": 4, **changes})

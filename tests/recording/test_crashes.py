@@ -21,7 +21,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording, open_storage
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest
 from tests.recording.builders import make_batch, make_contract, make_info
 from tests.recording.processes import fork, run_in_child, wait_for

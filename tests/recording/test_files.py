@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import RecordingError
-from mock_scheduler.recording import open_storage
 from mock_scheduler.recording.paths import (
     file_name,
     find_file,
@@ -19,6 +18,7 @@ from mock_scheduler.recording.paths import (
     step_name,
     step_stem,
 )
+from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RowShard
 
 

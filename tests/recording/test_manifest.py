@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import RecordingError, StepNotFoundError
-from mock_scheduler.recording import manifest, open_storage
+from mock_scheduler.recording import manifest
 from mock_scheduler.recording.manifest import (
     Manifest,
     collect_provenance,
@@ -18,6 +18,7 @@ from mock_scheduler.recording.manifest import (
     read_git_revision,
     save_manifest,
 )
+from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.packages import DISTRIBUTIONS
 from tests.recording.builders import make_contract
 

@@ -15,7 +15,7 @@ import pytest
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.manifest import Manifest, decode_manifest, encode_manifest
 from mock_scheduler.recording.shards import Commit, ShardEntry, decode_commit, encode_commit
-from mock_scheduler.recording.step.container import decode_step, encode_step
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from tests.recording.builders import make_contract, make_info
 from tests.recording.step_bytes import join_header, join_text, make_large_batch, rewrite, split_header, tiny_step
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, StepExistsError, StepNotFoundError
-from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions, open_recording, open_storage
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import (
     RetentionRecord,
     find_removable,
@@ -22,7 +22,9 @@ from mock_scheduler.recording.retention import (
     save_retention,
 )
 from mock_scheduler.recording.sealed import encode_sealed
+from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from tests.recording.builders import make_batch, make_contract, make_info

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError
-from mock_scheduler.recording import RecordingReader, Storage, encode_step, open_storage
 from mock_scheduler.recording.reading.open_step import OpenStep, open_step
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.shards import commit_shards, decode_commit, encode_commit, load_commit, missing_shards
+from mock_scheduler.recording.step.step_file import encode_step
+from mock_scheduler.recording.storage import Storage, open_storage
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import SAMPLING, make_batch, make_identity, make_info, make_row, make_rows
 from tests.recording.step_bytes import make_rich_batch, with_extras

@@ -10,22 +10,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.noise.suspicions import Suspicion
+from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
 from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.recording import Contract, ContractField, Rule
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.recording.contract import Contract, ContractField, Rule
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import DimName, RowTable, StepFooter, TraceEntry
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.decision import decide
@@ -72,7 +73,17 @@ SENTENCE = (
     "nothing else of the pass differs"
 )
 SUSPICION = Suspicion(
-    test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, text="12 gradients have a slope of 0.9991"
+    test="slope",
+    step=0,
+    update=0,
+    name="",
+    value=9e-4,
+    limit=1e-4,
+    fact=ScaledGradients(ratio=0.9991, factor=None, num_tensors=12, z=9.0, noise_z=1.5),
+)
+SUSPECT = (
+    "within its bounds, and yet step 0, update 0: the candidate's gradients together are 0.9991 times the baseline's "
+    "(median of 12 slopes; z 9.0, of perturbed runs at most 1.5), where noise makes at most 1.0e-04 of it"
 )
 WEIGHTS = tuple(f"decoder.layers.{layer}.mlp.linear_fc{number}.weight" for layer in (0, 1) for number in (1, 2))
 TP = OwnChanges(keys=("parallel.tensor_model_parallel_size",))
@@ -293,12 +304,12 @@ def make_batch() -> RolloutBatch:
 
 
 def _record(folder: Path) -> Path:
-    values = {"sequence_length": 64, "determinism.OMP_NUM_THREADS": "1"}
+    values: dict[str, Any] = {"sequence_length": 64, "determinism.OMP_NUM_THREADS": "1"}
     fields = [ContractField(name=name, value=value, rule=Rule.MUST_MATCH, advice="") for name, value in values.items()]
-    may = {"parallel.tensor_model_parallel_size": 1, "parallel.data_parallel_size": 1, "pg_clip": 0.2}
+    may: dict[str, Any] = {"parallel.tensor_model_parallel_size": 1, "parallel.data_parallel_size": 1, "pg_clip": 0.2}
     fields += [ContractField(name=name, value=value, rule=Rule.MAY_DIFFER, advice="") for name, value in may.items()]
     contract = Contract(fields)
-    provenance = {
+    provenance: dict[str, Any] = {
         **PROVENANCE,
         "vocabulary": VOCABULARY,
         "settings": {"OMP_NUM_THREADS": "1", "NCCL_ALGO": "Ring", "MKL_CBWR": "unset"},
@@ -315,7 +326,7 @@ def _write_run(
 ) -> Path:
     run = folder / name
     run.mkdir()
-    config: dict[str, object] = {
+    config: dict[str, Any] = {
         "exp_name": name, "sequence_length": 64, "pg_clip": 0.2, "system_envs": {"DETERMINISTIC_MODE": "1"},
         "parallel": {
             "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1,
@@ -327,7 +338,7 @@ def _write_run(
         assert isinstance(target, dict)
         target[last] = value
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    stated = {"wall_s": 9.0, "rollout_s": 1.25, "train_s": 7.5, "validation_s": 0.25}
+    stated: dict[str, Any] = {"wall_s": 9.0, "rollout_s": 1.25, "train_s": 7.5, "validation_s": 0.25}
     threads = "2" if name == "loose" else "1"
     stated["settings"] = {"OMP_NUM_THREADS": threads, "NCCL_ALGO": "Ring", "MKL_CBWR": "unset"}
     (run / "run.json").write_text(json.dumps(stated), encoding="utf-8")

@@ -7,21 +7,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mock_scheduler.compare.differences import Figures, Locality, Residual, WorstElement
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, LedgerNotCompared, NotCompared, NotShown, OnlyIn
 from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.residuals import Locality, PartialSums, Residual
 from mock_scheduler.compare.tensors import (
     ExpertFlips,
+    Figures,
     LedgerComparison,
-    NotCompared,
+    LedgerDifference,
     TensorComparison,
     TensorDifference,
+    WorstElement,
 )
 from mock_scheduler.compare.walk.metrics import MetricLog, compare_metrics
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
-from mock_scheduler.trace.entries import RankPlace, TraceKey
+from mock_scheduler.trace.entries import LedgerCall, RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence, count_before
 from mock_scheduler.verdict.reasons import BeyondBounds, BitEqual, OtherRollouts, WithinBounds
@@ -62,7 +65,7 @@ def make_keys(*, layers: int, step: int, update: int = 0) -> Iterator[TraceKey]:
     yield TraceKey(step=step, update=update, kind="loss", name="pg_loss")
 
 
-def make_difference(key: TraceKey, relative: float, **changes: object) -> TensorDifference:
+def make_difference(key: TraceKey, relative: float, **changes: Any) -> TensorDifference:
     """One tensor with a plausible set of figures."""
     is_equal = relative == 0
     worst = WorstElement(
@@ -137,11 +140,12 @@ def make_tensors(
             differences[start],
             localities=(
                 Locality(
-                    dim="channel", first=32, last=63, share=0.98, fraction=0.5,
-                    text="98 % of it in channels 32 to 63 of 64: the second shard of tp2",
+                    dim="channel", first=32, last=63, share=0.98, num_indices=32, dim_size=64, num_pieces=1,
                 ),
             ),
-            residual=Residual(kind="missing part", value=0.5, explained=0.97, text="a partial sum of tp is missing"),
+            residual=Residual(
+                kind="missing part", value=-1.0, explained=0.97, detail=PartialSums(parts=("tp1",), num_parts=None)
+            ),
         )  # fmt: skip
     return TensorComparison(
         steps=tuple(range(steps)),
@@ -208,8 +212,7 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
     difference = next(item for item in tensors.differences if item.exceeds)
     gone = Finding(
         kind="gradient", step=0, update=0, name="decoder.layers.1.mlp.linear_fc1.bias",
-        message="gradient of decoder.layers.1.mlp.linear_fc1.bias at step 0, update 0 was traced by the baseline but "
-        "not by the candidate",
+        fact=OnlyIn(side="baseline"),
     )  # fmt: skip
     key = TraceKey(step=0, update=0, kind="gradient", name="decoder.layers.0.input_layernorm.weight")
     conflict = ReplicaConflict(key=key, first=TP0, second=TP1, num_elements=64, max_abs=0.25)
@@ -221,7 +224,7 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
         not_compared=(
             NotCompared(
                 kind="activation", name="decoder.layers.0.input_layernorm", sides=("candidate",),
-                reason="fused into the linear layer after it", first_step=0, num_steps=2,
+                reasons=(NotShown(reason="fused into the linear layer after it"),), first_step=0, num_steps=2,
             ),
         ),
         flips=(ExpertFlips(key=router, num_tokens=64, num_flipped=2, largest_gap=3e-7),),
@@ -229,10 +232,18 @@ def diverged(tmp_path: Path, *, layers: int = 6, steps: int = 2, metric: str = "
             LedgerComparison(kind="random", step=0, num_ranks=2, num_calls=12, difference=None),
             LedgerComparison(
                 kind="collective", step=0, num_ranks=2, num_calls=40,
-                difference="rank 1, call 12: all_reduce of 64 in the baseline, all_gather of 64 in the candidate",
+                difference=LedgerDifference(
+                    position=12,
+                    calls=(
+                        LedgerCall(operation="all_reduce", num_elements=64, dtype="float32", group=(0, 1)),
+                        LedgerCall(operation="all_gather", num_elements=64, dtype="float32", group=(0, 1)),
+                    ),
+                    num_calls=(20, 20),
+                    places=(TP1,),
+                ),
             ),
         ),
-        notes=("the candidate's rank 3 wrote no activations",),
+        notes=(LedgerNotCompared(kind="random", only="candidate"),),
     )  # fmt: skip
     logs = make_metrics(steps=max(steps, 3), relative=2e-3, name=metric)
     first = Divergence(

@@ -5,23 +5,25 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.commands.diff import run_diff
-from mock_scheduler.commands.inspect import run_inspect
-from mock_scheduler.commands.verify import run_verify
-from mock_scheduler.recording import Contract, WriterOptions, open_recording
+from mock_scheduler.commands.recordings import run_diff, run_inspect, run_verify
+from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.recording.writing.opening import open_recording
+from mock_scheduler.recording.writing.writer import WriterOptions
 from mock_scheduler.scheduler import RowShard
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import format_bytes
 from tests.recording.builders import SAMPLING, make_contract, make_info, make_row
 
-PROVENANCE = {
+PROVENANCE: dict[str, JSON] = {
     "git": {"root": "my_project", "revision": "0123456789abcdef", "is_modified": True},
     "library_git": {"root": "mock-scheduler", "revision": "fedcba9876543210", "is_modified": False},
     "python": "3.11.9",
@@ -40,7 +42,7 @@ def record(
     mode: str = "train",
     contract: Contract | None = None,
     run_id: str = "run-1",
-    **info: object,
+    **info: Any,
 ) -> Path:
     """A recording with a fixed manifest; further calls add steps to it."""
     storage = open_storage(str(dump_dir))
@@ -58,7 +60,7 @@ def write(
     contract: Contract | None = None,
     run_id: str = "run-1",
     options: WriterOptions = IN_PLACE,
-    **info: object,
+    **info: Any,
 ) -> None:
     writer = open_recording(
         str(dump_dir),
@@ -119,7 +121,11 @@ def make_odd_batch() -> RolloutBatch:
         1, 0, tokens=(1, 2), response=(False, False), rollout_logprobs=(), turn_rewards=(-0.5,), tag="Sokoban"
     )
     rows = [first, replace(first, identity=make_row(0, 1).identity), replace(silent, termination=Termination.ABORTED)]
-    extras = {"router": Ragged(torch.zeros(2, 4, dtype=torch.uint8)), "weight": torch.tensor(1.0), "info": {"a": 1}}
+    extras: dict[str, Any] = {
+        "router": Ragged(torch.zeros(2, 4, dtype=torch.uint8)),
+        "weight": torch.tensor(1.0),
+        "info": {"a": 1},
+    }
     rows = [replace(row, extras=extras) for row in rows]
     return RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=None)
 
@@ -146,7 +152,7 @@ def file_size(train: Path, step: int) -> int:
     return (train / f"step_{step:06d}.safetensors").stat().st_size
 
 
-def change_contract(**values: object) -> Contract:
+def change_contract(**values: Any) -> Contract:
     fields = make_contract().fields
     return Contract([replace(field, value=values.get(field.name, field.value)) for field in fields])
 

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, OnlyIn
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.display.console import build_console
 from mock_scheduler.display.json_values import to_json
+from mock_scheduler.display.terminal import build_console
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.terminal import print_report
 from mock_scheduler.report.json_file import save_result
@@ -110,7 +110,7 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
     result = make_result()
     candidate = result.candidates[0]
     assert candidate.verdict.tensors is not None
-    finding = Finding(kind="gradient", step=0, update=0, name=NAME, message="a finding")
+    finding = Finding(kind="gradient", step=0, update=0, name=NAME, fact=OnlyIn(side="baseline"))
     place = RankPlace(global_rank=0, coordinates={"tp": 0})
     key = TraceKey(step=0, update=0, kind="gradient", name=NAME)
     conflict = ReplicaConflict(key=key, first=place, second=place, num_elements=1, max_abs=1.0)
@@ -130,7 +130,7 @@ def with_many_problems(num_findings: int, num_conflicts: int) -> AlignmentResult
 def test_what_is_not_shown_is_counted_with_the_file_that_has_it(files: Mapping[str, Path], where: str) -> None:
     """Compare named an align.json that it never writes, and conflicts after the fifth were dropped in silence."""
     lines = render(200, with_many_problems(7, 30), files=files).splitlines()
-    assert lines.count("    a finding") == 5
+    assert sum(line.endswith("was traced by the baseline but not by the candidate") for line in lines) == 5
     assert sum(line.startswith("    in the candidate: ") for line in lines) == 5
     assert [line for line in lines if " more" in line] == [f"    and 2 more{where}", f"    and 25 more{where}"]
 

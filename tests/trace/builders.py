@@ -11,13 +11,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import canonical_json, open_sealed, seal
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import METADATA_KEY, save_rank_trace
+from mock_scheduler.trace.full.files import METADATA_KEY
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices, cut_shard, whole
+from tests.rank_traces import save_rank_trace
 
 NORM = "decoder.layers.0.input_layernorm.weight"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Fact, Finding, OnlyIn, OtherShape
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
@@ -30,6 +30,8 @@ from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import describe_reason
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
+HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
+SENTENCE = f"{KEY.describe()} has shape [2] in the baseline and [3] in the candidate"
 
 
 WHYS: dict[VerdictKind, Reason] = {
@@ -40,9 +42,9 @@ WHYS: dict[VerdictKind, Reason] = {
 }
 
 
-def first_at(value: float, *, name: str = KEY.name, message: str = "the gradient differs") -> Divergence:
+def first_at(value: float, *, name: str = KEY.name, fact: Fact = HERE) -> Divergence:
     """A first divergence of this size."""
-    finding = Finding(kind="gradient", step=0, update=0, name=name, message=message)
+    finding = Finding(kind="gradient", step=0, update=0, name=name, fact=fact)
     return Divergence(step=0, update=0, kind="gradient", name=name, evidence=finding, value=value, bound=1e-6)
 
 
@@ -207,24 +209,25 @@ def test_code_of_ones_own_that_equals_the_reference_in_its_order_is_identical_em
 
 def test_where_float64_confirms_a_divergence_it_names_the_place() -> None:
     """In bfloat16 the first tensor beyond its bound was one that is beyond it in honest runs, too."""
-    elsewhere = first_at(1e-2, name="decoder.layers.0.mlp.linear_fc1.weight", message="it is 1.020 times the baseline")
+    elsewhere = first_at(1e-2, name="decoder.layers.0.mlp.linear_fc1.weight", fact=ELSEWHERE)
     confirmed = replace(DIVERGED, first=elsewhere)
     verdict = judge(replace(OTHER, direct=DIVERGED, wide=confirmed))
     assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, elsewhere)
     assert describe_reason(verdict) == (
         "in float64 it does not shrink as rounding does: the largest difference is 1.0e-02 in float64 and 1.0e-02 "
-        "here; first divergence: it is 1.020 times the baseline; against the baseline: first divergence: the gradient "
-        "differs; beyond their bounds: 0 of 0 metrics, 1 of 1 tensor"
+        "here; first divergence: gradient of decoder.layers.0.mlp.linear_fc1.weight at step 0, update 0 was traced by "
+        f"the baseline but not by the candidate; against the baseline: first divergence: {SENTENCE}; beyond their "
+        "bounds: 0 of 0 metrics, 1 of 1 tensor"
     )
 
 
 def test_where_float64_confirms_the_place_its_figures_stay_those_of_the_traced_runs() -> None:
     """Those of float64 stood there, which no trace of the candidate has."""
-    wide = replace(DIVERGED, first=first_at(2e-2, message="in float64"))
+    wide = replace(DIVERGED, first=first_at(2e-2, fact=ELSEWHERE))
     verdict = judge(replace(OTHER, direct=DIVERGED, wide=wide))
     assert (verdict.first, verdict.why) == (DIVERGED.first, RefutedBy(proof="referee", is_same_place=True))
     reason = describe_reason(verdict)
-    assert reason.startswith("first divergence: the gradient differs; beyond their bounds")
+    assert reason.startswith(f"first divergence: {SENTENCE}; beyond their bounds")
     assert reason.endswith("it begins at the same place")
     elsewhere = first_at(2e-2, name="decoder.layers.0.mlp.linear_fc1.weight")
     assert judge(replace(OTHER, direct=DIVERGED, wide=replace(wide, first=elsewhere))).first == elsewhere

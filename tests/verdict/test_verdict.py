@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry
-from mock_scheduler.trace.full.files import save_rank_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.compare_runs import compare_runs
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind, worst_exit_code
 from mock_scheduler.verdict.wording.divergences import describe_evidence
 from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.compare.stated import stated
+from tests.rank_traces import save_rank_trace
 
 BOUNDS = stated()
 NORM = "decoder.layers.0.input_layernorm.weight"

@@ -243,6 +243,7 @@ def _tensor_from_json(value: dict[str, Any]) -> torch.Tensor:
     numbers = [_NON_FINITE.get(number, number) if isinstance(number, str) else number for number in value["values"]]
     through = torch.float64 if dtype.is_floating_point else dtype
     try:
+        # Through float64, which holds every value of the narrower floats exactly.
         return torch.tensor(numbers, dtype=through).to(dtype).reshape(value["shape"])
     except (TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"a tensor of {value['dtype']} {value['shape']} has other values: {error}") from error

@@ -76,6 +76,7 @@ class PaddedWriter:
         starts, splits = self._spans.starts.tolist(), self._spans.splits.tolist()
         programs: list[list[int]] = [[*widths, starts[row], splits[row]] for row in self._order]
         values: list[list[bytes]] = [[] for _ in self._order]
+        # Sorted: the reader has no other way to know which stretch comes next.
         for name in sorted(self._fields.framed):
             self._write_tensor(name, programs, values)
         joined = [integer for program in programs for integer in program]

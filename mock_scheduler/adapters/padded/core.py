@@ -141,11 +141,13 @@ class CoreReader:
     def _read_rewards(self, starts: _Integers, turn_offsets: _Integers) -> tuple[_Floats, _Floats]:
         """The total of each row and of each turn, in float64."""
         name = self._layout.rewards
+        # In float64, so that a sum of float32 rewards is rounded once.
         totals, by_turn = np.zeros(len(self._order)), np.zeros(len(starts))
         if name is not None and name in self._fields.framed:
             values = self._gather(name).astype(np.float64)
             tokens = np.flatnonzero(values)
             rows = np.searchsorted(self._offsets, tokens, side="right") - 1
+            # A reward before the row's first turn belongs to that one, never to the row before.
             turns = np.maximum(np.searchsorted(starts, tokens, side="right") - 1, turn_offsets[rows])
             np.add.at(totals, rows, values[tokens])
             has_turn = turn_offsets[rows + 1] > turn_offsets[rows]
@@ -187,6 +189,7 @@ class CoreReader:
         if name is not None and name in self._fields.framed:
             tokens = self._gather(name)[self._mask]
             firsts = np.concatenate([[0], self._mask.cumsum()])[starts]
+            # The oldest: a turn is as stale as its stalest token.
             versions = np.minimum.reduceat(tokens, firsts) if len(firsts) else tokens[:0]
         elif name is not None and name in self._fields.dense and self._fields.dense[name].dim() == 1:
             versions = _numbers(self._fields.dense[name])[self._order][turn_rows]

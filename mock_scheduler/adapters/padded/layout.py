@@ -102,12 +102,9 @@ ROLL_AGENTIC = PaddedLayout(
     rewards="scores",
     turn_rewards="step_scores",
     frames={
-        "input_ids": Frame.FULL,
-        "attention_mask": Frame.FULL,
-        "position_ids": Frame.FULL,
-        "response_mask": Frame.FULL,
-        "prompt_mask": Frame.FULL,
-        "scores": Frame.FULL,
+        **dict.fromkeys(
+            ("input_ids", "attention_mask", "position_ids", "response_mask", "prompt_mask", "scores"), Frame.FULL
+        ),
         "infer_logprobs": Frame.SHIFTED,
     },
     group_ids="group_ids",
@@ -126,11 +123,7 @@ ROLL_RLVR = PaddedLayout(
     frames={
         "prompts": Frame.PROMPT,
         "responses": Frame.RESPONSE,
-        "input_ids": Frame.FULL,
-        "attention_mask": Frame.FULL,
-        "position_ids": Frame.FULL,
-        "response_mask": Frame.FULL,
-        "prompt_mask": Frame.FULL,
+        **dict.fromkeys(("input_ids", "attention_mask", "position_ids", "response_mask", "prompt_mask"), Frame.FULL),
         "infer_logprobs": Frame.SHIFTED,
     },
     group_ids="prompt_id",
@@ -145,13 +138,8 @@ VERL = PaddedLayout(
     rewards="token_level_scores",
     frames={
         "prompts": Frame.PROMPT,
-        "responses": Frame.RESPONSE,
-        "input_ids": Frame.FULL,
-        "attention_mask": Frame.FULL,
-        "position_ids": Frame.FULL,
-        "response_mask": Frame.RESPONSE,
-        "rollout_log_probs": Frame.RESPONSE,
-        "token_level_scores": Frame.RESPONSE,
+        **dict.fromkeys(("responses", "response_mask", "rollout_log_probs", "token_level_scores"), Frame.RESPONSE),
+        **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), Frame.FULL),
     },
     is_left_padded=True,
     group_ids="uid",
@@ -166,11 +154,7 @@ AREAL = PaddedLayout(
     rewards="rewards",
     policy_versions="versions",
     frames={
-        "input_ids": Frame.FULL,
-        "attention_mask": Frame.FULL,
-        "loss_mask": Frame.FULL,
-        "logprobs": Frame.FULL,
-        "versions": Frame.FULL,
+        **dict.fromkeys(("input_ids", "attention_mask", "loss_mask", "logprobs", "versions"), Frame.FULL),
     },
 )
 

@@ -89,11 +89,13 @@ def write_segment(lanes: Lanes, fields: TokenFields | None = None, start: int = 
 def _write_inexact(lanes: Lanes, tried: list[tuple[_Candidate, int]]) -> tuple[list[int], Lanes]:
     """``write_segment`` of a stretch without a rule that is right everywhere; ``tried``: each with its number of
     errors, the preferred first."""
+    # A guess at the most frequent value, without counting: padding lies at one end, and mostly reaches the middle.
     last = lanes[-1]
     common = last if lanes[len(lanes) // 2] == last else lanes[0]
     tried.insert(0, (_Candidate(Rule.CONSTANT, [common], common), int(np.count_nonzero(lanes != common))))
     best, best_wrong, best_size = None, 0, len(lanes) * lanes.itemsize
     for candidate, num_wrong in tried:
+        # A patch costs its position and its value; of two equally short forms the earlier one stays.
         size = len(candidate.values) * lanes.itemsize + num_wrong * (lanes.itemsize + _POSITION_SIZE)
         if size < best_size:
             best, best_wrong, best_size = candidate, num_wrong, size

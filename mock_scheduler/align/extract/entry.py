@@ -1,6 +1,6 @@
-"""The user's own files behind a candidate's entry module: the module, and the user's modules that it imports.
+"""The user's own files behind a candidate's entry module: the module, and the user's modules behind its imports.
 
-Contract: imports are read from the source, in functions too; nothing is run. Files that are found by other means (a
+Contract: imports are read from the source, in functions too; nothing is run. Files found by other means (a
 name put together at run time, a data file) are not found here. Installed packages, the standard library and the
 project's own packages are left where they are, and said.
 """
@@ -24,10 +24,10 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryFiles:
-    """root: the folder on the Python path that the names are below; paths: relative to it, sorted.
+    """root: the folder on the Python path; paths: relative to it, sorted.
 
-    ``left``: why there are none, in words; empty where there are. ``is_own``: whether that is since the module is part
-    of the project.
+    ``left``: why there are none, in words; empty where there are. ``is_own``: whether the reason is that the module is
+    part of the project.
     """
 
     root: Path
@@ -43,15 +43,15 @@ class EntryFiles:
 
 
 def find_entry_files(entry: str, own_packages: Collection[str]) -> EntryFiles:
-    """Finds the user's files behind ``python -m entry``; raises ``ConfigError`` where there is no such module.
+    """Finds the user's files behind ``python -m entry``; raises ``ConfigError`` where there is no module of this name.
 
     ``own_packages``: packages of the project, whose files are not the user's.
     """
     found = find_module(entry)
     if found is None:
         raise ConfigError(
-            f"the candidate's entry {entry!r} is no Python module in the working directory or on the Python path: run "
-            "this where the alignment was run"
+            f"the candidate's entry {entry!r} is not a Python module in the working directory or on the Python path; "
+            "run extract in the working directory of the alignment"
         )
     depth = len(entry.split(".")) + (found.name == "__main__.py")
     root = found.parents[depth - 1]
@@ -77,7 +77,7 @@ def _follow(root: Path, path: Path, paths: set[Path], own_packages: Collection[s
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is no Python source: {error}") from error
+        raise ConfigError(f"{path} is not Python source: {error}") from error
     for name in _imported(tree, package=".".join(path.relative_to(root).parts[:-1])):
         top = name.partition(".")[0]
         found = None if top in own_packages else _find_below(root, name)
@@ -86,7 +86,7 @@ def _follow(root: Path, path: Path, paths: set[Path], own_packages: Collection[s
 
 
 def _imported(tree: ast.AST, *, package: str) -> Iterator[str]:
-    """Dotted names of all that may be a module; of ``from a import b`` both ``a`` and ``a.b``."""
+    """Yields the dotted names of all possible modules; of ``from a import b`` both ``a`` and ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -18,11 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.extract.batch import reduce_batch
 from mock_scheduler.align.extract.entry import EntryFiles
-from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_reproduction
-from mock_scheduler.align.extract.readme import write_readme
-from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict
+from mock_scheduler.align.extract.folder import SCRIPT_FILE, Weights, write_readme, write_reproduction
+from mock_scheduler.align.extract.source import DivergedCandidate, read_verdict, reduce_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.errors import AlignmentError, ConfigError
@@ -72,8 +70,8 @@ def run_reproduction(folder: Path, name: str) -> Outcome:
         if not (results / ALIGN_FILE).is_file():
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
             raise AlignmentError(
-                f"the reproduction's script ended with exit code {code} and no result; --no-check makes it all the "
-                f"same. The last lines of its output:\n{tail}"
+                f"the reproduction's script ended with exit code {code} and no result; --no-check makes the folder "
+                f"without running it. The last lines of its output:\n{tail}"
             )
         verdict, text = read_verdict(results, name)
     return Outcome(verdict=verdict, text=text)
@@ -94,7 +92,9 @@ class Extraction:
         """Write the folder with as many groups as the divergence needs; raises as ``run_extract``."""
         order = order_groups(self.batch, self.source.sample)
         if num_groups is not None and not 1 <= num_groups <= len(order):
-            raise ConfigError(f"--groups is {num_groups}; step {self.source.step} has {count_of(len(order), 'group')}")
+            raise ConfigError(
+                f"--groups is {num_groups}, expected 1 to {len(order)}: the groups of step {self.source.step}"
+            )
         wanted = num_groups or (len(order) if self.source.sample is None else 1)
         remarks: list[str] = []
         while True:
@@ -106,9 +106,9 @@ class Extraction:
             if wanted == len(order):
                 raise AlignmentError(
                     f"the divergence does not show again: with all {count_of(wanted, 'group')} of step "
-                    f"{self.source.step} the reproduction is {outcome.verdict} ({outcome.text}). Then what made it is "
-                    "not in recording, weights and configuration: code or packages that changed since, another "
-                    "machine, or a run that does not repeat itself (mock-scheduler doctor)"
+                    f"{self.source.step} the reproduction is {outcome.verdict} ({outcome.text}). Recording, weights "
+                    "and configuration do not cause it. Likely causes: changed code or packages, another machine, or a "
+                    "run that does not repeat itself (check with mock-scheduler doctor)"
                 )
             wanted = min(2 * wanted, len(order))
 
@@ -126,11 +126,11 @@ class Extraction:
         outcome = None
         count = f"{reduction.num_groups} of {count_of(len(order), 'group')}"
         if self.check is None:
-            remarks.append("It was not run when it was extracted (`--no-check`), so it may not diverge.")
+            remarks.append("The extraction did not run it (`--no-check`), so it may not diverge.")
         else:
             with self.console.status(f"running the reproduction with {count}"):
                 outcome = self.check(folder, source.change.name)
-            remarks.append(f"With {count} it was run when it was extracted, and was {outcome.verdict}: {outcome.text}")
+            remarks.append(f"The extraction ran it with {count}. The verdict was {outcome.verdict}: {outcome.text}")
             self.console.print(escape(f"{count}: {outcome.verdict}"))
         write_readme(
             folder,
@@ -146,7 +146,7 @@ class Extraction:
         return reduction.num_groups, outcome
 
     def _places(self, chosen: Sequence[GroupKey]) -> list[int]:
-        """Find the places of the chosen groups in the step: every step keeps the groups at these places."""
+        """Find the places of the chosen groups in the step: every step keeps the groups there."""
         return sorted(list(self.batch.group_sizes).index(group) for group in chosen)
 
     def _groups(self, step: int, places: Sequence[int]) -> list[GroupKey]:

@@ -1,26 +1,28 @@
-"""The folder of a reproduction: recording, weights, configuration, the candidate's code, a script and a README.
+"""Writes the folder of a reproduction: recording, weights, configuration, the candidate's code, script and README.
 
 Contract: everything in it is named relative to it, so it can be moved; nothing outside of it is written.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.extract.batch import apply_values
 from mock_scheduler.align.extract.entry import EntryFiles
-from mock_scheduler.align.extract.source import DivergedCandidate
+from mock_scheduler.align.extract.source import DivergedCandidate, apply_values
 from mock_scheduler.align.plan.overrides import format_override
-from mock_scheduler.align.plan.plan import BASELINE_NAME
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import ConfigSource, dump_config
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Plain, ReducedBatch, RunConfig, load_config
 from mock_scheduler.recording.writing.subset import write_subset
-from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE
+from mock_scheduler.support.digests import iterate_leaves
+from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE
+from mock_scheduler.support.text import count_of, list_some
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"
@@ -60,7 +62,7 @@ exit "$code"
 class Weights:
     """The weights with which a reproduction begins: ``checkpoint``, or where it is ``None`` the seed's initial ones.
 
-    ``first_step``, ``last_step``: the steps that are then trained, the first divergence's among them. ``text``: in
+    ``first_step``, ``last_step``: the trained steps, the first divergence's among them. ``text``: in
     words.
     """
 
@@ -154,7 +156,7 @@ def _build_config(source: DivergedCandidate, reduction: ReducedBatch, *, checkpo
 
 
 def _candidate(source: DivergedCandidate, reduction: ReducedBatch) -> CandidateConfig:
-    """Returns the candidate, with the keys that it needs beside the batch's."""
+    """Returns the candidate, with the keys needed beside the batch's."""
     further = source.reductions.follow_batch(source.candidate, reduction)
     added = [format_override(key, value) for key, value in further.items() if key not in source.own_keys]
     if not added:
@@ -171,3 +173,93 @@ def _find_start(source: DivergedCandidate, checkpoint: Path) -> int:
     if step is None:
         raise ConfigError(f"the checkpoint {checkpoint} cannot be used: there is none any more")
     return step
+
+
+README_FILE = "README.md"
+
+_NUM_GROUPS_NAMED = 8
+
+
+def write_readme(
+    folder: Path,
+    source: DivergedCandidate,
+    config: RunConfig,
+    *,
+    reduction: ReducedBatch,
+    groups: Mapping[int, Sequence[GroupKey]],
+    num_all: int,
+    weights: Weights,
+    entry: EntryFiles,
+    remarks: Sequence[str],
+) -> None:
+    """Writes ``README.md``. ``remarks``: the findings of the reproduction's check, in sentences."""
+    change = config.align.candidates[0]
+    sections = [
+        f"# {change.name} diverges from its baseline",
+        f"In the alignment that this was cut from:\n\n> {source.sentence}",
+        "\n".join(remarks),
+        "## Run it\n\n"
+        "From the root of a checkout, or with `MOCK_SCHEDULER_ROOT=…`; `PYTHON=…` is another interpreter:\n\n"
+        f"```bash\nbash {SCRIPT_FILE}\n```\n\n"
+        f"Expected: `{change.name}` is **diverged**, exit code 1. It trains a baseline and the candidate on the "
+        "recording here; no rollout is played.",
+        "## What differs\n\n" + _describe_change(config, entry),
+        "## What is here\n\n"
+        + _describe_files(source, reduction, groups, num_all=num_all, weights=weights, entry=entry),
+        "## Versions\n\n" + _describe_versions(source),
+    ]
+    (folder / README_FILE).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+
+
+def _describe_change(config: RunConfig, entry: EntryFiles) -> str:
+    change = config.align.candidates[0]
+    lines = [f"- `{override}`" for override in change.overrides]
+    if entry.paths:
+        lines.append(f"- it runs as `python -m {change.entry}`, whose files are copied here")
+    elif not entry.is_own:
+        lines.append(f"- it runs as `python -m {change.entry}`, which must be installed: {entry.left}")
+    if change.python is not None:
+        lines.append(f"- it runs with another interpreter, `{change.python}`, which is not here: see versions")
+    return "\n".join(lines) or "- nothing is configured otherwise: the candidate repeats the baseline"
+
+
+def _describe_files(
+    source: DivergedCandidate,
+    reduction: ReducedBatch,
+    groups: Mapping[int, Sequence[GroupKey]],
+    *,
+    num_all: int,
+    weights: Weights,
+    entry: EntryFiles,
+) -> str:
+    named = [f"group {group_id}/episode {episode_id}" for _, group_id, episode_id in groups[max(groups)]]
+    steps = f"step {min(groups)}" if len(groups) == 1 else f"steps {min(groups)} to {max(groups)}"
+    before = dict(iterate_leaves(source.baseline.model_dump(mode="json")))
+    changed = ", ".join(f"`{key}={value}`" for key, value in reduction.values.items() if value != before[key])
+    lines = [
+        f"- `{RECORDING_FOLDER}`: {steps}, {reduction.num_groups} of {count_of(num_all, 'group')}, whole "
+        f"({list_some(named, _NUM_GROUPS_NAMED, ', ')})",
+        f"- weights: {weights.text}" + (f" (`{CHECKPOINT_FOLDER}`)" if weights.checkpoint else ""),
+        f"- `{CONFIG_FILE}`: the baseline's whole configuration, and the candidate in its section `align`. What is not "
+        f"as it was: {changed}",
+    ]
+    if entry.paths:
+        lines.append(
+            f"- {', '.join(f'`{path}`' for path in entry.paths)}: the candidate's code, with the imports that its "
+            "source names; modules that are loaded by a name made at run time, and data files, are not"
+        )
+    return "\n".join(lines)
+
+
+def _describe_versions(source: DivergedCandidate) -> str:
+    """Lists the packages with their versions when the rollouts were recorded, and when they were cut."""
+    provenance = source.reader.manifest.provenance
+    recorded = provenance.get("packages")
+    packages = recorded if isinstance(recorded, Mapping) else {}
+    rows = [("python", str(provenance.get("python", "")), sys.version.split()[0])]
+    for name, distributions in DISTRIBUTIONS.items():
+        then, now = packages.get(name), read_package_version(*distributions)
+        if then is not None or now is not None:
+            rows.append((name, str(then or "none"), now or "none"))
+    table = "\n".join(f"| {name} | {then} | {now} |" for name, then, now in rows)
+    return f"| package | when recorded | when extracted |\n| --- | --- | --- |\n{table}"

@@ -1,28 +1,31 @@
-"""``mock-scheduler extract`` starts from a finished alignment, and from one of its candidates that diverged.
+"""Reads a diverged candidate of a finished alignment, and cuts both configurations to fewer groups and fewer steps.
 
-Contract: reads ``align.json``, the runs' ``config.yaml`` and the recording; nothing is written. Only the keys that are
-needed are looked at; a missing or wrong one is an error with the names of file and key.
+Contract: reads ``align.json``, the runs' ``config.yaml`` and the recording; nothing is written. Only the needed keys
+are looked at; a missing or wrong one is an error with the names of file and key. The program says by which keys a
+batch becomes smaller; a key of the candidate's own stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mock_scheduler
+from pydantic import ValidationError
+
 from mock_scheduler.align.plan.matrix import expand_candidates
 from mock_scheduler.align.plan.overrides import override_keys
-from mock_scheduler.align.plan.plan import BASELINE_NAME, RECORDING_NAME
+from mock_scheduler.align.plan.plan import RECORDING_NAME
 from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.errors import ConfigError, StepNotFoundError
-from mock_scheduler.program import Program, Reductions, RunConfig, find_program, load_config
+from mock_scheduler.errors import ConfigError, LayoutError, StepNotFoundError
+from mock_scheduler.program import Plain, Program, ReducedBatch, Reductions, RunConfig, find_program, load_config
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.files import load_json_object
-from mock_scheduler.support.run_files import ALIGN_FILE, CONFIG_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
+from mock_scheduler.support.version import PACKAGE
 
 _DIVERGED = "diverged"
 
@@ -33,7 +36,7 @@ class DivergedCandidate:
 
     ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
     own configurations. ``change``: the candidate as it was configured, with its entry. ``sentence``: the first
-    divergence in words. ``step``: where it is, or the step that was asked for; ``sample``: the row with the largest
+    divergence in words. ``step``: its place, or the step asked for; ``sample``: the row with the largest
     difference, as recordings name it, where one row has it.
     """
 
@@ -61,11 +64,11 @@ class DivergedCandidate:
     @property
     def own_packages(self) -> tuple[str, ...]:
         """The packages of the library and of the program."""
-        return (mock_scheduler.__name__, *self.program.packages)
+        return (PACKAGE, *self.program.packages)
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """The keys that the candidate sets itself."""
+        """The candidate sets these keys itself."""
         return frozenset(override_keys(self.change.overrides))
 
 
@@ -119,13 +122,13 @@ def read_verdict(align_dir: Path, name: str) -> tuple[str, str]:
 def _read_result(align_dir: Path) -> Mapping[str, Any]:
     path = align_dir / ALIGN_FILE
     if not path.is_file():
-        raise ConfigError(f"{align_dir} is no folder of an alignment: there is no {ALIGN_FILE} in it")
+        raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
     try:
         result = load_json_object(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(result.get("candidates"), list):
-        raise ConfigError(f"{path} is no result of mock-scheduler align: it has no list of candidates")
+        raise ConfigError(f"{path} is not a result of mock-scheduler align: it has no list of candidates")
     return result
 
 
@@ -146,8 +149,8 @@ def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Ma
     if found.get("verdict") != _DIVERGED:
         diverged = [other for other, item in _by_name(result).items() if item.get("verdict") == _DIVERGED]
         raise ConfigError(
-            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}: there is no divergence to "
-            f"reproduce; diverged are {', '.join(diverged) or 'none'}"
+            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}, so it has no divergence to "
+            f"reproduce; the diverged candidates are {', '.join(diverged) or 'none'}"
         )
     return found
 
@@ -163,13 +166,13 @@ def _load(run_dir: Path) -> tuple[Program, RunConfig]:
     """Returns the program and the configuration of a finished run."""
     path = run_dir / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"{path} is gone: without the run's configuration nothing can be extracted")
+        raise ConfigError(f"{path}, the run's configuration, is gone; run the alignment again")
     program = find_program(path.stem, path.parent)
     return program, load_config(ConfigSource(config_name=path.stem, config_path=str(path.parent)), program)
 
 
 def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
-    """Returns the recording in the alignment's folder or, where it replayed another one, that."""
+    """Opens the recording in the alignment's folder or, where it replayed another one, the other."""
     named = result.get("recording_dir")
     places = [str(align_dir / RECORDING_NAME), *([named] if isinstance(named, str) else [])]
     for place in places:
@@ -178,6 +181,43 @@ def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingRead
         except StepNotFoundError:
             continue
     raise StepNotFoundError(
-        f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; without its "
-        "rollouts nothing can be extracted. Run the alignment again"
+        f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; extract "
+        "needs its rollouts, so run the alignment again"
     )
+
+
+def reduce_batch(source: DivergedCandidate, *, num_groups: int, num_all: int, max_steps: int) -> ReducedBatch:
+    """Finds the fewest groups, from ``num_groups`` on, so that both configurations load.
+
+    ``num_all``: groups of a recorded batch; with all of them batch sizes stay as they are. ``max_steps``: after the
+    last step to keep. Raises ``ConfigError`` where not even all groups can be trained on so.
+    """
+    problem = ""
+    for count in range(num_groups, num_all + 1):
+        for values in source.reductions.list_batches(
+            source.baseline, num_groups=count, num_all=num_all, max_steps=max_steps
+        ):
+            try:
+                for config, kept in ((source.baseline, ()), (source.candidate, source.own_keys)):
+                    apply_values(config, values, kept=kept)
+            except (ValidationError, LayoutError) as error:
+                problem = str(error)
+                continue
+            return ReducedBatch(num_groups=count, values=values)
+    raise ConfigError(f"the run cannot be cut to {max_steps} steps: {problem}")
+
+
+def apply_values(config: RunConfig, values: Mapping[str, Plain], *, kept: Collection[str] = ()) -> RunConfig:
+    """Returns the checked configuration with ``values`` by dotted keys, but for the ``kept`` ones.
+
+    Raises ``ValidationError`` or ``LayoutError`` where it is none.
+    """
+    content = config.model_dump(mode="json")
+    for key, value in values.items():
+        if key not in kept:
+            *sections, name = key.split(".")
+            place = content
+            for section in sections:
+                place = place[section]
+            place[name] = value
+    return config.model_validate(content)

@@ -3,21 +3,33 @@
 Contract: pure. A tensor *differs* where its bits do, or where it is beyond its bound; where one run alone has it, or is
 not finite; or where copies within the candidate disagree. The order is ``compare.pairing.order``'s.
 
-*Grafts.* Of what differs in one pass of one update, the first that a module shows is a cause, for all before it is
-equal. With the reference's tensor put in its place, whatever is then equal only passed the difference on, and the first
-that still differs is another cause. So each run finds one cause, until nothing differs.
+*Grafts.* The first differing tensor of a pass is a cause, for all before it is equal. With the reference's tensor put
+in its place, every tensor that becomes equal only passed the difference on, and the first one still different is
+another cause. So each run finds one cause, until nothing differs. The facts of a localisation are collected out of the
+walk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
 
 from mock_scheduler.compare.pairing.order import order_keys
 from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TRACE_KINDS
-from mock_scheduler.verdict.localisation import DifferingTensor, GraftEnd, GraftEndCause, GraftKind, pass_of
+from mock_scheduler.verdict.localisation import (
+    DifferingTensor,
+    GraftedModule,
+    GraftEnd,
+    GraftEndCause,
+    GraftKind,
+    Localisation,
+    PassName,
+    pass_of,
+)
 
 
 def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[DifferingTensor]:
@@ -38,7 +50,7 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
 
 
 def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | None:
-    """The first step at which anything differs; ``None`` where none does.
+    """The first step with a difference; ``None`` without any.
 
     An undecided sketch counts only where nothing is certain.
     """
@@ -57,9 +69,9 @@ def in_pass(differing: Sequence[DifferingTensor], key: TraceKey) -> list[Differi
 class GraftWalk:
     """A walk from cause to cause through one pass; ``before``: its differing tensors without a graft, in order.
 
-    Ask ``next_names`` for the tensors to put in; run that; tell ``see`` what still differs in the pass. ``is_there``:
-    whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None`` where all is
-    explained.
+    Ask ``next_names`` for the tensors to put in; run that; tell ``see`` the tensors still differing in the pass.
+    ``is_there``: whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None``
+    where all is explained.
     """
 
     before: Sequence[DifferingTensor]
@@ -80,7 +92,7 @@ class GraftWalk:
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:
-        """The names to put in next: every cause so far and the first that still differs; empty where it has ended."""
+        """The names to put in next: every cause so far and the first tensor still differing; empty at the end."""
         if self.end is not None or not self.remaining:
             return ()
         cause = self._find_end(self.remaining[0])
@@ -109,7 +121,7 @@ class GraftWalk:
         self.remaining = list(differing)
 
     def give_up(self, error: str) -> None:
-        """Say that the run with ``next_names`` could not be made."""
+        """Take note of a failed run with ``next_names``."""
         first = self.remaining[0].key
         self.end = GraftEnd(cause=GraftEndCause.RUN_FAILED, key=first, num_runs=self.num_runs, error=error)
 
@@ -120,6 +132,116 @@ class GraftWalk:
 
 
 def find_reduction_faults(differing: Sequence[DifferingTensor], key: TraceKey) -> list[DifferingTensor]:
-    """Main gradients of the update of ``key`` that differ though all activations and their gradients are as the
-    reference has them: their own reduction or accumulation does it."""
+    """The differing main gradients of the update of ``key``, beside equal activations and gradients of them: their own
+    reduction or accumulation makes the difference."""
     return [item for item in differing if item.key.update == key.update and pass_of(item.key) == "gradient"]
+
+
+#: The passes in the order of a step.
+_ORDER: tuple[PassName, ...] = get_args(PassName)
+#: A step's main gradients are made in its backward pass, and its loss ends its forward pass.
+_PHASES: dict[PassName, str] = {"gradient": "backward", "loss": "forward"}
+
+
+def build_localisation(
+    origin: DifferingTensor,
+    differing: Sequence[DifferingTensor],
+    comparison: TensorComparison,
+    *,
+    walk: GraftWalk | None,
+    reductions: Sequence[DifferingTensor],
+    is_exact: bool,
+    trace_dirs: tuple[Path, Path],
+    seconds: float,
+) -> Localisation:
+    """The facts of one localisation.
+
+    Args:
+        origin: The first differing tensor, explained.
+        differing: The differing tensors of the origin's step without a graft, in order.
+        comparison: Of the same step.
+        walk: Through the origin's pass; ``None`` where nothing can be put in.
+        reductions: Main gradients with a difference of their own, behind the grafts.
+        is_exact: Whether equal means equal bits; else within the bounds.
+        trace_dirs: Reference and candidate.
+        seconds: All runs and comparisons.
+    """
+    key, name = origin.key, pass_of(origin.key)
+    also = [item for item in differing if pass_of(item.key) == name]
+    if name == "gradient":
+        also = [item for item in also if item.key.update == key.update]
+    bad = {item.key for item in differing}
+    upto = [item.key for item in comparison.differences if _is_upto(item.key, key)]
+    return Localisation(
+        step=key.step,
+        update=key.update,
+        phase=_PHASES.get(name, name),
+        name=key.name,
+        origin=origin,
+        is_exact=is_exact,
+        made_by=_find_maker(key, comparison),
+        causes=() if walk is None else _list_causes(walk),
+        amplifiers=() if walk is None else _list_amplifiers(walk),
+        num_before=_count_before(comparison, key),
+        num_others=0 if walk is None else len(walk.before) - len(walk.causes),
+        remaining=() if walk is None else tuple(item.key.name for item in walk.remaining),
+        end=None if walk is None else walk.end,
+        reductions=tuple(reductions),
+        also=tuple(also[1:]),
+        num_equal=sum(other not in bad for other in upto),
+        num_later=sum(not _is_upto(item.key, key) for item in differing),
+        trace_dirs=trace_dirs,
+        seconds=seconds,
+    )
+
+
+def _list_causes(walk: GraftWalk) -> tuple[GraftedModule, ...]:
+    return tuple(
+        GraftedModule(
+            name=item.key.name,
+            kind=walk.kind,
+            is_cause=True,
+            relative=item.relative,
+            tensor=item,
+            num_healed=len(healed),
+        )
+        for item, healed in zip(walk.causes, walk.healed, strict=True)
+    )
+
+
+def _list_amplifiers(walk: GraftWalk) -> tuple[GraftedModule, ...]:
+    """Each module mended by a graft before it, in order, compared with the cause."""
+    return tuple(
+        GraftedModule(
+            name=item.key.name,
+            kind=walk.kind,
+            is_cause=False,
+            relative=item.relative,
+            cause=cause.key.name,
+            growth=item.relative / cause.relative if item.relative is not None and cause.relative else None,
+        )
+        for cause, healed in zip(walk.causes, walk.healed, strict=True)
+        for item in healed
+    )
+
+
+def _find_maker(key: TraceKey, comparison: TensorComparison) -> str:
+    """The module whose backward pass comes before a gradient at an output; empty of anything else."""
+    if pass_of(key) != "backward":
+        return ""
+    keys = [item.key for item in comparison.differences if pass_of(item.key) == "backward"]
+    same = [other for other in keys if (other.step, other.update) == (key.step, key.update)]
+    place = same.index(key) if key in same else 0
+    return same[place - 1].name if place else "loss"
+
+
+def _is_upto(key: TraceKey, origin: TraceKey) -> bool:
+    """Whether a tensor is of the origin's pass or one before it, of the origin's step and update."""
+    place = (key.update, _ORDER.index(pass_of(key)))
+    return key.step == origin.step and place <= (origin.update, _ORDER.index(pass_of(origin)))
+
+
+def _count_before(comparison: TensorComparison, key: TraceKey) -> int:
+    """The compared tensors of the step before this one."""
+    keys = [item.key for item in comparison.differences if item.key.step == key.step]
+    return keys.index(key) if key in keys else 0

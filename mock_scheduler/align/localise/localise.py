@@ -1,12 +1,12 @@
 """Where a divergence begins: further runs narrow it down to step, tensor and module.
 
 1. *Over steps.* Sketches of all tensors of every step, of both runs: one pair of runs gives the first differing
-   step, so nothing is searched for by halves. They end with the step at which the runs are known to differ.
+   step, so nothing is searched for by halves. They end with the first known difference.
 2. *Within the step.* Both runs again, up to that step, with whole tensors: all of them, or where they take more
    than ``max_trace_bytes`` the first differing ones of each pass. The first in execution order is the origin.
 3. *Grafts*, where the origin is of the forward or backward pass: the candidate again, with the reference's tensors put
-   in; ``decisions`` judges them. A main gradient that differs where all before it is equal is the fault
-   of its own reduction, and a parameter that of the optimizer: no graft is needed.
+   in; ``decisions`` judges them. A differing main gradient behind equal tensors is the fault of its own
+   reduction, a differing parameter the fault of the optimizer: no graft is needed.
 
 Runs start at step 0, since a checkpoint of one run is no checkpoint of the other; a run is as long as the steps up to
 the one that matters. Contract: nothing is removed; runs are made by ``run`` alone, one after another.
@@ -21,12 +21,12 @@ from pathlib import Path
 
 from mock_scheduler.align.localise.decisions import (
     GraftWalk,
+    build_localisation,
     find_differing,
     find_first_step,
     find_reduction_faults,
     in_pass,
 )
-from mock_scheduler.align.localise.facts import build_localisation
 from mock_scheduler.align.localise.runs import (
     MakeRun,
     choose_names,
@@ -47,6 +47,7 @@ from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import DifferingTensor, Localisation, pass_of
+from mock_scheduler.verdict.wording.bounds import describe_bounds_level
 
 MAX_GRAFTS = 6
 MAX_TRACE_BYTES = 4 << 30
@@ -64,9 +65,9 @@ def localise(
 ) -> Localisation:
     """Narrow a divergence down; both runs were made and compared before.
 
-    ``reference``: the plain baseline, or the one that adds in the candidate's order. ``first``: how they first
+    ``reference``: the plain baseline, or the one in the candidate's order of sums. ``first``: how they first
     differed; ``None``: not known when. ``bounds``: when a tensor differs, and they must have all kinds; ``None``: where
-    any bit does. ``max_grafts``: runs for causes; ``max_trace_bytes``: that whole tensors of one step may take.
+    any bit does. ``max_grafts``: runs for causes; ``max_trace_bytes``: room for the whole tensors of one step.
 
     Raises:
         AlignmentError: a run of the first two stages fails, or no tensor differs in them.
@@ -91,8 +92,8 @@ def localise(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stage:
-    """A step in which the runs differ. full: trace folders with whole tensors. level, compared: those in which all
-    names are, of the reference. comparison: of these, of the step. differing: in it, in order, never empty."""
+    """A step with a difference. full: trace folders with whole tensors. level, compared: of the reference's trace with
+    all names. comparison: of the step, in full. differing: its differing tensors, in order, never empty."""
 
     step: int
     full: tuple[Path, Path]
@@ -130,7 +131,7 @@ class _Search:
     def graft(
         self, stage: _Stage, origin: DifferingTensor, *, max_grafts: int
     ) -> tuple[GraftWalk | None, list[DifferingTensor]]:
-        """The causes in the origin's pass, and the main gradients that differ for a reason of their own."""
+        """The causes in the origin's pass, and the main gradients with a difference of their own."""
         if pass_of(origin.key) not in ("forward", "backward"):
             return None, []
         with open_trace(stage.full[0]) as trace:
@@ -231,7 +232,7 @@ class _Search:
         return self.run(planned, overrides, f"localise-{self.candidate.name}-{name}")
 
     def _nothing(self, where: str) -> AlignmentError:
-        bound = "its bits" if self.bounds is None else f"more than its bound ({self.bounds.level()})"
+        bound = "its bits" if self.bounds is None else f"more than its bound ({describe_bounds_level(self.bounds)})"
         return AlignmentError(
             f"{self.candidate.name}: the divergence cannot be localised: in {where} no tensor differs from "
             f"{self.reference.name} by {bound}"

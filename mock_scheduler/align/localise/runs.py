@@ -1,6 +1,6 @@
-"""The further runs of localisation: their overrides, the size of their traces, and the names that fit.
+"""The further runs of localisation: their overrides, the size of their traces, and the names with room.
 
-Contract: nothing is started here. All are in mock on the alignment's recording, as the runs that they repeat.
+Contract: nothing is started here. All are in mock on the alignment's recording, as the runs before them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHOICES = "*.router.chosen_experts"
 class MakeRun(Protocol):
     """Carries out a planned run with further overrides, in a folder of its own.
 
-    Returns the run's ``output_dir``, which is kept. Raises ``AlignmentError`` where it fails. ``name`` is unique.
+    Returns the run's ``output_dir`` and keeps it. Raises ``AlignmentError`` where it fails. ``name`` is unique.
     """
 
     def __call__(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
@@ -40,14 +40,14 @@ def sketch_overrides(run: PlannedRun, last_step: int | None) -> list[str]:
 
 
 def full_overrides(run: PlannedRun, step: int, names: Sequence[str] | None) -> list[str]:
-    """Whole tensors of one step, of these names; ``None``: of all."""
+    """Whole tensors of one step, of the given names; ``None``: of all."""
     return [*_trace("full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
 
 
 def graft_overrides(
     run: PlannedRun, *, level: str, kind: GraftKind, names: Sequence[str], place: tuple[int, int], trace: Path
 ) -> list[str]:
-    """The reference's tensors put in, and a trace of all of that step. place: step and update. trace: that has them."""
+    """The reference's tensors put in, and a trace of the whole step. place: step and update. trace: their folder."""
     step, update = place
     return [
         *_trace(level, f"'{step}'", ("*",)),
@@ -61,7 +61,7 @@ def graft_overrides(
 
 
 def estimate_bytes(comparison: TensorComparison, step: int, *, num_ranks: int, item_bytes: int) -> int:
-    """What full traces of one step take at most, of one process and of ``num_ranks`` that each hold all of it."""
+    """The most bytes of full traces of one step, by one process and by ``num_ranks`` ranks with all of it each."""
     elements = sum(item.num_elements + item.num_absent for item in comparison.differences if item.key.step == step)
     return elements * item_bytes * (1 + num_ranks)
 
@@ -69,7 +69,7 @@ def estimate_bytes(comparison: TensorComparison, step: int, *, num_ranks: int, i
 def guess_bytes(run: PlannedRun, trace: TraceReader, *, num_ranks: int) -> int:
     """Guesses the same before anything but parameters and main gradients was traced, by a trace of any step.
 
-    Each token has what the program says of it; each parameter its gradient, two moments and three copies.
+    Each token has as many elements as the program says; each parameter its gradient, two moments and three copies.
     """
     step = trace.steps[0]
     footer = trace.footer(step)

@@ -1,12 +1,12 @@
-"""The smallest case that still fails is found by greedy delta debugging over dimensions with levels; pure logic.
+"""Finds the smallest failing case by greedy delta debugging over dimensions with levels; pure logic.
 
 A case is a level for each dimension: 0 as it was given, higher ones more reduced. Subsets of dimensions, first all,
 then halves, then single ones, go to their highest level at once (Zeller and Hildebrandt 2002, "Simplifying and
-Isolating Failure-Inducing Input"); a dimension that resists goes as far as it can alone; all again until nothing
+Isolating Failure-Inducing Input"); a dimension with resistance goes as far as it can alone; all again until nothing
 changes.
 
-Contract: levels only rise, and no case is asked twice, so that the search ends whatever the answers are, also where
-they contradict each other. Where answers are monotone (a less reduced case than a failing one fails) the result is
+Contract: levels only rise, and no case is asked twice; so the search ends for any answers, contradictory ones
+included. Where answers are monotone (a less reduced case than a failing one fails) the result is
 minimal; in any case no single dimension of the result could be reduced further.
 """
 
@@ -20,9 +20,9 @@ Levels = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Minimum:
-    """The most reduced case that was seen to fail.
+    """The most reduced failing case.
 
-    ``num_runs``: cases that were run for it. ``is_complete``: False where the runs were used up before all was tried.
+    ``num_runs``: cases run for it. ``is_complete``: False where the runs were used up before all was tried.
     """
 
     levels: Levels
@@ -76,7 +76,7 @@ class _Search:
                 return
 
     def open_dimensions(self) -> list[int]:
-        """Lists the dimensions that could be reduced further."""
+        """Lists the dimensions below their highest level."""
         return [index for index, level in enumerate(self.current) if level < self.highest[index]]
 
 
@@ -88,10 +88,10 @@ def minimise(
     identify: Callable[[Levels], Hashable] = lambda levels: levels,
     max_runs: int,
 ) -> Minimum:
-    """Reduces the case at level 0, which is known to fail.
+    """Reduces the case at level 0, a known failure.
 
     ``highest``: the last level of every dimension. ``fails``: runs a case; False too where it cannot tell.
-    ``is_valid``: whether a case can be run at all; asked at no cost. ``identify``: equal for cases that are the same.
+    ``is_valid``: whether a case can be run at all; asked at no cost. ``identify``: equal for equal cases.
     """
     search = _Search(
         highest=highest,
@@ -115,7 +115,7 @@ def minimise(
 
 
 def _subsets(search: _Search) -> Iterator[list[int]]:
-    """Yields all open dimensions, then halves of them, and so on down to two, without those reduced meanwhile."""
+    """Yields all open dimensions, then halves of them, and so on down to two, without any reduced meanwhile."""
     dimensions = search.open_dimensions()
     size = len(dimensions)
     while size > 1:

@@ -1,10 +1,10 @@
-"""The parts of a failing candidate that can be reduced, and each reduction as overrides.
+"""Lists the reducible parts of a failing candidate, and writes each reduction as overrides.
 
-Dimensions are of three kinds: the workload, which baseline and candidate share and whose parts the program lists; the
+Dimensions are of three kinds: the workload, shared by baseline and candidate, with parts listed by the program; the
 candidate's layout, axis by axis; and its other changes (its overrides one by one, its entry, its interpreter). With
-another workload the rollouts are others, so that the baseline records anew.
+another workload the rollouts are others, and the baseline records anew.
 
-Contract: pure; a reduction that cannot be run is found by loading it, not here.
+Contract: pure; loading finds an impossible reduction, not this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reduction:
 
     @property
     def is_baseline(self) -> bool:
-        """True where nothing is left that differs from the baseline."""
+        """True where no difference from the baseline is left."""
         changed = self.candidate
         return not changed.overrides and changed.entry is None and changed.python is None
 
@@ -90,7 +90,7 @@ class ReductionSpace:
         )
 
     def _layouts(self, reduced: Mapping[str, Plain]) -> tuple[dict[str, Plain], dict[str, Plain]]:
-        """Returns the candidate's degrees and the baseline's, which follows where it would be the larger one."""
+        """Returns the candidate's degrees and the baseline's; the baseline follows where it would be the larger one."""
         ours = {**_degrees(self.planned.parallel), **reduced}
         theirs = _degrees(self.baseline.parallel)
         for key, value in reduced.items():
@@ -102,9 +102,9 @@ class ReductionSpace:
 def build_space(
     program: Program, baseline: RunConfig, planned: RunConfig, candidate: CandidateConfig
 ) -> ReductionSpace:
-    """Collects all that can be reduced of a candidate: first the workload, then its layout, then its changes.
+    """Collects all dimensions of a candidate: first the workload, then its layout, then its changes.
 
-    ``planned``: the configuration that the candidate runs with. Raises ``ConfigError`` where the program does not say
+    ``planned``: the candidate's own configuration. Raises ``ConfigError`` where the program does not say
     how its runs become smaller.
     """
     if program.reductions is None:
@@ -153,13 +153,13 @@ def _change_dimensions(candidate: CandidateConfig) -> Iterator[Dimension]:
 
 
 def _num_parts(degrees: Mapping[str, Plain]) -> int:
-    """Micro-batches that an update needs: one for each data-parallel rank, and stage where these have chunks."""
+    """Counts the micro-batches of an update: one for each rank of dp, and each stage where stages have chunks."""
     stages = _size(degrees[LAYOUT_AXES["pp"]]) if _size(degrees[LAYOUT_AXES["vpp"]]) > 1 else 1
     return _size(degrees[LAYOUT_AXES["dp"]]) * stages
 
 
 def _changes(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides that are no degree of the layout."""
+    """Returns the overrides beside the degrees of the layout."""
     degrees = {f"parallel.{key}" for key in _LAYOUT_KEYS}
     return [text for text, key in zip(overrides, override_keys(overrides), strict=True) if key not in degrees]
 
@@ -170,7 +170,7 @@ def _degrees(parallel: ParallelConfig) -> dict[str, Plain]:
 
 
 def _without_idle(degrees: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Takes degrees out that need another axis, where that is 1."""
+    """Takes sequence parallelism out beside tp 1, and virtual stages beside pp 1: neither has an effect alone."""
     idle: dict[str, Plain] = {}
     if degrees[LAYOUT_AXES["tp"]] == 1:
         idle[_SEQUENCE_PARALLEL] = False

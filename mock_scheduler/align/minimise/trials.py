@@ -30,7 +30,7 @@ AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], VerdictK
 class Trials:
     """Aligns cases of one space.
 
-    ``baseline``: the overrides of ``align.baseline``. ``failing``: the verdicts that show the fault.
+    ``baseline``: the overrides of ``align.baseline``. ``failing``: the verdicts with the fault.
     """
 
     program: Program
@@ -109,7 +109,7 @@ class Trials:
         }
 
     def command(self, reduction: Reduction) -> str:
-        """Make the command that shows the reduced case, in a folder of its own."""
+        """Write the command for the reduced case, in a folder of its own."""
         overrides = self._with_shared(reduction)
         only = only_candidate(self.load, overrides, reduction.candidate)
         words = [self.config_name, *overrides, *only, "--config-path", str(self.config_path)]
@@ -125,8 +125,7 @@ class Trials:
         if reduction.candidate.python is not None:
             own.append(f"python {reduction.candidate.python}")
         num_runs = len(self.tried)
-        were = "was" if num_runs == 1 else "were"
-        state = "" if minimum.is_complete else f", which {were} all that it may take: it may not be the smallest"
+        state = "" if minimum.is_complete else ", the limit of --max-runs; a smaller case may exist"
         lines = (
             f"still fails after {count_of(num_runs, 'alignment')}{state}",
             f"layout       {reduction.layout}",
@@ -146,7 +145,7 @@ class Trials:
 
 
 def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: CandidateConfig) -> tuple[str, ...]:
-    """Make the overrides by which a candidate is the only one."""
+    """Write the overrides for one candidate alone."""
     fields = {"name": quote_value(candidate.name)}
     if candidate.overrides:
         fields["overrides"] = _quote_list(candidate.overrides)
@@ -162,7 +161,7 @@ def only_candidate(load: ConfigLoader, overrides: Sequence[str], candidate: Cand
 
 
 def remember(load: ConfigLoader) -> ConfigLoader:
-    """Make a loader that loads nothing twice."""
+    """Make a loader with a memory: it loads nothing twice."""
     known: dict[tuple[str, ...], RunConfig] = {}
 
     def look_up(overrides: Sequence[str]) -> RunConfig:

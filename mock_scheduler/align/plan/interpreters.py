@@ -1,4 +1,4 @@
-"""The Python that runs a candidate is read: whether it can, and the versions of the packages that matter.
+"""Reads the Python of a candidate: whether it can run it, and the versions of the packages with an effect on bits.
 
 Contract: this process's own interpreter is read without starting anything. Another is started once, for a second or
 two, and imports neither torch nor Megatron; an error of its own becomes a ``ConfigError`` with its words.
@@ -18,16 +18,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mock_scheduler
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_versions
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.version import PACKAGE, ROOT
 
 _NEEDED = ("torch", "megatron-core")
 _TIMEOUT_S = 120.0
 _NUM_LINES = 15
 #: The folder that this project is imported from.
-_CHECKOUT = Path(mock_scheduler.__file__).parents[1]
+_CHECKOUT = ROOT
 
 # What the other interpreter runs. It finds the project as ``python -m`` would, in the working directory or installed;
 # only where it does not, the checkout's folder is added. Reading a configuration is what every run begins with.
@@ -55,10 +55,10 @@ print(json.dumps({"python": platform.python_version(), "added": added, "versions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interpreter:
-    """``path``: as it is started. ``versions``: of Python and of the installed packages that matter.
+    """``path``: as it is started. ``versions``: of Python and of the packages with an effect on bits.
 
-    ``env``: variables that a run under it needs over the launcher's own. ``sources``: the folders of the project's
-    packages that it would import.
+    ``env``: variables for a run under it, over the launcher's own. ``sources``: the folders of the project's packages
+    under it.
     """
 
     path: str
@@ -71,7 +71,7 @@ class Interpreter:
 class InterpreterReader:
     """Reads interpreters, each once.
 
-    ``packages``: that a run imports beside the library. ``environ``: of the processes that are started; ``None``: this
+    ``packages``: imported by a run beside the library. ``environ``: of the started processes; ``None``: this
     process's.
     """
 
@@ -82,19 +82,19 @@ class InterpreterReader:
     def read(self, python: str | None) -> Interpreter:
         """Returns the interpreter of a path, or of a name on the search path; ``None`` is this process's own.
 
-        Raises ``ConfigError`` where it is none that can be run, cannot import the project, or has no torch or no
+        Raises ``ConfigError`` where it cannot be run, cannot import the project, or has no torch or no
         megatron-core.
         """
         path = sys.executable if python is None else find_executable(python)
         if path not in self._known:
             is_own = path == sys.executable
-            packages = (mock_scheduler.__name__, *self.packages)
+            packages = (PACKAGE, *self.packages)
             self._known[path] = _read_own(packages) if is_own else _probe(path, packages, self.environ or os.environ)
         return self._known[path]
 
 
 def describe_versions(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> tuple[str, ...]:
-    """Lists a candidate's versions that are not the baseline's, as ``torch 2.13.0 instead of 2.14.1``."""
+    """Lists a candidate's versions beside the baseline's where they differ, as ``torch 2.13.0 instead of 2.14.1``."""
     names = [name for name in dict.fromkeys([*baseline, *candidate]) if baseline.get(name) != candidate.get(name)]
     return tuple(
         f"{name} {candidate.get(name, 'not installed')} instead of {baseline.get(name, 'none')}" for name in names
@@ -133,7 +133,7 @@ def _probe(path: str, packages: Sequence[str], environ: Mapping[str, str]) -> In
     versions = _named_versions(answer["python"], answer["versions"])
     missing = [name for name in _NEEDED if name not in versions]
     if missing:
-        raise ConfigError(f"python: {path} has no {' and no '.join(missing)}, which every run needs; install it there")
+        raise ConfigError(f"python: {path} has no {' and no '.join(missing)}; install {' and '.join(missing)} there")
     env = {}
     if answer["added"]:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_CHECKOUT), environ.get("PYTHONPATH"))))
@@ -163,7 +163,7 @@ def _ask(path: str, given: str, environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError) as error:
-        raise ConfigError(f"python: {path} is no Python interpreter: it answered {done.stdout[:200]!r}") from error
+        raise ConfigError(f"python: {path} is not a Python interpreter: it answered {done.stdout[:200]!r}") from error
     return answer
 
 

@@ -34,8 +34,8 @@ def list_candidates(
 
     First ``align.candidates``, then the matrix layout by layout, each with every option.
 
-    ``parallel``: the baseline's layout; a candidate of the matrix overrides the degrees in which its own differs.
-    ``reserved``: names that no candidate may have. Problems are every unknown layout, doubled or reserved name,
+    ``parallel``: the baseline's layout; a candidate of the matrix overrides the degrees where its own differs.
+    ``reserved``: names forbidden to candidates. Problems are every unknown layout, doubled or reserved name,
     exclusion without a match and empty product.
     """
     problems: list[str] = []
@@ -44,16 +44,16 @@ def list_candidates(
     problems += _name_problems([candidate.name for candidate in candidates], reserved)
     if not candidates and not problems:
         problems.append(
-            "there is no candidate: align.candidates and align.matrix are empty; give either, such as "
+            "there is no candidate: align.candidates and align.matrix are empty; fill one, as in "
             "align.candidates: [{name: tp2, overrides: [...]}] or align.matrix.layouts: [tp2]"
         )
     return candidates, problems
 
 
 def layout_overrides(layout: str, parallel: ParallelConfig) -> tuple[str, ...]:
-    """Returns the overrides that make ``parallel`` the layout of a text such as ``tp2-sp``; other degrees become 1.
+    """Returns overrides from ``parallel`` to the layout of a text like ``tp2-sp``; other degrees become 1.
 
-    Keys that are no degrees stay as they are. Raises ``LayoutError`` for a text that is no layout.
+    Keys beside the degrees stay as they are. Raises ``LayoutError`` where the text is no layout.
     """
     current = parallel.model_dump()
     return tuple(
@@ -66,11 +66,11 @@ def layout_overrides(layout: str, parallel: ParallelConfig) -> tuple[str, ...]:
 def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: list[str]) -> Iterator[CandidateConfig]:
     options = matrix.options or {PLAIN_OPTION: []}
     if matrix.options and not matrix.layouts:
-        problems.append("align.matrix.options: there are no align.matrix.layouts to combine them with; tp1 is one")
+        problems.append("align.matrix.options has no layouts to combine with; add align.matrix.layouts, as in [tp1]")
     if options.get(PLAIN_OPTION):
         problems.append(
             f"align.matrix.options.{PLAIN_OPTION} is {options[PLAIN_OPTION]}, but {PLAIN_OPTION} is the layout alone; "
-            "give it [], or the option another name"
+            "set it to [], or rename the option"
         )
     layouts = _parse_layouts(matrix.layouts, parallel, problems)
     names = {
@@ -81,7 +81,7 @@ def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: lis
     excluded = {name for name in names if any(fnmatchcase(name, glob) for glob in matrix.exclude)}
     if layouts or not problems:
         problems += [
-            f"align.matrix.exclude: {glob!r} matches no candidate; they are {', '.join(names) or 'none'}"
+            f"align.matrix.exclude: {glob!r} matches no candidate; the candidates are {', '.join(names) or 'none'}"
             for glob in matrix.exclude
             if not any(fnmatchcase(name, glob) for name in names)
         ]
@@ -94,7 +94,7 @@ def _expand_matrix(matrix: MatrixConfig, parallel: ParallelConfig, problems: lis
 
 
 def _parse_layouts(texts: Sequence[str], parallel: ParallelConfig, problems: list[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the overrides of every layout that is one, by its text."""
+    """Returns the overrides of every valid layout, by its text."""
     layouts: dict[str, tuple[str, ...]] = {}
     for text in texts:
         try:
@@ -104,7 +104,7 @@ def _parse_layouts(texts: Sequence[str], parallel: ParallelConfig, problems: lis
             continue
         same = next((other for other, found in layouts.items() if found == overrides), None)
         if text in layouts:
-            problems.append(f"align.matrix.layouts: {text!r} is there more than once")
+            problems.append(f"align.matrix.layouts: {text!r} is listed more than once")
         elif same is not None:
             problems.append(f"align.matrix.layouts: {same!r} and {text!r} are the same layout")
         layouts[text] = overrides
@@ -114,7 +114,8 @@ def _parse_layouts(texts: Sequence[str], parallel: ParallelConfig, problems: lis
 def _name_problems(names: Sequence[str], reserved: Collection[str]) -> Iterator[str]:
     taken = sorted(set(reserved) & set(names))
     if taken:
-        yield f"align.candidates: {', '.join(map(repr, taken))} cannot be a candidate's name"
+        names_taken = ", ".join(map(repr, taken))
+        yield f"align.candidates: the alignment itself uses {names_taken}; give the candidate another name"
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        yield f"align.candidates: more than one is named {', '.join(map(repr, doubled))}"
+        yield f"align.candidates: more than one candidate is named {', '.join(map(repr, doubled))}"

@@ -1,6 +1,6 @@
-"""Overrides in Hydra's grammar: the keys that they set, and any text as a value; and modules by their names.
+"""Reads and writes overrides in Hydra's grammar, and finds modules by their names.
 
-Contract: standard library only; imports none of the modules that it is asked about.
+Contract: standard library only; never imports the module in question.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from mock_scheduler.errors import ConfigError
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns the keys that overrides set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
+    """Returns the keys to set, add or delete: ``a.b`` of ``a.b=c``, ``+a.b=c`` and ``~a.b``."""
     return [override.partition("=")[0].lstrip("+~").strip() for override in overrides]
 
 
 def check_free(where: str, overrides: Sequence[str], taken: Iterable[str]) -> None:
-    """Raise ``ConfigError`` for an override of a key that an alignment sets itself; ``a.`` takes all keys below it."""
+    """Raise ``ConfigError`` for an override of a key reserved for the alignment; ``a.`` takes all keys below it."""
     keys = override_keys(overrides)
     clashes = [clash for name in taken for clash in dict.fromkeys(keys) if clash == name or _is_below(clash, name)]
     if clashes:
@@ -45,7 +45,7 @@ def quote_value(value: str) -> str:
     """Returns a text as a quoted value, also as an element of a list or an object.
 
     In a quoted value (Hydra 1.3) a quote is escaped, and so are the backslashes just before one or at the end; a ``${``
-    is escaped for OmegaConf, which resolves the value afterwards.
+    is escaped for OmegaConf, since it resolves the value afterwards.
     """
     quoted = ""
     num_backslashes = 0
@@ -63,7 +63,7 @@ def has_module(module: str) -> bool:
 
 
 def find_module(module: str) -> Path | None:
-    """Returns the file that ``python -m module``, started in the working directory, would run."""
+    """Returns the file behind ``python -m module``, started in the working directory."""
     relative = Path(*module.split("."))
     for root in (Path(root) for root in ("", *sys.path)):
         for path in ((root / relative).with_suffix(".py"), root / relative / "__main__.py"):

@@ -1,7 +1,7 @@
 """A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
 
-The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a recording that is there
-already. Each candidate is the same plus its own overrides, in mock on the same recording. An alignment decides mode,
+The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a finished
+recording. Each candidate is the same plus its own overrides, in mock on the same recording. An alignment decides mode,
 recording, trace, folders and proofs itself, and nobody else may: an override without effect is an error.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.align.plan.changes import find_changes
 from mock_scheduler.align.plan.interpreters import Interpreter, InterpreterReader, describe_versions
 from mock_scheduler.align.plan.matrix import list_candidates
 from mock_scheduler.align.plan.overrides import (
@@ -23,7 +22,7 @@ from mock_scheduler.align.plan.overrides import (
     override_keys,
     quote_override,
 )
-from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun
+from mock_scheduler.align.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun, find_changes
 from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
 from mock_scheduler.config.base import effects_of
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
@@ -34,19 +33,6 @@ from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
-
-__all__ = [
-    "BASELINE_NAME",
-    "PROOFS_NAME",
-    "RECORDING_NAME",
-    "AlignPlan",
-    "ConfigLoader",
-    "PlannedRun",
-    "has_module",
-    "override_keys",
-    "plan_alignment",
-    "quote_override",
-]
 
 RECORDING_NAME = "recording"
 #: What else lies in an alignment's folder beside its candidates.
@@ -94,8 +80,8 @@ def plan_alignment(
     ``align.output_dir``, or ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well;
     its contract is checked by the runs. ``trace_kinds``: kinds to trace beside the configuration's own ``trace.kinds``.
 
-    Raises ``ConfigError`` with all problems: missing, doubled or impossible candidates, a recording that is not there
-    or has too few steps, and keys that an alignment sets itself.
+    Raises ``ConfigError`` with all problems: missing, doubled or impossible candidates, a recording with too
+    few steps or none at all, and keys reserved for the alignment.
     """
     config = load(overrides)
     problems: list[str] = []
@@ -149,7 +135,7 @@ def plan_alignment(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Planner:
-    """The parts that all runs of one alignment have in common."""
+    """All runs of one alignment share these parts."""
 
     load: ConfigLoader
     program: Program
@@ -215,7 +201,7 @@ def _plan_candidates(
     *,
     listed: RunConfig,
 ) -> tuple[list[PlannedRun], list[str]]:
-    """Plans the candidates that can be run, and says why the others cannot."""
+    """Plans every candidate with a valid configuration, and says why the others cannot run."""
     of_list = {candidate.name for candidate in listed.align.candidates}
     planned, problems = [], []
     for candidate in candidates:
@@ -244,7 +230,7 @@ def _values_of(config: RunConfig) -> dict[str, JSON]:
 
 
 def _set_for_candidates(program: Program) -> tuple[str, ...]:
-    """Lists the keys that an alignment sets in every run: the library's, and folders of the program's own."""
+    """Lists the keys set by the alignment in every run: the library's, and folders of the program's own."""
     return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys)
 
 
@@ -258,9 +244,9 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
-    """Refuses a configuration that is part of a proof itself; an alignment adds runs for its proofs.
+    """Refuses a configuration with a key of a proof run; an alignment adds runs for its proofs.
 
-    ``told``: keys of overrides, which are refused where they stand.
+    ``told``: keys of overrides; they are refused where they stand.
     """
     found = [
         format_override(key, str(value))
@@ -272,7 +258,7 @@ def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
         if value is not None and not any(f"{key}.".startswith(f"{name}.") for name in told)
     ]
     if found:
-        raise ConfigError(f"an alignment sets these in runs of its own; take {', '.join(found)} out")
+        raise ConfigError(f"an alignment sets {', '.join(found)} itself; remove it from the configuration")
 
 
 def _check_recording(recording_dir: Path, config: RunConfig, *, first_step: int) -> None:

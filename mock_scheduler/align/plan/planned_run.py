@@ -1,21 +1,71 @@
-"""The runs of an alignment as plain data, and the groups of them that may share processes.
+"""The runs of an alignment as plain data: their changes from the baseline, and the groups that may share processes.
 
-Contract: nothing is loaded, started or written here.
+Contract: two checked configurations are compared by the effects of their keys, as ``config.base`` has them. Nothing
+is loaded, started or written here.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from mock_scheduler.align.plan.changes import Changes
 from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.config.base import Decides
 from mock_scheduler.program import Program, RunConfig
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import LOG_FILE
 
-#: Folder of the further runs that proofs need.
+ChangeKind = Literal["nothing", "layout", "other"]
+"""``nothing``: no bit may move. ``layout``: only the order of sums may. ``other``: anything may round."""
+
+# A key that decides any of these may change a value and not only the order in which equal values are added.
+_MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSIDE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """The dotted keys with different values in two configurations, each in one of three classes."""
+
+    neutral: tuple[str, ...]
+    layout: tuple[str, ...]
+    other: tuple[str, ...]
+
+    @property
+    def kind(self) -> ChangeKind:
+        """The gravest class with a key in it."""
+        if self.other:
+            return "other"
+        return "layout" if self.layout else "nothing"
+
+
+def find_changes(
+    baseline: Mapping[str, JSON], candidate: Mapping[str, JSON], effect_of: Callable[[str], Decides]
+) -> Changes:
+    """Finds the keys with different values; both sides are by dotted key, and a missing key counts as null.
+
+    ``effect_of``: looks up the effect of a key.
+    """
+    differing = [key for key in dict.fromkeys([*baseline, *candidate]) if baseline.get(key) != candidate.get(key)]
+    kinds = {key: change_kind(effect_of(key)) for key in differing}
+    neutral, layout, other = (
+        tuple(key for key in differing if kinds[key] == kind) for kind in ("nothing", "layout", "other")
+    )
+    return Changes(neutral=neutral, layout=layout, other=other)
+
+
+def change_kind(facts: Decides) -> ChangeKind:
+    """Judges the change of one key by its effect."""
+    if facts & Decides.VALIDATION:
+        return "nothing"  # no bit of training follows from validation, whatever is played there
+    if facts & _MAY_ROUND:
+        return "other"
+    return "layout" if facts & Decides.ORDER else "nothing"
+
+
+#: Folder of the further runs for proofs.
 PROOFS_NAME = "proofs"
 
 _NO_CHANGES = Changes(neutral=(), layout=(), other=())
@@ -23,13 +73,12 @@ _NO_CHANGES = Changes(neutral=(), layout=(), other=())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """One run. ``own_overrides``: beside the baseline's; ``overrides``: all that it is started with.
+    """One run. ``own_overrides``: beside the baseline's; ``overrides``: all of them.
 
-    ``program``: whose run it is. ``entry``: the Python module that its processes run. ``python``: the interpreter that
-    runs it, ``env`` the variables that it needs over the launcher's, ``versions`` its own and its packages',
-    ``sources`` the folders of the project's packages that it imports. ``version_changes``: versions that are not the
-    baseline's. ``changes``: the keys in which its configuration differs from the baseline's. ``exact``: as its
-    candidate states.
+    ``program``: the owner of the run. ``entry``: the Python module of its processes. ``python``: its interpreter,
+    ``env`` the variables over the launcher's, ``versions`` its own and its packages', ``sources`` the folders of the
+    project's packages under it. ``version_changes``: versions other than the baseline's. ``changes``: keys with values
+    other than the baseline's. ``exact``: as its candidate states.
     """
 
     name: str
@@ -77,7 +126,7 @@ class PlannedRun:
 class AlignPlan:
     """All runs of an alignment, in order, and where its results go.
 
-    ``is_recorded``: whether the recording was there before, so that the baseline replays it too.
+    ``is_recorded``: the recording was there before, and the baseline replays it too.
     """
 
     output_dir: Path
@@ -89,7 +138,7 @@ class AlignPlan:
 
     @property
     def proofs_dir(self) -> Path:
-        """Where the further runs go that proofs need."""
+        """The folder of the further runs for proofs."""
         return self.output_dir / PROOFS_NAME
 
     @property
@@ -100,7 +149,7 @@ class AlignPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunGroup:
-    """Runs that one set of processes carries out one after another, in this order; never empty."""
+    """One set of processes carries these runs out one after another, in this order; never empty."""
 
     runs: tuple[PlannedRun, ...]
 
@@ -111,11 +160,11 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGroup]:
-    """Returns the runs in groups that may share processes; groups follow their first runs, runs their own order.
+    """Groups runs for shared processes; groups follow their first runs, runs their own order.
 
-    Shared are interpreter and environment, which are read once, the number of processes, and whether all is computed in
-    float64. A run with an entry module of its own, which may change anything in its process, stays alone, and with
-    ``share`` false, or where the program makes no sessions, every run does.
+    The runs of a group have one interpreter and one environment, since a process reads them once, one number of
+    processes, and are all or none in float64. A run with an entry module of its own may change anything in its process
+    and stays alone; so does every run with ``share`` false, or where the program makes no sessions.
     """
     groups: dict[tuple[object, ...], list[PlannedRun]] = {}
     for position, run in enumerate(runs):

@@ -1,10 +1,10 @@
 """Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
 
-The runs of a stage are started together, so that they can share processes: the baseline; all candidates; then the
+The runs of a stage start together, since they can then share processes: the baseline; all candidates; then the
 proofs for candidates without equal bits (perturbed baselines, references in their order of sums); then the referee's
 runs for suspect and diverged ones; then, one candidate after another, the runs to localise a divergence.
 
-A baseline that fails ends it; a candidate that fails is ``incomparable`` (``unverified`` where it could not show its
+A failed baseline ends it; a failed candidate is ``incomparable`` (``unverified`` where it could not show its
 determinism), with its own error as the reason.
 """
 
@@ -18,9 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.align.prove.candidate_state import CandidateState
-from mock_scheduler.align.prove.closer_look import CloserLook
-from mock_scheduler.align.prove.proof_bounds import WideBounds
+from mock_scheduler.align.prove.candidate import CandidateState, CloserLook
 from mock_scheduler.align.prove.proof_runs import (
     describe_order_limits,
     is_same_order,
@@ -28,9 +26,10 @@ from mock_scheduler.align.prove.proof_runs import (
     plan_perturbed,
     plan_wide,
 )
-from mock_scheduler.align.runs.execution import Outcome, failed_run_error
+from mock_scheduler.align.runs.execution import failed_run_error
+from mock_scheduler.align.runs.progress import Outcome
 from mock_scheduler.align.runs.run_store import RunStore
-from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds
+from mock_scheduler.compare.bounds.bounds import EXACT, Bounds, StatedBounds, WideBounds
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.files import NOISE_FILE, save_noise
@@ -111,7 +110,7 @@ class AlignmentRunner:
             )
 
     def _prove(self, baseline: RunSummary) -> None:
-        """Make the further runs of candidates that are not settled, and judge all."""
+        """Make the further runs of candidates without a settled verdict, and judge all."""
         noisy = [item for item in self._candidates if item.is_open and not item.must_equal_baseline]
         outcomes = self._run_proofs(noisy, baseline) if noisy else {}
         for item in noisy:
@@ -245,7 +244,7 @@ class AlignmentRunner:
             if item.judged is None or item.summary is None or item.verdict.kind is VerdictKind.IDENTICAL:
                 continue
             if proofs.consequence:
-                with self.store.timed("comparison"), self._showing(item.run, "what it does to training"):
+                with self.store.timed("comparison"), self._showing(item.run, "measuring its effect on training"):
                     try:
                         item.consequence = find_consequence(
                             baseline.output_dir,
@@ -253,7 +252,7 @@ class AlignmentRunner:
                             load_clip_rule=item.run.program.load_clip_rule,
                         )
                     except (AlignmentError, TraceError) as error:
-                        self._warn(f"{item.run.name}: what it does to training is not known: {error}")
+                        self._warn(f"{item.run.name}: its effect on training is not known: {error}")
             if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
                 with self.store.timed("localisation"):
                     try:

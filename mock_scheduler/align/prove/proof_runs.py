@@ -1,7 +1,8 @@
 """The further runs for proofs, derived from the planned runs of an alignment.
 
-Contract: every one is the planned run with a few overrides behind its own, in a folder of its own under
-``proofs``, in mock on the same recording. Nothing is started here.
+Contract: every run is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
+mock on the same recording. Nothing is started here. A new kind of proof plans its runs here, ``alignment`` makes them,
+and ``verdict.ladder`` judges them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.program import ConfigLoader
 
-#: Terms whose sum is the same in any order.
+if TYPE_CHECKING:
+    pass
+
+
+#: Addition is commutative: two terms have one sum in any order, and only from three on the order moves bits.
 _NUM_ORDERLESS = 2
 _MOCK = ("rollout_mock.mode=mock",)
 
@@ -66,7 +72,7 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
 
 
 def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
-    """The plan, with reductions in rank order in emulated candidates that reduce over more than two ranks.
+    """The plan, with reductions in rank order where an emulated candidate reduces over more than two ranks.
 
     A library's own order over more than two ranks is nobody's to follow.
     """
@@ -112,5 +118,5 @@ def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
 
 
 def _to_hydra(values: dict[str, object]) -> str:
-    """A mapping of plain values in Hydra's grammar; an empty one is that of one process."""
+    """A mapping of plain values in Hydra's grammar; an empty one means one process."""
     return "{" + ",".join(f"{key}:{json.dumps(value)}" for key, value in values.items()) + "}"

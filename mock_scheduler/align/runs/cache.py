@@ -1,15 +1,15 @@
-"""Finds the finished runs of an alignment that may be taken again in the place of running anew.
+"""Fingerprints of finished runs, by which one is taken again instead of running anew.
 
-A run that completes leaves ``fingerprint.json`` in its folder, a sealed document (``digests.seal``) with
+A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``digests.seal``) with
 
 - ``format_version`` and ``elapsed_s``, the seconds it took;
-- ``keys``: everything that decides its results, by dotted names: ``config.*`` (its whole checked configuration but
+- ``keys``: everything with an effect on its results, by dotted names: ``config.*`` (its whole checked configuration but
   for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
   project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
   ``environ.*``, and a digest of each folder it reads: the ``recording`` it replays, the ``checkpoint`` it goes on
   from, the trace whose tensors are put into it (``graft``);
-- ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, in
-  which every tensor has its own digest. A run that records has the recording among them.
+- ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
+  every tensor has its own digest there. A recording run has the recording among them.
 
 Contract: a run is taken again only where its keys are the wanted ones and its files have not changed since; else
 ``find_cached`` names the difference. An interrupted run has no fingerprint. Nothing is removed here.
@@ -43,7 +43,7 @@ _END_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """Everything that decides the results of a run."""
+    """Everything with an effect on the results of a run."""
 
     keys: Mapping[str, JSON]
 
@@ -105,7 +105,7 @@ def compute_fingerprint(
 def save_fingerprint(
     run_dir: Path, fingerprint: Fingerprint, *, elapsed_s: float, recording_dir: Path | None = None
 ) -> None:
-    """Writes the fingerprint of a run that has just completed, with the files it left.
+    """Writes the fingerprint of a run just completed, with its files.
 
     ``recording_dir``: the recording it made; ``None`` where it replayed. Raises ``OSError``.
     """
@@ -121,7 +121,7 @@ def save_fingerprint(
 def find_cached(
     run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None
 ) -> Reusable | NotReusable:
-    """Judges whether the finished run in a folder is the one that ``fingerprint`` describes, and lies there unchanged.
+    """Judges whether the finished run in a folder has this ``fingerprint``, and lies there unchanged.
 
     ``recording_dir``: as for ``save_fingerprint``. Reads no tensors.
     """
@@ -129,14 +129,16 @@ def find_cached(
     if not run_dir.is_dir():
         return NotReusable(reason="it has not run yet", was_there=False)
     if not path.is_file():
-        return NotReusable(reason=f"there is no {FINGERPRINT_FILE}: it did not complete, or its files were changed")
+        return NotReusable(
+            reason=f"there is no {FINGERPRINT_FILE}: the run did not complete, or its files were changed"
+        )
     try:
         document = open_sealed(path.read_bytes())
     except (OSError, ValueError) as error:
         return NotReusable(reason=f"{FINGERPRINT_FILE} {error}")
     if document.get("format_version") != FORMAT_VERSION:
         return NotReusable(
-            reason=f"{FINGERPRINT_FILE} is of version {document.get('format_version')}, expected {FORMAT_VERSION}"
+            reason=f"{FINGERPRINT_FILE} has version {document.get('format_version')}, expected {FORMAT_VERSION}"
         )
     changes = _describe_changes(document["keys"], fingerprint.keys)
     if changes:
@@ -148,7 +150,7 @@ def find_cached(
 
 
 def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
-    """Reads size and digest of each file of a finished run that comparisons need, by its path in the run's folder."""
+    """Reads size and digest of each file of a finished run with a use in comparisons, by its path in the folder."""
     named = (CONFIG_FILE, RUN_FILE, LEDGER_FILE, METRICS_FILE)
     files: dict[str, JSON] = {name: _describe_file(run_dir / name) for name in named if (run_dir / name).is_file()}
     files |= _describe_folder(run_dir / TRACE_FOLDER, f"{TRACE_FOLDER}/")
@@ -198,7 +200,7 @@ def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) ->
 
 
 def _name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
-    """Names some of the files in which two sets of digests differ, and counts the others."""
+    """Names some of the files with different digests, and counts the others."""
     names = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
     states = {name: " (new)" if name not in stored else " (gone)" if name not in wanted else "" for name in names}
     return list_some([f"{name}{states[name]}" for name in names], _NUM_NAMED, ", ")
@@ -209,10 +211,10 @@ def _show(keys: Mapping[str, JSON], key: str) -> str:
 
 
 def _describe_damage(stored: Mapping[str, JSON], present: Mapping[str, JSON]) -> list[str]:
-    gone = [f"{name} is not there any more" for name in stored if name not in present]
-    new = [f"{name} was not there when it completed" for name in present if name not in stored]
+    gone = [f"{name} is gone" for name in stored if name not in present]
+    new = [f"{name} is new since the run completed" for name in present if name not in stored]
     changed = [
-        f"{name} is not as it was when it completed"
+        f"{name} has changed since the run completed"
         for name in stored
         if name in present and stored[name] != present[name]
     ]

@@ -1,7 +1,7 @@
 """Planned runs are carried out: their processes, their times, and their own errors where they failed.
 
 Contract: exit code and message of a failed run are its own. Runs that share processes are carried out in their order; a
-run that a failure of the processes kept from starting is started anew, alone.
+run kept from starting by a failure of the processes is started anew, alone.
 """
 
 from __future__ import annotations
@@ -28,17 +28,6 @@ from mock_scheduler.launch.sessions import SessionRun, load_status
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.text import count_of
-
-__all__ = [
-    "LaunchRuns",
-    "MakeLaunch",
-    "OnDone",
-    "Outcome",
-    "execute_run",
-    "execute_runs",
-    "failed_run_error",
-    "make_process_launch",
-]
 
 #: Called now and then while processes go on, by the thread that waits for them.
 Watch = Callable[[], None]

@@ -1,4 +1,4 @@
-"""Runs that share processes are told of one by one, each as soon as it has ended, while the rest goes on.
+"""Tells of runs in shared processes one by one, each as soon as it has ended, while the rest goes on.
 
 Contract: reads status files, ``error.json`` and logs; nothing is started or written here.
 """

@@ -1,147 +1,76 @@
-"""How far a candidate may be from its baseline: what a bound is, and the bounds that a user states.
+"""The bounds of a comparison; bounds a user states, bounds in float64, and no bound at all.
 
-There are three sources, and no fixed number in any of them. *Noise*: what perturbing the baseline by one rounding made
-of every tensor and metric (``noise.measured``), which decides where it is there. *Theory*: how rounding grows with the
-depth of a network (``theory``), where nothing was measured. *Stated*: by the user, one by one, over either.
+Bounds have three sources. *Noise*: perturbing the baseline by one rounding moved every tensor and metric by so much
+(``measured``); it decides wherever it is known. *Theory*: rounding grows with the depth of a network
+(``noise.theory``); it stands in where nothing was measured. *Stated*: by the user, one by one, over either. Their words
+are in ``verdict.wording.bounds``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Protocol
 
+from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase, TraceKind
-
-if TYPE_CHECKING:
-    from mock_scheduler.compare.bounds.measured import NoiseBounds
-
-BoundsSource = Literal["noise", "theory", "stated"]
-
-#: Where no element differs by more units in the last place than this, reports say so; it decides nothing.
-NUM_ULPS = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorBound:
-    """The bound of ||a - b||, or of an update ||d_a - d_b||: ``relative`` · ||a|| + ``absolute``.
-
-    ``has_rounding``: whether the rounding that such a tensor cannot be without, as ``judging`` says, is added to it; it
-    is part of what was measured. ``unit``: the spacing at 1 of the numbers that its values are made of, where that is
-    coarser than its own dtype's. ``is_estimate``: it was extrapolated, so that what is beyond it is suspicious only.
-    ``fraction``: of the elements of what is no floating-point number, which may differ.
-    """
-
-    relative: float
-    absolute: float = 0.0
-    has_rounding: bool = False
-    unit: float = 0.0
-    is_estimate: bool = False
-    fraction: float = 0.0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing may differ."""
-        return not (self.relative or self.absolute or self.has_rounding or self.fraction)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricBound:
-    """The bound of a metric's |a - b|: ``relative`` · max(|a|, |b|, ``floor``) + ``absolute``; ``is_estimate``."""
-
-    relative: float = 0.0
-    floor: float = 0.0
-    absolute: float = 0.0
-    is_estimate: bool = False
-
-    def limit(self, mine: float, other: float) -> float:
-        """The largest |a - b| of these two values."""
-        if math.isinf(self.relative) or math.isinf(self.absolute):
-            return math.inf
-        return self.relative * max(abs(mine), abs(other), self.floor) + self.absolute
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 
 class Bounds(Protocol):
-    """What every tensor and metric of a comparison is held to."""
+    """The bound of every tensor and metric of a comparison."""
 
     @property
     def source(self) -> BoundsSource:
-        """Where they are from; ``stated`` where any of them is."""
+        """Where the bounds are from; ``stated`` where any of them is."""
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """What was measured, by which slopes, places and drifts are judged too; ``None`` where nothing was."""
+        """The measured noise, which slopes, places and drifts are judged by too; ``None`` where none was measured."""
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        """Of one tensor; ``relative`` is infinite where nothing is known of it, so that it is not judged."""
+        """Returns the bound of one tensor; ``relative`` is infinite where nothing is known, so it is not judged."""
 
     def metric(self, step: int, name: str) -> MetricBound:
-        """Of one logged value."""
-
-    def level(self) -> str:
-        """A few words for a verdict: ``the noise of 5 perturbed runs``."""
-
-    def describe(self) -> str:
-        """Every bound, with the formula of what it bounds, in one or two sentences."""
-
-    def advice(self) -> str:
-        """How bounds that decide more would be had; empty where these are measured."""
+        """Returns the bound of one logged value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _SameForAll:
-    """One bound of every tensor and one of every metric, and how they are called."""
+class UniformBounds:
+    """One bound of every tensor and metric: the last bit where ``is_exact``, else none at all."""
 
-    tensors: TensorBound
-    metrics: MetricBound
-    name: str
-    text: str
+    is_exact: bool
 
     @property
     def source(self) -> BoundsSource:
+        """``stated``."""
         return "stated"
 
     @property
     def noise(self) -> NoiseBounds | None:
+        """``None``: nothing was measured."""
         return None
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        return self.tensors
+        """Returns 0 or infinity."""
+        return TensorBound(relative=0.0 if self.is_exact else math.inf)
 
     def metric(self, step: int, name: str) -> MetricBound:
-        return self.metrics
-
-    def level(self) -> str:
-        return self.name
-
-    def describe(self) -> str:
-        return self.text
-
-    def advice(self) -> str:
-        return ""
+        """Returns 0 or infinity."""
+        return MetricBound(absolute=0.0 if self.is_exact else math.inf)
 
 
 #: Nothing is beyond these: for measuring how far two runs are apart.
-UNBOUNDED: Bounds = _SameForAll(
-    tensors=TensorBound(relative=math.inf),
-    metrics=MetricBound(absolute=math.inf),
-    name="no bound",
-    text="Nothing is bounded.",
-)
+UNBOUNDED: Bounds = UniformBounds(is_exact=False)
 #: Whatever differs in one bit is beyond these.
-EXACT: Bounds = _SameForAll(
-    tensors=TensorBound(relative=0.0),
-    metrics=MetricBound(),
-    name="the last bit",
-    text="Everything equal to the last bit.",
-)
+EXACT: Bounds = UniformBounds(is_exact=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedBounds:
-    """What a user states; for all else ``otherwise`` holds. What is stated is not measured, so rounding is added."""
+    """Bounds a user states; for all else ``otherwise`` holds."""
 
     tolerance: ToleranceConfig
     otherwise: Bounds
@@ -149,58 +78,85 @@ class StatedBounds:
     @property
     def source(self) -> BoundsSource:
         """``stated`` where anything is."""
-        return "stated" if self._stated() else self.otherwise.source
+        return "stated" if self.states_any else self.otherwise.source
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """What was measured beside it."""
+        """The noise measured beside the stated bounds."""
         return self.otherwise.noise
 
+    @property
+    def states_any(self) -> bool:
+        """Whether anything is stated."""
+        return any(value is not None for value in self._all())
+
+    @property
+    def states_all(self) -> bool:
+        """Whether ``otherwise`` bounds nothing."""
+        return None not in self._all()
+
     def tensor(self, key: TraceKey) -> TensorBound:
-        """The stated bound of its kind."""
+        """Returns the stated bound of the tensor's kind. Unlike measured noise, it has no rounding in it yet."""
         stated = self._of_kind(key.kind)
         otherwise = self.otherwise.tensor(key)
         return otherwise if stated is None else TensorBound(relative=stated, has_rounding=True, unit=otherwise.unit)
 
     def metric(self, step: int, name: str) -> MetricBound:
-        """The stated bound, the same at every step."""
+        """Returns the stated bound, which is the same at every step."""
         if self.tolerance.metric is None:
             return self.otherwise.metric(step, name)
         return MetricBound(relative=self.tolerance.metric, floor=self.tolerance.metric_floor or 0.0)
-
-    def level(self) -> str:
-        """``the stated bounds``, and what holds where none is stated."""
-        if not self._stated():
-            return self.otherwise.level()
-        return "the stated bounds" if self._is_complete() else f"the stated bounds and {self.otherwise.level()}"
-
-    def describe(self) -> str:
-        """The stated ones, then the others."""
-        stated = self._stated()
-        if not stated:
-            return self.otherwise.describe()
-        rest = "" if self._is_complete() else f" All else: {self.otherwise.describe()}"
-        return f"Stated: {'; '.join(stated)}; each beyond rounding; integers equal.{rest}"
-
-    def advice(self) -> str:
-        """That of the others, where they decide anything."""
-        return "" if self._is_complete() else self.otherwise.advice()
 
     def _of_kind(self, kind: TraceKind) -> float | None:
         if kind in ("parameter", "weight"):
             return self.tolerance.update
         return self.tolerance.gradient if PHASES[kind] >= Phase.BACKWARD else self.tolerance.activation
 
-    def _is_complete(self) -> bool:
+    def _all(self) -> tuple[float | None, ...]:
         stated = self.tolerance
-        return None not in (stated.metric, stated.activation, stated.gradient, stated.update)
+        return stated.metric, stated.activation, stated.gradient, stated.update
 
-    def _stated(self) -> list[str]:
-        stated = self.tolerance
-        rows = (
-            ("||a-b|| / ||a|| of what the forward pass computes at most", stated.activation),
-            ("of gradients and the optimizer's state", stated.gradient),
-            ("of the change d by an update ||d_a-d_b|| / ||d_a||", stated.update),
-            (f"metrics |a-b| / max(|a|, |b|, {stated.metric_floor or 0:g})", stated.metric),
+
+def shrinking_factor(precision: str) -> float:
+    """Returns how many times smaller rounding is in float64: 5.4e8 than in float32, 3.5e13 than in bfloat16."""
+    return UNIT_ROUNDOFFS[precision] / UNIT_ROUNDOFFS["float64"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WideBounds:
+    """The inner bounds, divided by √(shrinking factor).
+
+    Rounding shrinks by the whole factor, a wrong computation not at all; half way between, on a logarithmic scale, no
+    honest run and no fault comes near.
+    """
+
+    inner: Bounds
+    precision: str
+
+    @property
+    def source(self) -> BoundsSource:
+        """The source of the inner bounds."""
+        return self.inner.source
+
+    @property
+    def noise(self) -> NoiseBounds | None:
+        """``None``: none was measured in float64."""
+        return None
+
+    def tensor(self, key: TraceKey) -> TensorBound:
+        """Returns the inner bound, smaller."""
+        bound = self.inner.tensor(key)
+        # Rounding of the pool is left out: in float64 it is far below even the smaller bound.
+        return TensorBound(relative=bound.relative * self.factor, absolute=bound.absolute * self.factor)
+
+    def metric(self, step: int, name: str) -> MetricBound:
+        """Returns the inner bound, smaller."""
+        bound = self.inner.metric(step, name)
+        return MetricBound(
+            relative=bound.relative * self.factor, floor=bound.floor, absolute=bound.absolute * self.factor
         )
-        return [f"{what} {value:g}" for what, value in rows if value is not None]
+
+    @property
+    def factor(self) -> float:
+        """How much smaller a bound is in float64: 0 to 1."""
+        return 1.0 / math.sqrt(shrinking_factor(self.precision))

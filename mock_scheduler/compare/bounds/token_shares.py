@@ -1,8 +1,8 @@
-"""Shares of tokens (``clip_frac``): they move by whole tokens, at any update, so that they have bounds of their own.
+"""Bounds of shares of tokens (``clip_frac``), which move by whole tokens at any update.
 
-A ratio that rounding moves over the bound of the clip turns one token. Perturbed runs show few of these, and at other
-updates than a candidate does: so a share is held to the largest change that any perturbed run has of it in any update,
-and one token may always differ.
+A ratio moved over the bound of the clip by rounding turns one token. Perturbed runs show few of these, and at other
+updates than a candidate does. So a share is held to the largest change any perturbed run has of it in any update, and
+one token may always differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ def is_share(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShares:
-    """By name, the largest change of each share, traced and logged; and the number of tokens that one is of."""
+    """The largest change of each share, and the number of tokens it is a share of.
+
+    Args:
+        traced: By name, of traced scalars.
+        logged: By name, of metrics.
+        num_traced: By step and update, response tokens.
+        num_logged: By step, response tokens of all its updates.
+    """
 
     traced: Mapping[str, float]
     logged: Mapping[str, float]
@@ -42,7 +49,7 @@ class TokenShares:
         metrics: Mapping[Metric, tuple[float, ...]],
         values: Mapping[Metric, float],
     ) -> TokenShares:
-        """Of the noise of tensors, of metrics (b - a of each perturbed run) and the baseline's metrics."""
+        """Collects the noise of tensors and of metrics (b - a of each perturbed run), and the baseline's metrics."""
         traced: dict[str, float] = {}
         logged: dict[str, float] = {}
         for key, noise in tensors.items():
@@ -58,6 +65,7 @@ class TokenShares:
                 (key.step, key.update): noise.size for key, noise in tensors.items() if key.name == _TRACED_TOKENS
             },
             num_logged={
+                # The logged number is a mean over updates; a share's mean is over the tokens of all of them.
                 step: value * values.get((step, _NUM_UPDATES), 1.0)
                 for (step, name), value in values.items()
                 if name == _NUM_TOKENS
@@ -65,11 +73,12 @@ class TokenShares:
         )
 
     def of_tensor(self, key: TraceKey, *, times: float) -> float:
-        """How much a traced share may differ: so many times its largest change, and at least by one token."""
+        """Returns how much a traced share may differ: ``times`` its largest change, and one token at least."""
+        # One token turned by rounding is honest, however few tokens an update has.
         return max(times * self.traced[key.name], _one_of(self.num_traced.get((key.step, key.update))))
 
     def of_metric(self, step: int, name: str, *, times: float) -> float:
-        """The same of a logged one, which is the mean of a step's updates."""
+        """Returns how much a logged share, the mean of a step's updates, may differ."""
         return max(times * self.logged[name], _one_of(self.num_logged.get(step)))
 
 

@@ -1,9 +1,9 @@
 """Where the first and the largest divergences lie, and what they look like.
 
-These few tensors are read once more when all are judged, since only then it is known which they are; what is within its
-bound is not looked at again. Of a large tensor evenly spaced elements are looked at, which the text says, so that this
-takes seconds whatever the sizes. Where copies within the candidate are not equal, each rank's own is held against the
-baseline. Of a parameter, the changes by the update are looked at rather than the parameters, in which they would be
+These few tensors are read once more when all are judged, since only then they are known; a tensor within its bound is
+not looked at again. From a large tensor evenly spaced elements are taken, and its residual says so, so this takes
+seconds whatever the sizes. Where copies within the candidate are not equal, each rank's own is held against the
+baseline. For a parameter, the changes by the update are looked at rather than the parameters, in which they would be
 rounding.
 """
 
@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mock_scheduler.compare.differences import Residual
 from mock_scheduler.compare.explain.locality import find_localities, parameter_dims
 from mock_scheduler.compare.explain.parts import classify_parts
 from mock_scheduler.compare.explain.permutations import find_holders
@@ -21,16 +20,14 @@ from mock_scheduler.compare.explain.ratios import CommonScale, find_common_scale
 from mock_scheduler.compare.explain.residual import classify_residual
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair, all_of, pair_up
-from mock_scheduler.compare.pairing.routing import is_choice
 from mock_scheduler.compare.pairing.tokens import TokenAlignment
+from mock_scheduler.compare.residuals import Residual
+from mock_scheduler.compare.router_names import is_choice
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.trace.entries import DimName, TraceKey
+from mock_scheduler.compare.thresholds import NUM_FIRST, NUM_LARGEST
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
-from mock_scheduler.trace.kinds import PHASES, STEP_KINDS, Phase, TraceKind
-
-#: How many tensors beyond their bound are explained: the first in the order of computation, and the largest.
-NUM_FIRST = 6
-NUM_LARGEST = 2
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
 
@@ -41,16 +38,23 @@ def explain_differences(
     alignments: Mapping[int, TokenAlignment],
     conflicts: Sequence[ReplicaConflict] = (),
 ) -> list[TensorDifference]:
-    """The differences, of which the first and the largest beyond their bound have localities and a residual.
+    """Adds localities and a residual to the first and the largest differences beyond their bound.
 
-    ``differences``: in execution order. ``alignments``: of the tokens, by step. ``conflicts``: copies of the candidate
-    that are not equal. Raises ``TraceError``.
+    Args:
+        differences: In execution order.
+        traces: Both traces.
+        alignments: Of the tokens, by step.
+        conflicts: Unequal copies within the candidate.
+
+    Raises:
+        TraceError: A file is damaged.
     """
     explained = list(differences)
     for position in sorted(_choose(differences)):
         item = differences[position]
         key = item.key
         own = [each for each in conflicts if each.key == key]
+        # Only gradients follow the scale of the loss; activations do not.
         common = None
         if PHASES[key.kind] in (Phase.BACKWARD, Phase.GRADIENT):
             common = find_common_scale(differences, step=key.step, update=key.update)
@@ -59,17 +63,20 @@ def explain_differences(
 
 
 def dims_of(pair: TensorPair) -> tuple[DimName, ...]:
-    """What each dimension counts; empty where that is not known."""
+    """Returns what each dimension counts; empty where unknown."""
     dims = pair.dims or (parameter_dims(pair.key.name, pair.baseline.shape) if pair.key.kind in _STATE_KINDS else ())
     return dims if len(dims) == pair.baseline.dim() else ()
 
 
 def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> dict[str, float]:
-    """Numbers of both layouts that a wrong factor may be: degrees of axes, micro-batches, rows and tokens."""
+    """Returns numbers of both layouts, by name: degrees of axes, micro-batches, rows and tokens. A wrong factor may be
+    one.
+    """
     numbers: dict[str, float] = {}
     for whose, reader in zip(("", "baseline's "), readers[::-1], strict=True):
         found = {**_degrees(reader, key.step), **_counts(reader, key)}
         for name, number in found.items():
+            # The candidate's numbers come first and keep their plain names, as it is the one with the fault.
             if number > 1 and numbers.get(name) != number:
                 numbers[f"{whose}{name}" if name in numbers else name] = number
     return numbers
@@ -77,6 +84,7 @@ def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> d
 
 def _choose(differences: Sequence[TensorDifference]) -> frozenset[int]:
     exceeding = [place for place, item in enumerate(differences) if item.exceeds and item.figures is not None]
+    # By margin rather than by size: bounds differ from tensor to tensor.
     largest = sorted(exceeding, key=lambda place: differences[place].margin)
     return frozenset([*exceeding[:NUM_FIRST], *largest[:NUM_LARGEST]])
 
@@ -97,17 +105,17 @@ def _explain(
         numbers = layout_numbers(traces.readers, key)
         residual = classify_parts(pair, traces.readers[1], tokens, conflicts, numbers)
     before = _read_pair(_parameter_before(key, traces), traces, tokens) if key.kind == "parameter" else None
-    what = ""
     if before is not None:
-        pair, what = _change(before, pair), "of the change by the update: "
+        # Of a parameter itself, what an update did would be rounding.
+        pair = _change(before, pair)
+    # The values differ by more than the rounding of either dtype, so float64 stands for both.
     if pair.baseline.dtype != pair.candidate.dtype:
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
         bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
         residual = _classify(key, pair, traces, is_change=before is not None, bound=bound, common=common)
-        if residual is not None:
-            hint = ", as another learning rate makes it" if what and residual.kind == "ratio" else ""
-            residual = replace(residual, text=f"{what}{residual.text}{hint}")
+        if residual is not None and before is not None:
+            residual = replace(residual, is_of_change=True)
     dims = dims_of(pair)
     if not dims:
         return replace(difference, residual=residual)
@@ -124,7 +132,8 @@ def _explain(
 def _classify(
     key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool, bound: float, common: CommonScale | None
 ) -> Residual | None:
-    if is_choice(key):  # numbers of experts are names: ratios and distances of them mean nothing
+    # Numbers of experts are names: ratios and distances of them mean nothing.
+    if is_choice(key):
         return None
     previous_key = None if is_change else _key_before(key, traces.readers[0])
     previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
@@ -161,13 +170,14 @@ def _change(before: TensorPair, after: TensorPair) -> TensorPair:
 
 
 def _parameter_before(key: TraceKey, traces: TracePair) -> TraceKey | None:
-    """The parameter before an update, where both traces have it."""
+    """Returns the key of the parameter before an update, where both traces have it."""
     before = replace(key, update=key.update - 1) if key.update else replace(key, kind="initial")
     return before if all(reader.has(before) for reader in traces.readers) else None
 
 
 def _key_before(key: TraceKey, reader: TraceReader) -> TraceKey | None:
-    """The same tensor an update before, which may be the last one of the step before; ``None`` where there is none."""
+    """Returns the key of the same tensor an update before, maybe in the step before; ``None`` where there is none."""
+    # Within a step the update before is the one with the number before.
     if key.update:
         before = replace(key, update=key.update - 1)
         return before if reader.has(before) else None
@@ -183,7 +193,7 @@ def _key_before(key: TraceKey, reader: TraceReader) -> TraceKey | None:
 
 
 def _degrees(reader: TraceReader, step: int) -> dict[str, float]:
-    """By axis, the number of places that ranks stand at."""
+    """Counts, by axis, the places ranks stand at."""
     places: dict[str, set[int]] = {}
     for rank in reader.ranks(step):
         for axis, place in rank.coordinates.items():
@@ -192,7 +202,7 @@ def _degrees(reader: TraceReader, step: int) -> dict[str, float]:
 
 
 def _counts(reader: TraceReader, key: TraceKey) -> dict[str, float]:
-    """Micro-batches of a rank, rows and tokens of an update, as far as the trace shows them."""
+    """Counts micro-batches of a rank, rows and tokens of an update, as far as the trace shows them."""
     counts: dict[str, float] = {}
     footer = reader.footer(key.step)
     update = key.update
@@ -211,12 +221,13 @@ def _counts(reader: TraceReader, key: TraceKey) -> dict[str, float]:
 def boundaries_of(
     key: TraceKey, readers: tuple[TraceReader, TraceReader], *, is_same_order: bool
 ) -> dict[int, tuple[int, ...]]:
-    """By dimension, the indices at which a piece of a rank begins, in either run."""
+    """Finds, by dimension, the indices at which a rank's piece begins, in either run."""
     starts: dict[int, set[int]] = {}
     for reader in readers:
         is_by_token = reader.dims(key)[:1] == ("token",)
         for piece in reader.pieces(key):
             for split in piece.spec.splits:
+                # Tokens in another order lie elsewhere, so pieces of them have no boundaries in common.
                 if split.dim > 0 or not is_by_token or is_same_order:
                     starts.setdefault(split.dim, set()).update(block.global_start for block in split.blocks)
     return {dim: tuple(sorted(found)) for dim, found in starts.items()}

@@ -1,8 +1,8 @@
-"""What a parameter looks like that is not the same in both runs before their first step.
+"""What a parameter looks like when it is not the same in both runs before their first step.
 
-It is loaded, not computed, so that beyond what any difference may be it may be another tensor altogether: of another
-layer, or of another expert. Other tensors of its shape are read from the baseline for that, the likeliest first, and
-only where the difference is too large to be anybody's rounding.
+It is loaded, not computed, so it may be another tensor altogether: of another layer, or of another expert. For this,
+other tensors of its shape are read from the baseline, the likeliest first, and only where the difference is too large
+to be anybody's rounding.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import torch
 from mock_scheduler.compare.explain.explanation import dims_of, layout_numbers
 from mock_scheduler.compare.explain.permutations import find_holders
 from mock_scheduler.compare.explain.residual import classify_residual
+from mock_scheduler.compare.findings import OtherStart
 from mock_scheduler.compare.measure.distance import is_bit_equal
 from mock_scheduler.compare.pairing.pairs import TensorPair, TracePair
+from mock_scheduler.compare.thresholds import FIRST_ELEMENTS, MOST_TENSORS_READ, OTHER_TENSOR
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 
-#: ||a - b|| / ||a|| from which on it may be another tensor.
-_OTHER = 0.1
-_MOST_READ = 64
-_FIRST_ELEMENTS = 64
 _NUMBER = re.compile(r"\d+")
 
 
-def describe_initial(pair: TensorPair, traces: TracePair) -> str:
-    """In words, as ``candidate is 2.000 times the baseline``; empty where it looks like nothing.
+def explain_initial(pair: TensorPair, traces: TracePair) -> OtherStart:
+    """Explains an initial parameter with unequal values in the two runs.
 
-    ``pair``: of kind ``initial``, not equal, finite. Raises ``TraceError`` where a file is damaged.
+    ``pair``: of kind ``initial``, finite.
+
+    Raises:
+        TraceError: A file is damaged.
     """
     key = pair.key
     if pair.baseline.dtype != pair.candidate.dtype or not pair.baseline.is_floating_point():
-        return ""
+        return OtherStart()
     found = classify_residual(
         pair.baseline,
         pair.candidate,
@@ -44,30 +45,32 @@ def describe_initial(pair: TensorPair, traces: TracePair) -> str:
         holders=find_holders(key, traces.readers[1]),
     )
     if found is not None:
-        return found.text
-    if pair.present is not None or pair.sums.figures.relative < _OTHER:
-        return ""
-    other = _find_equal(key, pair.candidate, traces.readers[0])
-    return "" if other is None else f"candidate is the baseline's {other}"
+        return OtherStart(residual=found)
+    # Of a part of a tensor it cannot be said that it is another one.
+    if pair.present is not None or pair.sums.figures.relative < OTHER_TENSOR:
+        return OtherStart()
+    return OtherStart(same_as=_find_equal(key, pair.candidate, traces.readers[0]))
 
 
 def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -> str | None:
-    """The name of another initial parameter of the baseline that has these bits."""
+    """Finds the name of another initial parameter of the baseline with these bits."""
     form = candidate.dtype, tuple(candidate.shape)
     others = [
         other
         for other in baseline.keys(key.step)
         if replace(other, name=key.name) == key and other != key and baseline.dtype_and_shape(other) == form
     ]
+    # A tensor with the same name but for its numbers is of another layer or expert, the likeliest mistake.
     others.sort(key=lambda other: (_NUMBER.sub("", other.name) != _NUMBER.sub("", key.name), _natural(other.name)))
-    for other in others[:_MOST_READ]:
+    for other in others[:MOST_TENSORS_READ]:
         values = baseline.merge(other).tensor
-        few = (side.reshape(-1)[:_FIRST_ELEMENTS] for side in (values, candidate))
+        # A few elements tell nearly all tensors apart, at a small part of the cost.
+        few = (side.reshape(-1)[:FIRST_ELEMENTS] for side in (values, candidate))
         if is_bit_equal(*few) and is_bit_equal(values, candidate):
             return other.name
     return None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers as numbers."""
+    """Splits a name so that its numbers are compared as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

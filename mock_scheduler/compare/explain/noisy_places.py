@@ -2,7 +2,7 @@
 
 A place (a token, a head, an expert, a rank's piece) stands out in a candidate where its relative difference is 5 times
 the usual one of its tensor, as ``locality`` finds it. Ill-conditioned places do so in any honest run, so the perturbed
-runs' traces are read again for just these: the place is suspicious where it differs by more than 3 times what it does
+runs' traces are read again for just these: the place is suspicious where it differs by more than 3 times its difference
 in any of them. So large traces cost nothing unless something stands out.
 """
 
@@ -16,11 +16,12 @@ from types import TracebackType
 
 import torch
 
-from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
-from mock_scheduler.compare.differences import Locality
+from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.pairs import TensorPair, pair_up
 from mock_scheduler.compare.pairing.tokens import align_tokens
+from mock_scheduler.compare.residuals import Locality
+from mock_scheduler.compare.thresholds import SAFETY
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.sketch.files import has_full
@@ -53,23 +54,31 @@ class PlaceNoise:
     def confirm(
         self, found: Sequence[Locality], pair: TensorPair, dims: tuple[DimName, ...], baseline: TraceReader
     ) -> tuple[Locality, ...]:
-        """Those places that differ by more than their own noise allows, with that in their text.
+        """Returns the places differing by more than their own noise allows, with both figures.
 
-        pair: of the candidate, in the baseline's order. dims: what each dimension counts. Raises ``TraceError``.
+        Args:
+            found: Places standing out.
+            pair: Of the candidate, in the baseline's order.
+            dims: What each dimension counts.
+            baseline: Reader of the baseline's trace.
+
+        Raises:
+            TraceError: A file is damaged.
         """
         assert self._noise is not None
         confirmed = []
         noisy = self._read(pair, baseline) if found else []
         for place in found:
             own = _relative(pair, dims.index(place.dim), place)
+            # Without any run to compare with, every place counts as noisy.
             usual = max((_relative(other, dims.index(place.dim), place) for other in noisy), default=math.inf)
+            # SAFETY times the worst run, as whole tensors are bounded.
             if own > SAFETY * max(usual, self._noise.smallest):
-                text = f"{place.text}; it differs by {own:.2g} there, in perturbed runs by at most {usual:.2g}"
-                confirmed.append(replace(place, text=text))
+                confirmed.append(replace(place, relative=own, noise=usual))
         return tuple(confirmed)
 
     def _read(self, pair: TensorPair, baseline: TraceReader) -> list[TensorPair]:
-        """The same tensor of the perturbed runs that have it, each with the baseline."""
+        """Reads the same tensor of the perturbed runs, each with the baseline."""
         key, found = pair.key, []
         ours = baseline.merge(key)
         for reader in self._readers:
@@ -82,7 +91,7 @@ class PlaceNoise:
 
 
 def _relative(pair: TensorPair, dim: int, place: Locality) -> float:
-    """||a - b|| / ||a|| of the indices of a place; infinite where only the baseline is 0."""
+    """Returns ||a - b|| / ||a|| of the indices of a place; infinite where only the baseline is 0."""
     count = place.last - place.first + 1
     mine, other = (side.narrow(dim, place.first, count).double() for side in (pair.baseline, pair.candidate))
     if pair.present is not None:

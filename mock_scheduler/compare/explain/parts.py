@@ -1,8 +1,8 @@
-"""Partial sums: where ranks of the candidate that must hold copies of one tensor each hold a value of their own.
+"""Partial sums: ranks of the candidate hold values of their own where they must hold copies of one tensor.
 
 Contract: the values at each place of an axis are added up and averaged, and held against the baseline; then some of
-them alone are. At most 1 Mi evenly spaced elements are looked at, of one place at a time, so that memory is bounded by
-one tensor. Only ranks whose pieces cover all that is compared count, since pieces of a shard are no partial sums.
+them alone are. At most 1 Mi evenly spaced elements are looked at, of one place at a time, so memory is bounded by one
+tensor. Only ranks with pieces covering all compared elements count, since pieces of a shard are no partial sums.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.compare.differences import Residual
-from mock_scheduler.compare.explain.residual import ENOUGH, classify_residual
-from mock_scheduler.compare.measure.factors import name_factor
+from mock_scheduler.compare.explain.ratios import name_factor, only_enough
+from mock_scheduler.compare.explain.residual import classify_residual
 from mock_scheduler.compare.pairing.pairs import TensorPair
 from mock_scheduler.compare.pairing.tokens import TokenAlignment
+from mock_scheduler.compare.residuals import Residual, Sample, UnreducedCopies, WrongCopies
+from mock_scheduler.compare.thresholds import (
+    COPY_CLOSE,
+    COPY_ROUNDING,
+    FEWEST_COPY_ELEMENTS,
+    MOST_PLACES,
+    SAMPLE_ELEMENTS,
+)
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
-
-_MOST_ELEMENTS = 1 << 20
-_MOST_PLACES = 16
-#: How far, relative to the baseline, a sum in another order and precision may be from it and still be it.
-_CLOSE = 1e-2
-_FEWEST_ELEMENTS = 8
-#: How far copies are apart at most that are the same but for rounding.
-_ROUNDING = 1e-3
 
 
 def classify_parts(
@@ -36,41 +35,50 @@ def classify_parts(
     conflicts: Sequence[ReplicaConflict],
     layout: Mapping[str, float],
 ) -> Residual | None:
-    """What the candidate's copies of a tensor are in terms of the baseline, where they are not equal.
+    """Explains unequal copies of a tensor of the candidate in terms of the baseline.
 
-    pair: the tensor, in the baseline's order of tokens. reader: of the candidate. conflicts: of this tensor, within the
-    candidate. layout: numbers that a factor may be. Raises ``TraceError`` where a file is damaged.
+    Args:
+        pair: The tensor, in the baseline's order of tokens.
+        reader: Of the candidate.
+        tokens: Of both batches.
+        conflicts: Of this tensor, within the candidate.
+        layout: Numbers a factor may be.
+
+    Raises:
+        TraceError: A file is damaged.
     """
+    # Single axes first: a fault of one axis looks like one of any group that has the axis in it.
     for axes in _choose_axes(conflicts):
         parts = _read_parts(pair, reader, tokens, axes)
         if parts is not None:
             found = _find_sum(parts, layout) or _find_some(parts)
             if found is not None:
-                return replace(found, text=found.text + parts.seen)
+                return replace(found, sample=parts.sample)
     return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """float64 ``[n]`` each: the baseline, the candidate, and what stands at each named place of the axes."""
+    """float64 ``[n]`` each: the baseline, the candidate, and the value at each named place of the axes."""
 
-    axes: str
+    axes: tuple[str, ...]
     baseline: torch.Tensor
     candidate: torch.Tensor
     values: Mapping[str, torch.Tensor]
-    seen: str
+    sample: Sample | None
 
     def explained(self, explanation: torch.Tensor, *, scale: float = 1.0) -> float:
-        """The part of ||a - b||² that it accounts for that ``explanation`` is ``scale`` times the baseline."""
+        """Returns the part of ||a - b||² accounted for if ``explanation`` is ``scale`` times the baseline."""
         remainder = torch.sub(explanation, self.baseline, alpha=scale)
-        if float(remainder.norm()) > _CLOSE * abs(scale) * float(self.baseline.norm()):
+        # An explanation near the candidate but far from the baseline explains nothing.
+        if float(remainder.norm()) > COPY_CLOSE * abs(scale) * float(self.baseline.norm()):
             return 0.0
         square = float((self.candidate - self.baseline).square().sum())
         return 1.0 - float(remainder.square().sum()) / square if square else 0.0
 
 
 def _choose_axes(conflicts: Sequence[ReplicaConflict]) -> list[tuple[str, ...]]:
-    """Single axes on which copies differ, then all of these together, then whatever else two ranks differ on."""
+    """Lists single axes on which copies differ, then all of these together, then whatever else two ranks differ on."""
     found = dict.fromkeys(conflict.axes for conflict in conflicts if conflict.axes)
     single = [axes for axes in found if len(axes) == 1]
     together = tuple(dict.fromkeys(axis for axes in single for axis in axes))
@@ -78,14 +86,15 @@ def _choose_axes(conflicts: Sequence[ReplicaConflict]) -> list[tuple[str, ...]]:
 
 
 def _read_parts(pair: TensorPair, reader: TraceReader, tokens: TokenAlignment, axes: tuple[str, ...]) -> _Parts | None:
-    """What each place holds; ``None`` where one does not hold all that is compared, or there are too many."""
+    """Reads each place; ``None`` where one does not hold all compared elements, or there are too many."""
     ranks: dict[tuple[int, ...], set[int]] = {}
     for piece in reader.pieces(pair.key):
         place = tuple(piece.place.coordinates.get(axis, 0) for axis in axes)
         ranks.setdefault(place, set()).add(piece.place.global_rank)
     count = pair.baseline.numel()
-    stride = max(math.ceil(count / _MOST_ELEMENTS), 1)
-    stride += stride > 1 and stride % 2 == 0  # an even one would skip columns of most tensors
+    stride = max(math.ceil(count / SAMPLE_ELEMENTS), 1)
+    # Columns are mostly even in number, so that an even stride would never see half of them.
+    stride += stride > 1 and stride % 2 == 0
     mask = None if pair.present is None else pair.present.expand(pair.baseline.shape).reshape(-1)[::stride]
 
     def sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +102,7 @@ def _read_parts(pair: TensorPair, reader: TraceReader, tokens: TokenAlignment, a
         return (values if mask is None else values[mask]).double()
 
     values: dict[str, torch.Tensor] = {}
-    for place in sorted(ranks) if 1 < len(ranks) <= _MOST_PLACES else ():
+    for place in sorted(ranks) if 1 < len(ranks) <= MOST_PLACES else ():
         merged = reader.merge(pair.key, ranks=ranks[place])
         tensor, present = merged.tensor, merged.present
         if pair.dims[:1] == ("token",) and tokens.covers(pair.baseline, tensor):
@@ -104,10 +113,10 @@ def _read_parts(pair: TensorPair, reader: TraceReader, tokens: TokenAlignment, a
         name = " ".join(f"{axis}{number}" for axis, number in zip(axes, place, strict=True))
         values[name] = sample(tensor)
     baseline, candidate = sample(pair.baseline), sample(pair.candidate)
-    if len(values) < 2 or len(baseline) < _FEWEST_ELEMENTS:
+    if len(values) < 2 or len(baseline) < FEWEST_COPY_ELEMENTS:
         return None
-    seen = f" (seen in {len(baseline):,} of {count:,} elements)" if stride > 1 else ""
-    return _Parts(axes=" and ".join(axes), baseline=baseline, candidate=candidate, values=values, seen=seen)
+    seen = Sample(num_seen=len(baseline), num_elements=count) if stride > 1 else None
+    return _Parts(axes=axes, baseline=baseline, candidate=candidate, values=values, sample=seen)
 
 
 def _covers(present: torch.Tensor | None, needed: torch.Tensor | None) -> bool:
@@ -117,40 +126,45 @@ def _covers(present: torch.Tensor | None, needed: torch.Tensor | None) -> bool:
 
 
 def _find_sum(parts: _Parts, layout: Mapping[str, float]) -> Residual | None:
-    """The values at all places add up to the baseline, to a named multiple of it, or are it on average.
+    """Finds that the values at all places add up to the baseline, to a named multiple of it, or are it on average.
 
-    Copies that differ by rounding alone are no parts, even where they are the baseline divided by their number.
+    Copies apart by rounding alone are no parts, even where they are the baseline divided by their number.
     """
     values = torch.stack(list(parts.values.values()))
     total = values.sum(0)
     square = float(parts.baseline.square().sum())
-    if not square or float((values - values[0]).norm()) <= _ROUNDING * float(values.norm()):
+    # Copies that are equal but for rounding are right, and something else is wrong.
+    if not square or float((values - values[0]).norm()) <= COPY_ROUNDING * float(values.norm()):
         return None
+    # The least-squares multiple of the baseline that the sum of the parts is.
     scale, count = float(total.dot(parts.baseline)) / square, len(parts.values)
-    what = f"each {parts.axes} rank holds its own part"
-    if abs(scale - 1.0) <= _CLOSE:
-        scale, text = 1.0, f"not summed over {parts.axes}: {what}, and their sum is the baseline"
-    elif abs(scale / count - 1.0) <= _CLOSE:
-        scale, text = float(count), f"not averaged over {parts.axes}: {what}, and their mean is the baseline"
+    copies = UnreducedCopies(axes=parts.axes, reduction="sum")
+    if abs(scale - 1.0) <= COPY_CLOSE:
+        scale = 1.0
+    elif abs(scale / count - 1.0) <= COPY_CLOSE:
+        scale, copies = float(count), replace(copies, reduction="mean")
     else:
-        name = name_factor(scale, layout) if scale > 0 else None
-        if name is None:
+        factor = name_factor(scale, layout) if scale > 0 else None
+        if factor is None:
             return None
-        text = f"not summed over {parts.axes}: {what}, and their sum is {scale:.4g} times the baseline: {name}"
+        copies = replace(copies, reduction="multiple", factor=factor)
     explained = parts.explained(total, scale=scale)
-    return Residual(kind="missing part", value=scale, explained=explained, text=text) if explained >= ENOUGH else None
+    return only_enough(Residual(kind="missing part", value=scale, explained=explained, detail=copies))
 
 
 def _find_some(parts: _Parts) -> Residual | None:
-    """Some places hold the baseline's values and others do not; or some places' values are missing, or there twice."""
+    """Finds places with the baseline's values beside places without; or places whose values are missing, or there
+    twice.
+    """
     norm = float(parts.baseline.norm())
+    # Places whose copies are the baseline's say at once which ranks are at fault.
     right = [
-        name for name, values in parts.values.items() if float((values - parts.baseline).norm()) <= _ROUNDING * norm
+        name for name, values in parts.values.items() if float((values - parts.baseline).norm()) <= COPY_ROUNDING * norm
     ]
     wrong = [name for name in parts.values if name not in right]
     if right and wrong:
-        text = f"copies at {', '.join(right)} are the baseline's, and those at {', '.join(wrong)} are not"
-        return Residual(kind="missing part", value=1.0, explained=1.0, text=text)
+        copies = WrongCopies(right=tuple(right), wrong=tuple(wrong))
+        return Residual(kind="missing part", value=1.0, explained=1.0, detail=copies)
     found = classify_residual(
         parts.baseline, parts.candidate, parts=list(parts.values.values()), part_names=tuple(parts.values)
     )

@@ -1,41 +1,43 @@
-"""The same values in another order along one dimension, in words: by blocks, and by which rank holds whose part.
+"""The same values in another order along one dimension: by blocks, and by the ranks' shards.
 
-An order gives for each index of the candidate the baseline's index that is found there. Its blocks are found from the
-order alone: the largest equal ones that were moved as a whole. What ranks hold is read from the candidate's trace, so
-that two shards in each other's place, and parts that were cut in one piece, are told from any other order.
+An order gives, for each index of the candidate, the baseline's index found there. Its blocks follow from the order
+alone: the largest equal ones moved as a whole. The candidate's trace says what its ranks hold, so that two shards in
+each other's place, and parts cut in one piece, are told from any other order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from mock_scheduler.support.text import list_some
+from mock_scheduler.compare.residuals import BlockOrder, MisplacedShards, WrongCut
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.trace.shards import Block
 
-_NUM_NAMED = 4
 #: Layers of which one parameter is several matrices, one after another.
-_PARTS: Mapping[tuple[str, int], str] = {("linear_fc1", 2): "gate and up are"}
+_PART_NAMES: Mapping[tuple[str, int], tuple[str, ...]] = {("linear_fc1", 2): ("gate", "up")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Holders:
-    """Who holds what along one dimension that is split over ranks.
+    """Ranks and what each holds along one dimension that is split over them.
 
-    axis: on which they stand apart, ``ranks`` where that is no single one. names: as ``tp0``, ascending. indices: of
-    each, int64, in the order in which it stores them. parts: what each holds a piece of, with its verb; num_parts: how
-    many.
+    Args:
+        axis: The axis on which they stand apart; ``ranks`` where no single axis tells them apart.
+        names: As ``tp0``, ascending.
+        indices: int64 of each rank, in the order in which it stores them.
+        part_names: Of the parts of which each rank holds a piece, as ``gate`` and ``up``; empty where not known.
+        num_parts: How many parts there are.
     """
 
     axis: str
     names: tuple[str, ...]
     indices: tuple[torch.Tensor, ...]
-    parts: str
+    part_names: tuple[str, ...]
     num_parts: int
 
     @property
@@ -45,7 +47,7 @@ class Holders:
 
 
 def find_holders(key: TraceKey, reader: TraceReader) -> dict[int, Holders]:
-    """By dimension, what the ranks of a run hold of a tensor; without dimensions that are not split, and tokens."""
+    """Finds, by dimension, the shards of a run's ranks; only split dimensions, and never tokens."""
     places: dict[int, dict[tuple[Block, ...], list[RankPlace]]] = {}
     is_by_token = reader.dims(key)[:1] == ("token",)
     for piece in reader.pieces(key):
@@ -56,19 +58,22 @@ def find_holders(key: TraceKey, reader: TraceReader) -> dict[int, Holders]:
     return {dim: _name_holders(key, held) for dim, held in places.items() if len(held) > 1}
 
 
-def describe_order(order: torch.Tensor, noun: str, holders: Holders | None) -> str:
-    """What the candidate is. order: int64 ``[n]``, a permutation that moves something. noun: as ``rows``."""
-    text = f"candidate has {_describe_blocks(order, noun)}"
+def find_holders_fault(order: torch.Tensor, holders: Holders | None) -> MisplacedShards | WrongCut | None:
+    """Finds the mistake of ranks' shards behind an order; ``None`` for none, or where they do not hold all indices.
+
+    ``order``: int64 ``[n]``, a permutation moving something.
+    """
+    # Ranks that hold only some indices, as of a padded vocabulary, do not show whose part is whose.
     if holders is None or not torch.equal(holders.in_turn.sort().values, torch.arange(order.numel())):
-        return text
-    whose = _describe_swap(order, holders) or _describe_cut(order, holders)
-    return f"{text}: {whose}" if whose else text
+        return None
+    return _find_misplaced(order, holders) or _find_cut(order, holders)
 
 
 def block_size(order: torch.Tensor) -> int:
-    """The largest size of equal blocks that the order moves as a whole."""
+    """Returns the largest size of equal blocks the order moves as a whole."""
     num = order.numel()
     breaks = (order.diff() != 1).nonzero().squeeze(1) + 1
+    # A block begins at every break, on both sides, so that its size divides all of these places.
     return math.gcd(num, *breaks.tolist(), *order[breaks].tolist(), int(order[0]))
 
 
@@ -83,85 +88,82 @@ def _name_holders(key: TraceKey, held: Mapping[tuple[Block, ...], Sequence[RankP
         rows.append((number, name, torch.cat(indices) if indices else torch.arange(0), len(blocks)))
     rows.sort(key=lambda row: row[0])
     count = max(num_blocks for *_, num_blocks in rows)
-    known = next((text for (name, parts), text in _PARTS.items() if parts == count and name in key.name), None)
+    known = (names for (name, parts), names in _PART_NAMES.items() if parts == count and name in key.name)
     return Holders(
         axis=axis,
         names=tuple(name for _, name, _, _ in rows),
         indices=tuple(indices for _, _, indices, _ in rows),
-        parts=known or f"its {count} parts are",
+        part_names=next(known, ()),
         num_parts=count,
     )
 
 
 def _tells_apart(axis: str, groups: Sequence[Sequence[RankPlace]]) -> bool:
-    """Whether the ranks of each group stand at one place of the axis, and those of no two at the same."""
+    """Whether the ranks of each group stand at one place of the axis, and no two groups at the same."""
     found = [{place.coordinates.get(axis) for place in ranks} for ranks in groups]
     return all(len(places) == 1 for places in found) and len(set.union(*found)) == len(found)
 
 
-def _describe_blocks(order: torch.Tensor, noun: str) -> str:
+def find_blocks(order: torch.Tensor) -> BlockOrder:
+    """Finds the simplest form of an order moving something; int64 ``[n]``."""
     num_rows = order.numel()
     straight = torch.arange(num_rows)
-    if torch.equal(order, straight.flip(0)):
-        return f"the {noun} of the baseline reversed"
     moved = (order != straight).nonzero().squeeze(1)
+    found = BlockOrder(form="other", num_indices=num_rows, num_moved=moved.numel())
+    if torch.equal(order, straight.flip(0)):
+        return replace(found, form="reversed")
+    # Tried from the most special form to the most general one, so that the first that fits says most.
     first, second = moved.tensor_split(2)
     if torch.equal(order[moved], torch.cat([second, first])) and _is_run(first) and _is_run(second):
-        blocks = " and ".join(_describe_run(block) for block in (first, second))
-        return f"{noun} {blocks} of the baseline exchanged"
+        return replace(found, form="exchanged", runs=(_ends(first), _ends(second)))
     if torch.equal(order, straight.roll(-int(order[0]))):
-        return f"the {noun} of the baseline rotated: it begins with {int(order[0]):,} of {num_rows:,}"
+        return replace(found, form="rotated", first=int(order[0]))
     size = block_size(order)
     blocks_order = order[::size] // size
     for parts in _divisors(blocks_order.numel()):
         if torch.equal(blocks_order, torch.arange(blocks_order.numel()).view(parts, -1).T.reshape(-1)):
-            what = noun if size == 1 else f"blocks of {size:,} {noun}"
-            return f"{what} of the baseline interleaved, one of each of its {parts:,} parts in turn"
-    by = f", in blocks of {size:,}" if size > 1 else ""
-    return f"{moved.numel():,} of {num_rows:,} {noun} of the baseline in another order{by}"
+            return replace(found, form="interleaved", block_size=size, num_parts=parts)
+    return replace(found, block_size=size)
 
 
 def _divisors(number: int) -> list[int]:
-    """Those between 1 and the number."""
+    """Returns divisors between 1 and the number, both excluded."""
     small = [item for item in range(2, math.isqrt(number) + 1) if number % item == 0]
     return sorted({*small, *(number // item for item in small)})
 
 
-def _describe_swap(order: torch.Tensor, holders: Holders) -> str:
-    """That ranks hold each other's parts; empty where they do not."""
+def _find_misplaced(order: torch.Tensor, holders: Holders) -> MisplacedShards | None:
+    """Finds ranks holding each other's parts."""
     sources = []
     for indices in holders.indices:
         found = order[indices]
         same = (place for place, other in enumerate(holders.indices) if torch.equal(found, other))
-        sources.append(next(same, -1))
-    moved = [place for place, source in enumerate(sources) if source != place]
-    if -1 in sources or not moved:
-        return ""
-    if len(moved) == 2:
-        first, second = (holders.names[place] for place in moved)
-        return f"the shards of {first} and {second} are swapped, each holds the other's part"
-    named = [f"{holders.names[place]} that of {holders.names[sources[place]]}" for place in moved]
-    return f"shards are at the wrong rank, {list_some(named, _NUM_NAMED, ', ')}"
+        sources.append(next(same, None))
+    known = [source for source in sources if source is not None]
+    moved = [(place, source) for place, source in enumerate(known) if source != place]
+    if len(known) < len(sources) or not moved:
+        return None
+    return MisplacedShards(places=tuple((holders.names[place], holders.names[source]) for place, source in moved))
 
 
-def _describe_cut(order: torch.Tensor, holders: Holders) -> str:
-    """That parts were cut over the ranks in one piece, or one piece as if it were parts; empty where it is neither."""
+def _find_cut(order: torch.Tensor, holders: Holders) -> WrongCut | None:
+    """Finds parts cut over the ranks in one piece, or one piece cut as if it were parts."""
     num, count = order.numel(), len(holders.indices)
     in_turn, straight = order[holders.in_turn], torch.arange(order.numel())
     if torch.equal(in_turn, straight):
-        return f"it was cut over {holders.axis} in one piece, where {holders.parts} each cut over {holders.axis}"
+        return WrongCut(axis=holders.axis, is_whole=True, num_parts=holders.num_parts, part_names=holders.part_names)
+    # A tensor of several parts is to be cut by parts, so that this cut is the right one.
     if holders.num_parts > 1 or num % count:
-        return ""
+        return None
     for parts in _divisors(num // count):
         if torch.equal(in_turn, straight.view(parts, count, -1).transpose(0, 1).reshape(-1)):
-            return f"{parts} parts of it were each cut over {holders.axis}, where it is cut in one piece"
-    return ""
+            return WrongCut(axis=holders.axis, is_whole=False, num_parts=parts)
+    return None
 
 
 def _is_run(places: torch.Tensor) -> bool:
     return int(places[-1] - places[0]) == places.numel() - 1
 
 
-def _describe_run(places: torch.Tensor) -> str:
-    first, last = int(places[0]), int(places[-1])
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+def _ends(places: torch.Tensor) -> tuple[int, int]:
+    return int(places[0]), int(places[-1])

@@ -1,10 +1,10 @@
 """What a difference looks like: a ratio, a missing part, a permutation, a stale tensor; nothing where it is noise.
 
-Contract: an explanation is given only where it accounts for at least 90 % of ||a - b||², of a ratio with the noise that
-``ratios`` says. What random noise could look like has none: a fitted number needs at least 16 elements, none of which
-outweighs the others, or must be a number of the layout. What is no larger than the rounding of the dtype is only held
-against zeros and ratios, which rounding does not make. Of a tensor of more than 1 Mi elements, evenly spaced ones are
-looked at, and the text says so. Cheap explanations are tried first; a is the baseline, b the candidate.
+Contract: an explanation accounts for at least 90 % of ||a - b||², a ratio together with the noise ``ratios`` describes.
+Random noise has none: a fitted number needs at least 16 elements, none outweighing the others, or must be a number of
+the layout. A difference no larger than the rounding of the dtype is only held against zeros and ratios, which rounding
+does not make. From a tensor of more than 1 Mi elements, evenly spaced ones are taken, and ``Residual.sample`` says so.
+Cheap explanations are tried first; a is the baseline, b the candidate.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from itertools import combinations
 
 import torch
 
-from mock_scheduler.compare.differences import Figures, Residual, ResidualKind
+from mock_scheduler.compare.explain.flat_pair import FlatPair, flatten, spread, square_of
 from mock_scheduler.compare.explain.moves import find_move
 from mock_scheduler.compare.explain.permutations import Holders
-from mock_scheduler.compare.explain.ratios import CommonScale, find_ratio
-from mock_scheduler.compare.measure.factors import VERY_CLOSE
+from mock_scheduler.compare.explain.ratios import CommonScale, find_ratio, only_enough
 from mock_scheduler.compare.measure.figures import compute_figures
-from mock_scheduler.compare.measure.flat_pair import ENOUGH, FEWEST_ELEMENTS, FlatPair, flatten, spread, square_of
-from mock_scheduler.support.text import count_of
+from mock_scheduler.compare.residuals import ElementBlock, OneElement, PartialSums, Residual, ResidualKind, Side
+from mock_scheduler.compare.tensors import Figures
+from mock_scheduler.compare.thresholds import (
+    ENOUGH,
+    EXPLAINED_ROUNDING_UNITS,
+    FEWEST_ELEMENTS,
+    MOST_PARTS,
+    OUTLIER_SHARE,
+    VERY_CLOSE,
+)
 from mock_scheduler.trace.entries import DimName
-
-__all__ = ["ENOUGH", "classify_residual"]
-
-_ROUNDING_UNITS = 8
-#: All subsets of up to so many partial sums are tried; of more, single ones and pairs.
-_MOST_PARTS = 8
 
 
 def classify_residual(
@@ -47,22 +48,31 @@ def classify_residual(
     bound: float = 0.0,
     common: CommonScale | None = None,
 ) -> Residual | None:
-    """What ``candidate`` is in terms of ``baseline``; ``None`` where nothing explains most of the difference.
+    """Explains ``candidate`` in terms of ``baseline``; ``None`` where nothing explains most of the difference.
 
-    baseline, candidate, previous: finite, of one shape and dtype. present: bool, as of ``compute_figures``; elements
-    that count. layout: numbers that a ratio may be, as ``{"tp": 2, "micro-batches": 4}``. previous: the baseline's
-    tensor of the update before. parts: what ranks contribute to the sum, each of the same shape; part_names: whose
-    they are, else they are numbered. dims: what each dimension counts, for the text. holders: by dimension, what the
-    candidate's ranks hold. bound: of ||a - b|| / ||a||, of noise. common: the ratio of the gradients of the update.
+    Args:
+        baseline: Finite.
+        candidate: Finite, of the same shape and dtype.
+        present: bool, as of ``compute_figures``; elements that count.
+        layout: Numbers a ratio may be, as ``{"tp": 2, "micro-batches": 4}``.
+        previous: The baseline's tensor of the update before.
+        parts: Contributions of ranks to the sum, each of the same shape.
+        part_names: Their names; without them they are numbered.
+        dims: What each dimension counts.
+        holders: By dimension, what the candidate's ranks hold.
+        bound: Of ||a - b|| / ||a||, of noise.
+        common: The ratio of the gradients of the update.
     """
     figures = compute_figures(baseline, candidate, present=present)
     one = _find_one_element(figures)
-    rounding = torch.finfo(baseline.dtype).eps * _ROUNDING_UNITS if baseline.is_floating_point() else 0.0
+    # Integers have no rounding, so that any difference of them may be explained.
+    rounding = torch.finfo(baseline.dtype).eps * EXPLAINED_ROUNDING_UNITS if baseline.is_floating_point() else 0.0
     if one is not None or not 0.0 < figures.norm < math.inf:
         return one
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
     sample = [spread(item.expand(baseline.shape), pair.stride, pair.present) for item in parts]
     before = None if previous is None else spread(previous, pair.stride, pair.present)
+    # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
     tests: tuple[Callable[[], Residual | None], ...] = (
         lambda: _find_stale(pair, before),
@@ -79,11 +89,12 @@ def classify_residual(
     for test in slight if is_slight else tests:
         found = test()
         if found is not None:
-            return replace(found, text=found.text + pair.seen)
+            return replace(found, sample=pair.sample)
     if is_slight:
         return None
     if figures.num_elements < FEWEST_ELEMENTS:
         return None
+    # Orders are tried last, since they cost a pass over the tensor each.
     degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
     return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
 
@@ -92,47 +103,41 @@ def _best(*found: Residual | None) -> Residual | None:
     return max((item for item in found if item is not None), key=lambda item: item.explained, default=None)
 
 
-def _residual(kind: ResidualKind, value: float, explained: float, text: str) -> Residual | None:
-    if not explained >= ENOUGH:
-        return None
-    return Residual(kind=kind, value=value, explained=explained, text=text)
-
-
 def _find_one_element(figures: Figures) -> Residual | None:
-    """One element differs, or is so far off that it outweighs all others."""
+    """Finds one unequal element, or one so far off that it outweighs all others."""
     worst = figures.worst
     if worst is None or figures.num_elements < 2:
         return None
     share = (figures.max_abs / figures.norm) ** 2 if 0.0 < figures.norm < math.inf else 0.0
     if figures.num_different == 1:
         share = 1.0
-    elif figures.num_elements < FEWEST_ELEMENTS or figures.max_abs < 1e-2 * abs(worst.baseline):
+    elif figures.num_elements < FEWEST_ELEMENTS or figures.max_abs < OUTLIER_SHARE * abs(worst.baseline):
         return None
     offset = worst.candidate - worst.baseline
-    text = f"one of {figures.num_elements:,} elements differs, by {offset:.6g}"
-    if figures.num_different > 1:
-        text = f"one of {figures.num_elements:,} elements holds {100 * share:.1f} % of the difference: {offset:.6g}"
-    return _residual("one element", offset, share, text)
+    one = OneElement(num_elements=figures.num_elements, num_different=figures.num_different)
+    return only_enough(Residual(kind="one element", value=offset, explained=share, detail=one))
 
 
 def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | None:
     if previous is None:
         return None
     remainder = pair.candidate - previous
+    # Of few elements, the tensor before is told from noise only where it is met to the rounding.
     if pair.is_small and square_of(remainder) > pair.rounding**2 * square_of(previous):
         return None
-    text = "candidate is the baseline's tensor of the update before"
-    return _residual("stale", 1.0, pair.explained(remainder), text)
+    return only_enough(Residual(kind="stale", value=1.0, explained=pair.explained(remainder)))
 
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:
-    """The difference is the sum of some of the parts, with either sign."""
+    """Explains the difference as the sum of some of the parts, with either sign."""
+    # A single part is the whole sum, which a ratio explains.
     if len(parts) < 2 or pair.is_small or pair.square == 0.0:
         return None
     stacked = torch.stack(list(parts))
+    # ||d ∓ Σp||² from products alone, so that 256 subsets cost no pass over the elements.
     gram = (stacked @ stacked.T).tolist()
     along = (stacked @ pair.difference).tolist()
-    sizes = range(1, len(parts) if len(parts) <= _MOST_PARTS else 3)
+    sizes = range(1, len(parts) if len(parts) <= MOST_PARTS else 3)
     best: tuple[float, int, tuple[int, ...]] = (0.0, 1, ())
     for subset in (chosen for size in sizes for chosen in combinations(range(len(parts)), size)):
         size = sum(gram[left][right] for left in subset for right in subset)
@@ -140,12 +145,11 @@ def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[s
         sign = 1 if product > 0 else -1
         best = max(best, ((2 * sign * product - size) / pair.square, sign, subset))
     explained, sign, subset = best
-    which = ", ".join(names[part] if names else str(part) for part in subset)
-    noun, verb = ("part", "is") if len(subset) == 1 else ("parts", "are")
-    text = f"the {noun} of {which} {verb}" if names else f"{noun} {which} of {len(parts)} {verb}"
-    if sign > 0:
-        return _residual("doubled part", 1.0, explained, f"{text} in the candidate once more")
-    return _residual("missing part", -1.0, explained, f"{text} missing from the candidate")
+    sums = PartialSums(
+        parts=tuple(names[part] if names else str(part) for part in subset), num_parts=None if names else len(parts)
+    )
+    kind: ResidualKind = "doubled part" if sign > 0 else "missing part"
+    return only_enough(Residual(kind=kind, value=float(sign), explained=explained, detail=sums))
 
 
 def _find_constant(pair: FlatPair) -> Residual | None:
@@ -153,54 +157,62 @@ def _find_constant(pair: FlatPair) -> Residual | None:
     if count < FEWEST_ELEMENTS:
         return None
     offset = float(pair.difference.sum()) / count
+    # The mean difference is the constant that leaves least.
     constant = torch.full_like(pair.difference, offset)
     if pair.present is not None:
         constant = constant.where(pair.present, 0.0)
-    text = f"candidate is the baseline {'plus' if offset > 0 else 'minus'} {abs(offset):.6g}"
-    return _residual("constant", offset, pair.explained(pair.difference - constant), text)
+    explained = pair.explained(pair.difference - constant)
+    return only_enough(Residual(kind="constant", value=offset, explained=explained))
 
 
-_BLOCKS: tuple[tuple[ResidualKind, float, str], ...] = (
-    ("doubled part", 2.0, "candidate is twice the baseline"),
-    ("sign", -1.0, "candidate is the baseline with its sign reversed"),
-    ("ratio", 0.5, "candidate is half the baseline"),
-)
+#: Multiples of the baseline that a part of a tensor is looked at for: added twice, subtracted, averaged over two.
+_BLOCKS: tuple[tuple[ResidualKind, float], ...] = (("doubled part", 2.0), ("sign", -1.0), ("ratio", 0.5))
 
 
 def _find_block(pair: FlatPair) -> Residual | None:
-    """b is 0, twice a, -a or half of a in a part of the tensor, and nearly a elsewhere; or only a is 0 there."""
+    """Finds b to be 0, twice a, -a or half of a in a part of the tensor, and nearly a elsewhere; or only a to be 0
+    there.
+    """
     if pair.is_small:
         return None
     size = pair.baseline.abs()
+    # Zeros are exact, so that they are told from noise in the fewest elements.
     zeros = _find_zeros(pair)
     if zeros is not None:
         return zeros
-    for kind, ratio, text in _BLOCKS:
+    for kind, ratio in _BLOCKS:
         closeness = max(VERY_CLOSE, pair.rounding)
         remainder = torch.sub(pair.candidate, pair.baseline, alpha=ratio)
         inside = (remainder.abs() <= closeness * size) & (size > 0)
-        found = _describe_block(pair, inside, remainder, kind=kind, value=ratio, text=text)
+        found = _find_part(pair, inside, remainder, kind=kind, value=ratio)
         if found is not None:
             return found
     inside = (size == 0) & (pair.candidate != 0)
-    text = "baseline is zero, candidate is not,"
-    return _describe_block(pair, inside, torch.zeros_like(size), kind="zeroed", value=0.0, text=text)
+    return _find_part(pair, inside, torch.zeros_like(size), kind="zeroed", value=0.0, zero_side="baseline")
 
 
 def _find_zeros(pair: FlatPair) -> Residual | None:
-    """b is 0 in a part of the tensor."""
+    """Finds b to be 0 in a part of the tensor."""
     if pair.is_small:
         return None
     inside = (pair.candidate == 0) & (pair.baseline != 0)
-    return _describe_block(pair, inside, pair.candidate, kind="zeroed", value=0.0, text="candidate is zero")
+    return _find_part(pair, inside, pair.candidate, kind="zeroed", value=0.0, zero_side="candidate")
 
 
-def _describe_block(
-    pair: FlatPair, inside: torch.Tensor, remainder: torch.Tensor, *, kind: ResidualKind, value: float, text: str
+def _find_part(
+    pair: FlatPair,
+    inside: torch.Tensor,
+    remainder: torch.Tensor,
+    *,
+    kind: ResidualKind,
+    value: float,
+    zero_side: Side | None = None,
 ) -> Residual | None:
+    """Explains the difference by the values of some elements; ``remainder``: the rest of it there."""
     count = int(torch.count_nonzero(inside))
+    # One element has its own explanation.
     if count < 2:
         return None
     explained = pair.explained(torch.where(inside, remainder, pair.difference))
-    elements = count_of(count, "element")
-    return _residual(kind, value, explained, f"{text} in {elements} of {inside.numel():,}")
+    block = ElementBlock(num_inside=count, num_elements=inside.numel(), zero_side=zero_side)
+    return only_enough(Residual(kind=kind, value=value, explained=explained, detail=block))

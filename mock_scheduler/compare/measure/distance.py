@@ -1,23 +1,23 @@
 """How far two tensors are apart, and how far they may be.
 
-All sums are in float64 and by chunks, so that nothing larger than a chunk is made beside the tensors.
+All sums are in float64 and by chunks, so nothing larger than a chunk is made beside the tensors.
 
-- A tensor of the forward or backward pass is judged by ||a - b|| / ||a||, and by its bound (``bounds``). A bound that
-  was not measured for this tensor has the *rounding* added that such a tensor cannot be without: 16 units in the last
-  place of the root mean square of all baseline tensors of its kind and update (a gradient whose true value is 0 was
-  measured at 0.3 to 0.9 of them). So a bias to which softmax is blind, or a mean that cancels to 0, is not held to
-  figures of its own noise. Measured bounds have that in them, except of what no perturbation moved at all.
-- A *parameter* is judged by what the update did to it: with d the change from before to after the update,
-  ||d_a - d_b|| / ||d_a||. A norm relative to the parameter itself would hide a frozen or reversed optimizer at the
-  learning rates of reinforcement learning. Elements whose gradients differ by more than 4 times what the whole gradient
-  does, each relative to its own size, are left out and counted: where a gradient is nothing but rounding (a key bias
-  again), Adam makes its sign a full step. So the share that is left out is the same in every precision (16 % of small
-  models), and what is left is no matter of a few flips. A bound that was not measured grows by the spacing of the
-  floating-point numbers that the parameter is stored in.
-- What is no floating-point number must be equal; its relative difference is the fraction of elements that are not.
-  Choices of experts may differ for as many tokens as they were measured to.
+- A tensor of the forward or backward pass is judged by ||a - b|| / ||a|| and its bound (``bounds``). A bound not
+  measured for this tensor gets the *rounding* added no such tensor can be without: 16 units in the last place of the
+  root mean square of all baseline tensors of its kind and update (a gradient with a true value of 0 was measured at 0.3
+  to 0.9 of them). So a bias to which softmax is blind, or a mean cancelling to 0, is not held to figures of its own
+  noise. Measured bounds contain it, except for a tensor no perturbation moved at all.
+- A *parameter* is judged by the update: with d the change from before to after it, ||d_a - d_b|| / ||d_a||. A norm
+  relative to the parameter itself would hide a frozen or reversed optimizer at the learning rates of reinforcement
+  learning. Elements are left out and counted where their gradients differ by more than 4 times the whole gradient's
+  difference, each relative to its own size: where a gradient is nothing but rounding (a key bias again), Adam makes its
+  sign a full step. So the share left out is the same in every precision (16 % of small models), and the rest does not
+  hang on a few flips. A bound that was not measured grows by the spacing of the floating-point numbers the parameter is
+  stored in.
+- Integers must be equal; their relative difference is the fraction of unequal elements. Choices of experts may differ
+  for as many tokens as they were measured to.
 
-Where noise or rounding makes a bound larger than 0.5, the tensor is *not judged*, which is counted and said; beyond the
+Where noise or rounding makes a bound larger than 0.5, the tensor is *not judged*, and reports count it; beyond the
 bound it still exceeds it.
 """
 
@@ -30,25 +30,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS, TensorBound
-from mock_scheduler.compare.differences import Figures
+from mock_scheduler.compare.bounds.bound import TensorBound
+from mock_scheduler.compare.findings import NonFinite
 from mock_scheduler.compare.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.compare.measure.figures import PairSums, compute_figures, sum_pair
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tensors import Figures, TensorDifference
+from mock_scheduler.compare.thresholds import (
+    LARGEST_SIGNIFICANT,
+    LARGEST_SIGNIFICANT_UNMEASURED,
+    NUM_ULPS,
+    POOL_ROUNDING_UNITS,
+    SIGNIFICANT,
+)
 from mock_scheduler.support.tensor_bytes import dtype_name, view_as_bits
 from mock_scheduler.trace.entries import TraceKey
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """The same tensor of baseline and candidate."""
-
-#: Elements whose gradients differ by more than this many times what the whole gradient does, each relative to its own
-#: size, have no say in how the update is judged.
-SIGNIFICANT = 4.0
-#: The same as a fraction of the element itself at most: with a measured bound, and without one. Where all of a gradient
-#: is noise, so is every step that is made of it, which a measured bound knows and no other does.
-_LARGEST_SIGNIFICANT, _LARGEST_UNMEASURED = 1.0, 1e-2
-#: Units in the last place of the root mean square of its kind below which a tensor is rounding.
-ROUNDING_UNITS = 16
 
 
 def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -56,21 +54,24 @@ def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(view_as_bits(left), view_as_bits(right))
 
 
-def describe_non_finite(tensor: torch.Tensor) -> str:
-    """How many elements are NaN and infinite, in words; empty where all are finite."""
+def count_non_finite(tensor: torch.Tensor) -> NonFinite | None:
+    """Counts elements equal to NaN and infinity; ``None`` where all are finite."""
     if not tensor.dtype.is_floating_point or not tensor.numel() or _is_finite(tensor):
-        return ""
-    counts = (("NaN", int(tensor.isnan().sum())), ("infinity", int(tensor.isinf().sum())))
-    found = [f"{what} in {count} of {tensor.numel()} elements" for what, count in counts if count]
-    return " and ".join(found)
+        return None
+    return NonFinite(
+        num_nan=int(tensor.isnan().sum()), num_infinite=int(tensor.isinf().sum()), num_elements=tensor.numel()
+    )
 
 
 def find_significant(relative: float, bound: TensorBound) -> float:
-    """By which fraction of itself an element's gradient may differ for the element to have a say in its update.
+    """Returns by which fraction of itself an element's gradient may differ for the element to have a say in its update.
 
-    ``relative``: ||a - b|| / ||a|| of the whole gradient. ``bound``: that the update is held to.
+    Args:
+        relative: Relative difference of the whole gradient.
+        bound: Of the update.
     """
-    largest = _LARGEST_UNMEASURED if bound.has_rounding else _LARGEST_SIGNIFICANT
+    # Where all of a gradient is noise, so is every step made of it; only a measured bound knows.
+    largest = LARGEST_SIGNIFICANT_UNMEASURED if bound.has_rounding else LARGEST_SIGNIFICANT
     return min(SIGNIFICANT * relative, largest)
 
 
@@ -83,10 +84,15 @@ def measure(
     present: torch.Tensor | None = None,
     sums: PairSums | None = None,
 ) -> TensorDifference:
-    """||a - b|| / ||a|| of two finite tensors of one shape, over the elements where ``present`` is True.
+    """Measures the relative difference of two finite tensors of one shape, over the elements where ``present`` is True.
 
-    The bound is not complete yet: ``with_rounding`` makes it so. Of two dtypes, the values are compared in float64.
-    ``sums``: of these elements; ``None`` computes them.
+    Args:
+        key: Of the tensor.
+        baseline: Any dtype; the values of two dtypes are compared in float64.
+        candidate: As the baseline.
+        bound: Not complete yet: ``with_rounding`` makes it so.
+        present: bool, as of ``compute_figures``.
+        sums: Of these elements; ``None`` computes them.
     """
     dtypes = None
     if baseline.dtype != candidate.dtype:
@@ -96,6 +102,7 @@ def measure(
         sums = sum_pair(*sides, present=present)
     figures = sums.figures
     bit_equal = dtypes is None and figures.num_different == 0
+    # Numbers of experts or tokens are names, whose distance means nothing.
     is_number = baseline.dtype.is_floating_point or candidate.dtype.is_floating_point
     fraction = figures.num_different / max(figures.num_elements, 1)
     return TensorDifference(
@@ -116,13 +123,18 @@ def measure(
 
 
 def with_rounding(difference: TensorDifference, bound: TensorBound, *, usual: float, unit: float) -> TensorDifference:
-    """The difference with all of its bound.
+    """Returns the difference with all of its bound.
 
-    ``usual``: the root mean square of all baseline tensors of its kind and update. ``unit``: the spacing of its numbers
-    at 1.
+    Args:
+        difference: As ``measure`` returns it.
+        bound: Of the tensor.
+        usual: Root mean square of all baseline tensors of its kind and update.
+        unit: Spacing of its numbers at 1.
     """
+    # A float32 value computed from bfloat16 numbers is as coarse as these.
     unit = max(unit, bound.unit)
-    rounding = ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
+    # Roundings of n elements have no common sign, so that their norm grows with √n.
+    rounding = POOL_ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
     relative, tolerance = relate(
         difference.distance, difference.size, rounding=bound.absolute + rounding, tolerance=bound.relative
     )
@@ -130,9 +142,10 @@ def with_rounding(difference: TensorDifference, bound: TensorBound, *, usual: fl
 
 
 def relate(difference: float, size: float, *, rounding: float, tolerance: float) -> tuple[float, float]:
-    """A difference relative to ``size``, and its bound with the rounding; where the size is 0, 0 or infinite."""
+    """Returns a difference relative to ``size``, and its bound with the rounding; for a size of 0, 0 or infinite."""
     if size:
         return difference / size, tolerance + rounding / size
+    # Nothing is relative to 0: the rounding alone decides, and the bound says whether it could.
     return (0.0, math.inf) if difference <= rounding else (math.inf, tolerance)
 
 
@@ -147,12 +160,21 @@ def compare_updates(
     figures: Figures | None = None,
     is_same_before: bool | None = None,
 ) -> TensorDifference:
-    """What one update did to a parameter in both runs, as the module's docstring says.
+    """Compares one update of a parameter in both runs, as the module's docstring says.
 
-    Each pair is (baseline, candidate), all finite and of one shape; ``gradients`` are what the update was made from,
-    ``None`` where nothing tells elements apart, as where they are equal. ``figures``: of the parameters after it;
-    ``is_same_before``: whether those before it have equal bits; ``None`` finds it out.
+    Each pair is (baseline, candidate), all finite and of one shape.
+
+    Args:
+        key: Of the parameter after the update.
+        before: The parameter before it.
+        after: The parameter after it.
+        gradients: The update is made from them; ``None`` where they tell no elements apart, being equal.
+        significant: As ``find_significant`` returns it.
+        bound: Of the update.
+        figures: Of the parameters after it; ``None`` computes them.
+        is_same_before: The parameters before it have equal bits; ``None`` finds it out.
     """
+    # The parameters themselves, for the figures; the change, for the verdict.
     figures = compute_figures(*after) if figures is None else figures
     is_same_before = is_bit_equal(*before) if is_same_before is None else is_same_before
     bit_equal = figures.num_different == 0 and is_same_before
@@ -160,6 +182,7 @@ def compare_updates(
     sums = (
         _Changes() if bit_equal else _sum_changes(before, after, gradients, significant, is_same_before=is_same_before)
     )
+    # Two changes are compared in float64, since the parameters they are taken from nearly cancel.
     relative, tolerance = (0.0, bound.relative) if bit_equal else sums.relate(bound)
     return TensorDifference(
         key=key,
@@ -179,13 +202,13 @@ def compare_updates(
 
 
 def rounding_unit(tensor: torch.Tensor) -> float:
-    """The spacing of its numbers at 1, at least float32's, in which sums are accumulated; 0 where it has no floats."""
+    """Returns the spacing of its numbers at 1; 0 for integers."""
     return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
 
 
 @dataclass(kw_only=True, slots=True)
 class _Changes:
-    """Squares of d_a - d_b, of the rounding of storing and of d_a, over the elements that count."""
+    """Squares of d_a - d_b, of the rounding of storing and of d_a, over the elements with a say."""
 
     difference: float = 0.0
     rounding: float = 0.0
@@ -193,13 +216,13 @@ class _Changes:
     num_excluded: int = 0
 
     def relate(self, bound: TensorBound) -> tuple[float, float]:
-        """The relative difference of the changes, and its bound."""
+        """Returns the relative difference of the changes, and its bound."""
         difference, size, rounding = (math.sqrt(square) for square in (self.difference, self.size, self.rounding))
         rounding = bound.absolute + (rounding if bound.has_rounding else 0.0)
         return relate(difference, size, rounding=rounding, tolerance=bound.relative)
 
     def add(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], counts: torch.Tensor | None) -> None:
-        """A chunk. old: of both sides, or one tensor that both have. counts: bool; ``None``: all elements."""
+        """Adds a chunk. ``old``: of both sides, or one tensor of both. ``counts``: bool; ``None``: all elements."""
         first, last = _widen(old[0], 2), _widen(old[-1], 3) if len(old) > 1 else None
         mine = _subtract(_widen(new[0], 0), first)
         other = _subtract(_widen(new[1], 1), first if last is None else last)
@@ -211,6 +234,7 @@ class _Changes:
             for values in (mine, difference, space):
                 values.masked_fill_(~counts, 0.0)
         self.size += float(mine.dot(mine))
+        # The error of storing is at most half the spacing on each side, so one spacing between them.
         self.rounding += float(space.dot(space)) * torch.finfo(new[0].dtype).eps ** 2
         self.difference += float(difference.dot(difference))
 
@@ -244,9 +268,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_counted(mine: torch.Tensor, other: torch.Tensor, significant: float) -> torch.Tensor | None:
-    """bool: elements whose gradients differ by little; ``None``: all of them."""
+    """Returns bool: elements whose gradients differ by little; ``None``: all of them."""
     if mine.dtype not in (torch.float32, torch.float64):  # numpy has no bfloat16
         mine, other = mine.float(), other.float()
+    # |g_a - g_b| <= s · |g_a|: relative to the element itself, as one gradient holds elements of all sizes.
     left, right = mine.numpy(), other.numpy()
     # numpy compares and counts eight times as fast as torch.
     distance = np.subtract(left, right)
@@ -255,7 +280,7 @@ def _find_counted(mine: torch.Tensor, other: torch.Tensor, significant: float) -
 
 
 def _subtract(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """In place; a third faster than torch does it."""
+    """Subtracts in place; a third faster than torch does it."""
     left = values.numpy()
     np.subtract(left, other.numpy(), out=left)
     return values
@@ -266,7 +291,7 @@ def _widen(values: torch.Tensor, place: int) -> torch.Tensor:
 
 
 def _power_of_two_below(values: torch.Tensor) -> torch.Tensor:
-    """At each value, the power of two below its magnitude; 0 at 0. It is a number without its sign and mantissa."""
+    """Returns, at each value, the power of two below its magnitude; 0 at 0: the number without sign and mantissa."""
     exponent_bits = int(view_as_bits(torch.tensor(math.inf, dtype=values.dtype)))
     bits = view_as_bits(values)
     return torch.bitwise_and(bits, exponent_bits, out=SCRATCH.bits(len(bits), bits.dtype)).view(values.dtype)
@@ -274,5 +299,6 @@ def _power_of_two_below(values: torch.Tensor) -> torch.Tensor:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite: the smallest and the largest show it, in one cheap pass."""
+    # A NaN anywhere makes both NaN.
     low, high = torch.aminmax(tensor)
     return math.isfinite(low) and math.isfinite(high)

@@ -1,9 +1,9 @@
 """All figures of the difference of two tensors, in one pass over both.
 
-Contract: figures are computed in float64; bits are compared as integers, so that -0.0 differs from 0.0 and one NaN from
-another. Tensors are read once, in chunks that stay in the processor's cache, by several threads (``blocks``): memory
-beyond the tensors is a few chunks for each, and the sums do not depend on their number. Contiguous tensors are not
-copied.
+Contract: figures are computed in float64; bits are compared as integers, so -0.0 differs from 0.0 and one NaN from
+another. Tensors are read once, in chunks small enough for the processor's cache, by several threads (``blocks``):
+memory beyond the tensors is a few chunks for each, and the sums do not depend on their number. Contiguous tensors are
+not copied.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.compare.differences import Figures, WorstElement
-from mock_scheduler.compare.measure.blocks import (
-    BLOCK_ELEMENTS,
-    CHUNK_ELEMENTS,
-    SCRATCH,
-    map_blocks,
-    split_blocks,
-    split_chunks,
-)
+from mock_scheduler.compare.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.compare.tensors import Figures, WorstElement
+from mock_scheduler.compare.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import view_as_bits
 
 __all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]
 
 
 def compute_figures(baseline: torch.Tensor, candidate: torch.Tensor, *, present: torch.Tensor | None = None) -> Figures:
-    """All figures of ``baseline - candidate``, over the elements where ``present`` is True.
+    """Computes all figures of ``baseline - candidate``, over the elements where ``present`` is True.
 
-    baseline, candidate: bool, integers or floats of one dtype and shape on the CPU. NaN and infinity are left out of
-    all sums where both have the same bits, and count as an infinite difference where they have not.
-    present: bool of the tensors' shape, or of its leading dimensions with ones after them, as ``[T, 1]``; ``None``
-    is all. Raises ``ValueError`` for tensors that cannot be compared so.
+    Args:
+        baseline: bool, integers or floats on the CPU. NaN and infinity are left out of all sums where both sides have
+            the same bits, and count as an infinite difference elsewhere.
+        candidate: Of the same dtype and shape.
+        present: bool of the tensors' shape, or of its leading dimensions with ones after them, as ``[T, 1]``; ``None``
+            is all.
+
+    Raises:
+        ValueError: Tensors of two shapes or dtypes, or complex ones.
     """
     return sum_pair(baseline, candidate, present=present).figures
 
@@ -47,15 +46,16 @@ def sum_pair(
     present: torch.Tensor | None = None,
     is_known_equal: bool = False,
 ) -> PairSums:
-    """The figures, ||baseline|| and whether all is finite, in the same pass; as ``compute_figures``.
+    """Computes the figures, ||baseline|| and whether all is finite, in the same pass; as ``compute_figures``.
 
-    ``is_known_equal``: all bits of both are equal, so that the candidate need not be read.
+    ``is_known_equal``: all bits of both are equal, so the candidate need not be read.
     """
     _check_pair(baseline, candidate)
     rows = None if present is None else flatten_present(present, baseline.shape)
     num_elements = baseline.numel()
     if rows is not None:
         num_elements = int(torch.count_nonzero(rows)) * (num_elements // max(rows.numel(), 1))
+    # A view where the tensor is contiguous, as merged tensors are.
     left, right = baseline.reshape(-1), candidate.reshape(-1)
 
     def add_up(block: tuple[int, int]) -> _Sums:
@@ -67,14 +67,17 @@ def sum_pair(
     sums = _Sums(is_floating=baseline.is_floating_point(), is_known_equal=is_known_equal)
     blocks = split_blocks(left.numel()) if rows is None else _split_rows(rows.numel(), left.numel())
     for part in map_blocks(add_up, blocks):
+        # In the order of the blocks, so that the sum has the same bits whichever thread was first.
         sums.add_block(part)
     return sums.result(num_elements, baseline, candidate)
 
 
 def flatten_present(present: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """bool ``[n]``: a mask of leading dimensions, each element of which stands for ``numel / n`` elements in a row.
+    """Returns bool ``[n]``: a mask of leading dimensions, each element of which stands for ``numel / n`` elements in a
+    row.
 
-    Raises ``ValueError`` where the mask is not bool, or neither of the shape nor of leading dimensions with ones after.
+    Raises:
+        ValueError: The mask is not bool, or neither of the shape nor of leading dimensions with ones after.
     """
     leading = len(shape)
     while leading and present.dim() == len(shape) and present.shape[:leading] != shape[:leading]:
@@ -97,9 +100,12 @@ def _check_pair(baseline: torch.Tensor, candidate: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairSums:
-    """What one pass over two tensors shows, of the elements that count.
+    """Sums of one pass over two tensors, of the elements that count.
 
-    ``norm``: ||a||. ``is_finite``: whether no element of either side is NaN or infinite.
+    Args:
+        figures: Of the difference.
+        norm: ``||a||``.
+        is_finite: No element of either side is NaN or infinite.
     """
 
     figures: Figures
@@ -109,7 +115,7 @@ class PairSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Flat parts of both tensors. Of ``rows`` of ``row_size`` elements after ``start``; ``None``: all that follow."""
+    """Flat parts of both tensors: of ``rows`` of ``row_size`` elements after ``start``; ``None``: all that follow."""
 
     baseline: torch.Tensor
     candidate: torch.Tensor
@@ -118,7 +124,7 @@ class _Chunk:
     row_size: int = 1
 
     def find(self, place: int) -> int:
-        """The index in the flattened tensor of an element of the chunk."""
+        """Returns the index in the flattened tensor of an element of the chunk."""
         if self.rows is None:
             return self.start + place
         row, column = divmod(place, self.row_size)
@@ -128,7 +134,7 @@ class _Chunk:
 def _read_block(
     left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None, block: tuple[int, int]
 ) -> Iterator[_Chunk]:
-    """The chunks of a block: of elements, or of rows where there is a mask of them."""
+    """Yields the chunks of a block: of elements, or of rows where there is a mask of them."""
     if rows is None:
         yield from _dense_chunks(left, right, *block)
         return
@@ -149,7 +155,7 @@ def _read_block(
 
 
 def _split_rows(num_rows: int, num_elements: int) -> list[tuple[int, int]]:
-    """Blocks of rows, each of as many elements as a block has, or of one row."""
+    """Returns blocks of rows, each of as many elements as a block has, or of one row."""
     step = max(BLOCK_ELEMENTS // max(num_elements // max(num_rows, 1), 1), 1)
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
@@ -160,7 +166,7 @@ def _dense_chunks(left: torch.Tensor, right: torch.Tensor, start: int, stop: int
 
 
 class _Sums:
-    """What has been added up over the chunks so far."""
+    """Sums over the chunks so far."""
 
     def __init__(self, *, is_floating: bool, is_known_equal: bool) -> None:
         self._is_floating = is_floating
@@ -173,7 +179,7 @@ class _Sums:
         self._is_finite = True
 
     def add(self, chunk: _Chunk) -> None:
-        """Count what differs in bits, and add the products of the values."""
+        """Counts elements with other bits, and adds the products of the values."""
         size = chunk.baseline.numel()
         baseline = SCRATCH.wide(0, size)
         if self._is_known_equal:
@@ -186,17 +192,20 @@ class _Sums:
         if not num_different:
             self._add_equal(baseline)
             return
+        # The first unequal element stands in as the worst until a finite difference is seen.
         if not self._num_different:
             self._worst = chunk.find(int(changed.ne(0).to(torch.uint8).argmax()))
         self._num_different += num_different
         candidate = SCRATCH.wide(1, size).copy_(chunk.candidate)
         products = _multiply(baseline, candidate)
         unequal = None
+        # One check of a sum in place of a pass over the elements: NaN and infinity survive adding.
         if not math.isfinite(sum(products)):
             unequal = self._clear_non_finite(baseline, candidate, changed)
             products = _multiply(baseline, candidate)
         if self._is_floating:
             self._max_ulp = max(self._max_ulp, _largest_distance(left, right, changed))
+        # Float64 holds integers up to 2^53 exactly, so only int64 needs care.
         exact = chunk.baseline.dtype is torch.int64
         difference = _subtract_exactly(left, right) if exact else torch.sub(baseline, candidate, out=candidate)
         if unequal is not None:
@@ -204,7 +213,7 @@ class _Sums:
         self._add_difference(chunk, difference, products)
 
     def add_block(self, other: _Sums) -> None:
-        """What was added up over the chunks that follow."""
+        """Adds the sums over the chunks that follow."""
         self._squares = [mine + theirs for mine, theirs in zip(self._squares, other._squares, strict=True)]
         if other._max_abs > self._max_abs or (other._num_different and not self._num_different):
             self._max_abs, self._worst = other._max_abs, other._worst
@@ -222,7 +231,7 @@ class _Sums:
             self._squares[place] += square
 
     def _clear_non_finite(self, baseline: torch.Tensor, candidate: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-        """Set both to 0 where either is not finite; bool: where they also differ."""
+        """Sets both to 0 where either is not finite; returns bool: where they also differ."""
         non_finite = ~(baseline.isfinite() & candidate.isfinite())
         self._is_finite &= not bool(non_finite.any())
         baseline.masked_fill_(non_finite, 0.0)
@@ -230,6 +239,7 @@ class _Sums:
         return non_finite & changed.ne(0)
 
     def _add_difference(self, chunk: _Chunk, difference: torch.Tensor, products: tuple[float, float, float]) -> None:
+        # ||a - b||² from the differences themselves: <a,a> - 2<a,b> + <b,b> would cancel where the two are near.
         for place, product in enumerate((*products, float(torch.dot(difference, difference)))):
             self._squares[place] += product
         values = difference.numpy()  # torch.aminmax takes twice as long here
@@ -237,11 +247,12 @@ class _Sums:
         largest = max(-low, high)
         if largest > self._max_abs:
             self._max_abs = largest
+            # The first of equally large ones, whichever its sign, so that the place does not depend on the chunks.
             ends = ((-low, values.argmin), (high, values.argmax))
             self._worst = chunk.find(min(int(find()) for size, find in ends if size == largest))
 
     def result(self, num_elements: int, baseline: torch.Tensor, candidate: torch.Tensor) -> PairSums:
-        """The figures of all chunks; without any chunk those of equal tensors."""
+        """Returns the figures of all chunks; without any chunk, of equal tensors."""
         mine, product, other, difference = self._squares
         norm, is_equal = math.sqrt(mine), not self._num_different
         worst = None
@@ -263,21 +274,22 @@ class _Sums:
 
 
 def _multiply(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float, float]:
-    """<a, a>, <a, b> and <b, b>."""
+    """Returns <a, a>, <a, b> and <b, b>."""
     pairs = ((baseline, baseline), (baseline, candidate), (candidate, candidate))
     mine, product, other = (float(torch.dot(left, right)) for left, right in pairs)
     return mine, product, other
 
 
 def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Tensor) -> int:
-    """The largest number of representable numbers between two floats, given as bits; ``changed`` is overwritten.
+    """Returns the largest number of representable numbers between two floats, given as bits; overwrites ``changed``.
 
-    Bits of floats of one sign are ordered as integers are. Across zero, the distances of both from it are added;
-    -0.0 and 0.0 are one number.
+    Bits of floats of one sign are ordered as integers are. Across zero, the distances of both from it are added; -0.0
+    and 0.0 are one number.
     """
     largest = 0
     signs = changed.numpy()
     opposite = np.flatnonzero(signs < 0) if signs.min() < 0 else signs[:0]  # torch.nonzero takes six times as long
+    # As integers: neighbouring floats have neighbouring bits.
     distance = torch.sub(left, right, out=changed)
     if opposite.size:
         places = torch.from_numpy(opposite)
@@ -292,7 +304,7 @@ def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Te
 
 
 def _subtract_exactly(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """float64: the difference of int64 values, which float64 cannot all hold, rounded once."""
+    """Returns float64: the difference of int64 values, not all of which float64 holds, rounded once."""
     high = ((left >> 32) - (right >> 32)).double()
     low = ((left & 0xFFFFFFFF) - (right & 0xFFFFFFFF)).double()
     return high.mul_(2.0**32).add_(low)
@@ -307,4 +319,5 @@ def _divide(numerator: float, denominator: float, *, both_zero: float) -> float:
 def _cosine(mine: float, product: float, other: float) -> float:
     if mine == 0.0 or other == 0.0:
         return 1.0 if mine == other else 0.0
+    # Divided one root after the other, since the product of two squares may overflow.
     return max(-1.0, min(1.0, product / math.sqrt(mine) / math.sqrt(other)))

@@ -1,1 +1,1 @@
-"""Bounds that are measured: what moving a baseline's weights by one rounding makes of every tensor and metric."""
+"""Measured bounds: moving a baseline's weights by one rounding moves every tensor and metric by its own noise."""

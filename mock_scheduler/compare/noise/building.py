@@ -1,4 +1,4 @@
-"""Measuring the noise of a baseline: it is compared with each of its perturbed runs as a candidate would be.
+"""Measures the noise of a baseline: it is compared with each of its perturbed runs as a candidate would be.
 
 Contract: reads finished runs, or their traces alone; starts nothing. Memory is that of one comparison.
 """
@@ -38,11 +38,19 @@ def measure_noise(
     selection: Selection = EVERYTHING,
     on_run: OnRun | None = None,
 ) -> NoiseBounds:
-    """The noise of a baseline from its perturbed runs, which must have trained on the same rollouts.
+    """Measures the noise of a baseline from its perturbed runs, trained on the same rollouts.
 
-    baseline_dir, perturbed_dirs: ``output_dir`` of each run, or each a trace alone. seeds, unit_roundoffs: of the
-    perturbations, for the record. Raises ``AlignmentError`` where there is no perturbed run or one shares no tensor
-    with the baseline, ``TraceError`` where a file cannot be read.
+    Args:
+        baseline_dir: ``output_dir`` of the run, or a trace alone.
+        perturbed_dirs: As ``baseline_dir``, of each perturbed run.
+        seeds: Of the perturbations, for the record.
+        unit_roundoffs: Size of the perturbations, for the record.
+        selection: Of the tensors to be compared.
+        on_run: Called before each comparison.
+
+    Raises:
+        AlignmentError: There is no perturbed run, or one shares no tensor with the baseline.
+        TraceError: A file cannot be read.
     """
     if not perturbed_dirs:
         raise AlignmentError("noise is measured from perturbed runs, and none is given")
@@ -51,6 +59,7 @@ def measure_noise(
     for position, trace_dir in enumerate(trace_dirs):
         if on_run is not None:
             on_run(position, len(trace_dirs))
+        # Unbounded, since nothing is judged: the differences themselves are the noise.
         compared = compare_trace_folders(trace_of(baseline_dir), trace_dir, bounds=UNBOUNDED, selection=selection)
         if not compared.differences:
             raise AlignmentError(f"{trace_dir} has no tensor in common with {baseline_dir}: no noise can be measured")
@@ -71,12 +80,12 @@ def measure_noise(
 
 
 def trace_of(run_dir: Path) -> Path:
-    """The trace of a run; the folder itself where it is one."""
+    """Returns the trace of a run; the folder itself where it is one."""
     return run_dir / TRACE_FOLDER if (run_dir / TRACE_FOLDER).is_dir() else run_dir
 
 
 def digest_of(run_dir: Path) -> str:
-    """SHA-256 (hex) of what a run traced: of the headers of all its files, which hold the digests of all tensors."""
+    """Returns SHA-256 (hex) of the headers of all files of a trace, which hold the digests of all tensors."""
     digest = hashlib.sha256()
     for _, folder in sorted(find_steps(trace_of(run_dir))):
         for path in sorted(item for item in folder.iterdir() if item.is_file()):
@@ -87,21 +96,22 @@ def digest_of(run_dir: Path) -> str:
 
 
 def _find_unit(trace_dir: Path) -> float:
-    """Unit roundoff of what accumulates: of float64 where parameters or gradients are, else of float32."""
+    """Returns the unit roundoff of accumulation: of float64 where parameters or gradients are, else of float32."""
     is_wide = torch.float64 in find_dtypes(trace_dir, ("initial", "parameter", "gradient"))
     return UNIT_ROUNDOFFS["float64" if is_wide else "float32"]
 
 
 def _header(path: Path) -> Iterator[bytes]:
-    """The header of a safetensors file, with its length; all of any other."""
+    """Yields the header of a safetensors file, with its length; all of any other."""
     with path.open("rb") as file:
         length = file.read(8)
         yield length
         size = int.from_bytes(length, "little")
-        yield file.read(size if size <= path.stat().st_size - 8 else -1)
+        yield file.read(size if size <= path.stat().st_size - len(length) else -1)
 
 
 def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:
+    # A sketch has no slope, and a median over some runs only would be of another kind.
     has_slope = all(item.slope is not None for item in differences) and differences[0].key.kind in SLOPE_KINDS
     return TensorNoise(
         relative=tuple(_relative(item) for item in differences),
@@ -112,15 +122,17 @@ def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:
 
 
 def _relative(difference: TensorDifference) -> float:
+    # A tensor of the baseline is 0 and the run's is not: no size to be relative to.
     if difference.size or not difference.distance or difference.num_decisions:
         return difference.relative
+    # As ``NoiseBounds.tensor`` reads it: the absolute difference bounds it then.
     return math.inf
 
 
 def _measure_metrics(
     baseline_dir: Path, perturbed_dirs: Sequence[Path]
 ) -> tuple[dict[tuple[int, str], tuple[float, ...]], dict[tuple[int, str], float]]:
-    """By step and name, what each run has more than the baseline, and the baseline's value; none of traces alone."""
+    """Returns, by step and name, each run's value minus the baseline's, and the baseline's; none from traces alone."""
     if not all((folder / METRICS_FILE).is_file() for folder in (baseline_dir, *perturbed_dirs)):
         return {}, {}
     ours = load_metrics(baseline_dir / METRICS_FILE)
@@ -130,6 +142,7 @@ def _measure_metrics(
         for name, value in metrics.items():
             others = [log[step][name] for log in theirs if name in log.get(step, {})]
             if is_comparable(name) and others and math.isfinite(value) and all(map(math.isfinite, others)):
+                # Signed: a drift needs the direction.
                 noise[step, name] = tuple(other - value for other in others)
                 values[step, name] = value
     return noise, values

@@ -1,12 +1,11 @@
 """``noise.json``: the measured noise of a baseline, in an alignment's folder or beside the baseline's run.
 
 Contract: a sealed JSON object (``digests.seal``) of ``format_version``, ``baseline`` (digest of the baseline's trace),
-``seeds``, ``unit_roundoffs``, ``unit`` (u of what accumulates), ``epsilon``, ``trace_dirs`` (of the perturbed runs,
+``seeds``, ``unit_roundoffs``, ``unit`` (u of accumulation), ``epsilon``, ``trace_dirs`` (of the perturbed runs,
 relative to the file's folder where they lie in it), ``tensors`` (a list of ``step``, ``update``, ``kind``, ``name``,
 ``relative``, ``usual`` p, ``largest`` P, ``absolute``, ``size`` of the baseline's, ``slopes`` and ``slope_spread``, the
 standard deviation of the slopes about 1) and ``metrics`` (``step``, ``name``, ``value``, ``changes``). Infinite numbers
-are the text ``inf``. Written whole or not at all. What cannot be read, or is of another version, raises
-``AlignmentError``.
+are the text ``inf``. Written whole or not at all. A file of another form or version raises ``AlignmentError``.
 """
 
 from __future__ import annotations
@@ -19,18 +18,22 @@ from typing import Any, get_args
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
 from mock_scheduler.compare.noise.building import digest_of
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.files import save_json
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TraceKind
 
 NOISE_FILE = "noise.json"
 FORMAT_VERSION = 2
 
 
 def save_noise(noise: NoiseBounds, path: Path) -> None:
-    """Write the file; folders are made. Raises ``AlignmentError`` where it cannot be written."""
+    """Writes the file; makes folders.
+
+    Raises:
+        AlignmentError: It cannot be written.
+    """
     content: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,
         "baseline": noise.baseline,
@@ -53,9 +56,14 @@ def save_noise(noise: NoiseBounds, path: Path) -> None:
 
 
 def load_noise(path: Path) -> NoiseBounds:
-    """Read a file that ``save_noise`` wrote; raises ``AlignmentError`` for any other."""
+    """Reads a file of ``save_noise``.
+
+    Raises:
+        AlignmentError: It is another file.
+    """
     try:
         content = open_sealed(path.read_bytes())
+        # Before anything else is read, as other versions have other fields.
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise AlignmentError(f"{path} is noise of format {version}; this release reads {FORMAT_VERSION}")
@@ -78,9 +86,9 @@ def load_noise(path: Path) -> NoiseBounds:
 
 
 def find_noise(baseline_dir: Path) -> NoiseBounds | None:
-    """The noise of a baseline that lies in its folder or in the one around that; ``None`` where there is none of it.
+    """Finds the noise of a baseline in its folder or in the one around it; ``None`` where there is none of it.
 
-    Of another baseline it does not count: a run that was made anew has to be measured anew.
+    Noise of another baseline does not count: a run made anew has to be measured anew.
     """
     run_dir = baseline_dir.resolve()
     for folder in (run_dir, run_dir.parent, run_dir.parent.parent):
@@ -93,7 +101,11 @@ def find_noise(baseline_dir: Path) -> NoiseBounds | None:
 
 
 def check_baseline(noise: NoiseBounds, baseline_dir: Path, source: str) -> None:
-    """Raise ``AlignmentError`` where noise was measured of another run; ``source``: where it is from, for messages."""
+    """Checks whether noise was measured of this run; ``source``: its place, for messages.
+
+    Raises:
+        AlignmentError: It was measured of another run.
+    """
     found = digest_of(baseline_dir)
     if noise.baseline != found:
         raise AlignmentError(

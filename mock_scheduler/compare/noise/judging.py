@@ -1,4 +1,4 @@
-"""All tests for what hides within the noise, and from which step on the noise hides everything."""
+"""All tests for errors within the noise, and the step from which the noise hides everything."""
 
 from __future__ import annotations
 
@@ -8,37 +8,43 @@ from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.noise.drift import judge_drifts
 from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.slopes import judge_slopes, summarise_slopes
-from mock_scheduler.compare.noise.suspicions import NoiseVerdict, Suspicion, TestSummary
+from mock_scheduler.compare.noise.suspicions import NoiseVerdict, NoisyPlace, Suspicion, TestSummary
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import MOST_SUSPICIONS
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.support.text import count_of
-
-_MOST_PLACES = 8
 
 
 def judge_noise(metrics: MetricComparison | None, tensors: TensorComparison | None, noise: NoiseBounds) -> NoiseVerdict:
-    """Slopes, also behind an equal forward pass, places and drifts.
+    """Tests slopes, also behind an equal forward pass, places and drifts.
 
-    At level ``sketch``, where tensors have none of the former, drifts of metrics.
+    At level ``sketch``, where tensors have no slopes and places, drifts of metrics.
     """
     differences = () if tensors is None else tensors.differences
     numbers: Mapping[str, float] = {} if tensors is None else tensors.numbers
+    # Slopes with measured noise first: they say how far noise would have gone.
     slopes, slope_test = judge_slopes(differences, noise, numbers=numbers)
+    # A tensor with another scale is told of once, by the test that needs no equal forward pass.
     told = {(item.step, item.update, item.name) for item in slopes}
     behind = judge_behind_equal_forward(differences, noise, numbers=numbers)
     slopes += [item for item in behind if (item.step, item.update, item.name) not in told]
     places = [_from_place(item) for item in differences if item.localities and not item.exceeds]
     drifts, drift_test = judge_drifts(metrics, summarise_slopes(differences, noise), noise)
-    in_time = sorted([*slopes, *places[:_MOST_PLACES]], key=lambda item: (item.step or 0, item.update or 0))
-    tests = (slope_test, _locality_test(tensors), drift_test)
+    # The earliest suspicion is the likeliest cause of the others.
+    in_time = sorted([*slopes, *places[:MOST_SUSPICIONS]], key=lambda item: (item.step or 0, item.update or 0))
+    tests = (
+        slope_test,
+        TestSummary(test="locality", num_looked_at=0 if tensors is None else tensors.num_located),
+        drift_test,
+    )
     return NoiseVerdict(suspicions=(*in_time, *drifts), tests=tests)
 
 
 def first_hidden_step(tensors: TensorComparison) -> int | None:
-    """The step from which on no gradient and no parameter is judged, being noise; ``None`` where there is none."""
+    """Finds the step from which no gradient and no parameter is judged, all being noise; ``None`` for none."""
     hidden: int | None = None
     for step in reversed(tensors.steps):
         items = [item for item in tensors.differences if item.key.step == step and item.key.kind in JUDGED_KINDS]
+        # A later step that is judged shows that noise did not hide the earlier one for good.
         if not items or any(item.is_judged for item in items):
             break
         hidden = step
@@ -53,14 +59,5 @@ def _from_place(item: TensorDifference) -> Suspicion:
         name=item.key.name,
         value=item.localities[0].share,
         limit=item.localities[0].fraction,
-        text=f"{item.key.describe()}: {item.localities[0].text}",
+        fact=NoisyPlace(key=item.key, locality=item.localities[0]),
     )
-
-
-def _locality_test(tensors: TensorComparison | None) -> TestSummary:
-    count = 0 if tensors is None else tensors.num_located
-    if count:
-        text = f"no place stands out in {count_of(count, 'tensor')}"
-    else:
-        text = "places were not looked for, which takes whole traces of the perturbed runs"
-    return TestSummary(test="locality", num_looked_at=count, smallest=None, text=text)

@@ -1,18 +1,17 @@
-"""Bounds from theory alone, for where no noise was measured.
+"""Bounds from theory alone, for use where no noise was measured.
 
-Rounding grows by a constant for each layer that a value has passed: a relative error of k · C^d · ε after d layers
-(Theorem 5.3 of arXiv 2506.09280, which measures C = 1.03 and takes k = 4). d is l of layer l, counted from 1, in the
-forward pass, L + 1 after the last of L layers, and L + 1 - l in the backward pass. ε is the spacing at 1 of the numbers
-that the model computes in. The theorem compares two passes from equal weights; weights that are apart by δ, of all
-parameters together, are as good as rounded to δ, so that later updates have ε + δ. The moments of an optimizer are
-products of gradients and have twice the bound. Elements of a parameter that have a say have gradients that are
-``judging.SIGNIFICANT`` times as far apart as the whole gradient at most, and so has their update. A metric is held to
-the bound of what the forward pass ends in, times its size or 1, since many are small differences of such numbers.
-Rounding is added as for stated bounds. Honest layouts were measured at up to 2.3 times this after the first update, so
-that the bound is 3 times it, as it is of measured noise.
+Rounding grows by a constant for each layer a value has passed: a relative error of k · C^d · ε after d layers (Theorem
+5.3 of arXiv 2506.09280, which measures C = 1.03 and takes k = 4). d is l of layer l, counted from 1, in the forward
+pass, L + 1 after the last of L layers, and L + 1 - l in the backward pass. ε is the spacing at 1 of the numbers the
+model computes in. The theorem compares two passes from equal weights; weights apart by δ, of all parameters together,
+are as good as rounded to δ, so later updates have ε + δ. The moments of an optimizer are products of gradients and have
+twice the bound. Elements of a parameter with a say have gradients at most ``SIGNIFICANT`` times as far apart as the
+whole gradient, and so has their update. A metric is held to the bound at the end of the forward pass, times its size or
+1, since many are small differences of such numbers. Rounding is added as for stated bounds. Honest layouts were
+measured at up to 2.3 times this after the first update, so the bound is 3 times it, as it is of measured noise.
 
-This is not this model's own noise, and a verdict by it says so. From weights that are apart it is an estimate, which
-honest runs in bfloat16 leave after a few updates (ratios begin to be clipped): what is beyond it is suspicious only.
+This is not this model's own noise, and a verdict by it says so. From weights apart it is an estimate, which honest runs
+in bfloat16 leave after a few updates (ratios begin to be clipped): beyond it, a tensor is suspicious only.
 """
 
 from __future__ import annotations
@@ -24,28 +23,27 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import BoundsSource, MetricBound, TensorBound
-from mock_scheduler.compare.bounds.measured import SAFETY, NoiseBounds
-from mock_scheduler.compare.measure.distance import SIGNIFICANT
-from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.bounds.bound import BoundsSource, MetricBound, TensorBound
+from mock_scheduler.compare.bounds.measured import NoiseBounds
+from mock_scheduler.compare.pairing.order import order_keys
+from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.thresholds import SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH, THEORY_MOMENTS
 from mock_scheduler.compare.walk.traces import find_epsilon, open_sources
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.sketch.sketch import difference
 
-GROWTH = 1.03
-FACTOR = 4.0
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
-#: How a comparison is had that knows this model's noise.
-ADVICE = (
-    "calibrate, run the baseline again, replaying its recording, with perturbation.seed=1 (2, 3, 4, 5) and give the "
-    "runs with --noise; mock-scheduler align does so itself"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TheoryBounds:
-    """num_layers: L. epsilon: ε. distances: δ of the weights before an update, by step and update."""
+    """Bounds of a model of ``num_layers`` layers.
+
+    Args:
+        num_layers: L.
+        epsilon: ε.
+        distances: δ of the weights before an update, by step and update.
+    """
 
     num_layers: int
     epsilon: float
@@ -62,21 +60,23 @@ class TheoryBounds:
         return None
 
     def tensor(self, key: TraceKey) -> TensorBound:
-        """k · C^d · (ε + δ); an estimate where the weights before the update are apart, or are not known."""
+        """Returns k · C^d · (ε + δ); an estimate where the weights before the update are apart, or unknown."""
         relative = self._error(key.step, key.update, self._depth(key))
         if key.kind == "optimizer":
-            relative *= 2.0
+            # (1 + e)² - 1 is 2e to first order.
+            relative *= THEORY_MOMENTS
         elif key.kind in ("parameter", "weight"):
             relative *= SIGNIFICANT
         return TensorBound(
             relative=relative,
             has_rounding=True,
             unit=self.epsilon,
+            # Theorem 5.3 is about equal weights; from others it is extrapolated.
             is_estimate=not self._begins_equal(key.step, key.update),
         )
 
     def metric(self, step: int, name: str) -> MetricBound:
-        """That of the forward pass's end, at the step's last update; relative to 1 at least."""
+        """Returns the bound of the forward pass's end, at the step's last update; relative to 1 at least."""
         # What the last update leaves behind is measured too, though no update of this step begins from it.
         last = max((update for at, update in self.distances if at == step), default=0)
         relative = self._error(step, last, self.num_layers + 1)
@@ -84,25 +84,8 @@ class TheoryBounds:
             relative=relative, floor=1.0, is_estimate=not self.distances or not self._begins_equal(step, last)
         )
 
-    def level(self) -> str:
-        """``uncalibrated bounds``."""
-        return "uncalibrated bounds of theory"
-
-    def describe(self) -> str:
-        """The formula."""
-        return (
-            f"Uncalibrated: {SAFETY * FACTOR:g} · {GROWTH:g}^d · (ε + δ) of ||a-b|| / ||a|| after d of "
-            f"{self.num_layers} layers, with ε {self.epsilon:.1e} and δ the relative distance of the weights before "
-            f"the update (arXiv 2506.09280, Theorem 5.3); {SIGNIFICANT:g} times that of the change d by an update; "
-            "each beyond rounding; integers equal. a is the baseline, b the candidate; NaN equals NaN only."
-        )
-
-    def advice(self) -> str:
-        """How to measure noise."""
-        return ADVICE
-
     def _error(self, step: int, update: int, depth: int) -> float:
-        return SAFETY * FACTOR * GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
+        return SAFETY * THEORY_FACTOR * THEORY_GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
 
     def _begins_equal(self, step: int, update: int) -> bool:
         """Whether both runs are known to begin an update with the same weights, as the first one of a run does."""
@@ -113,18 +96,23 @@ class TheoryBounds:
         after_all = self.num_layers + 1
         phase = PHASES[key.kind]
         if found is not None:
+            # Behind the forward pass an error has passed the layers after it, backwards.
             layer = int(found[1]) + 1
             return max(after_all - layer, 1) if phase >= Phase.BACKWARD else layer
         is_before = "embedding" in key.name
+        # The embedding's gradient has passed every layer, the output's none.
         if phase >= Phase.BACKWARD:
             return after_all if is_before or phase is Phase.NORM else 1
         return 1 if is_before else after_all
 
 
 def build_theory_bounds(baseline_dir: Path, candidate_dir: Path) -> TheoryBounds:
-    """The bounds for two traces: layers, numbers and distances of weights as they are there. Raises ``TraceError``.
+    """Builds the bounds of two traces from their layers, numbers and distances of weights.
 
     Parameters are read once, one at a time; by their sketches where either trace has no more.
+
+    Raises:
+        TraceError: A file is damaged.
     """
     with open_sources(baseline_dir, candidate_dir) as (baseline, candidate):
         steps = sorted(set(baseline.steps) & set(candidate.steps))
@@ -140,26 +128,28 @@ def build_theory_bounds(baseline_dir: Path, candidate_dir: Path) -> TheoryBounds
 
 
 def count_layers(names: Iterable[str]) -> int:
-    """L, from the canonical names of a trace."""
+    """Counts L, from the canonical names of a trace."""
     return max((int(found[1]) + 1 for found in map(_LAYER.search, names) if found is not None), default=0)
 
 
 def _distances(
     step: int, keys: Collection[TraceKey], measure: Callable[[TraceKey], tuple[float, float]]
 ) -> dict[tuple[int, int], float]:
-    """δ before each update of a step, as far as both traces have the parameters."""
+    """Measures δ before each update of a step, as far as both traces have the parameters."""
     squares: dict[int, tuple[float, float]] = {}
-    for key in keys:
+    # In a fixed order: a set of keys has another one in every process, and sums of floats follow it.
+    for key in order_keys(keys):
         if key.kind in ("initial", "parameter"):
             before = 0 if key.kind == "initial" else key.update + 1
             apart, size = squares.get(before, (0.0, 0.0))
             distance, norm = measure(key)
             squares[before] = (apart + distance**2, size + norm**2)
+    # Of all parameters together: one small bias far apart does not move the forward pass.
     return {(step, update): math.sqrt(apart / size) if size else 0.0 for update, (apart, size) in squares.items()}
 
 
 def _measure(baseline: SketchSource, candidate: SketchSource, key: TraceKey) -> tuple[float, float]:
-    """||a - b|| and ||a||; both 0 where the two have other shapes, which is a finding by itself."""
+    """Returns ||a - b|| and ||a||; both 0 where the two have other shapes, which is a finding by itself."""
     if isinstance(baseline, FullAsSketches) and isinstance(candidate, FullAsSketches):
         ours, theirs = baseline.merge(key).tensor, candidate.merge(key).tensor
         if ours.shape != theirs.shape:

@@ -1,8 +1,8 @@
 """The order in which a training step computes the tensors of a trace.
 
-Contract: names are canonical, so the order does not depend on the layout. Parts of a layer are those of
-megatron-core 0.16.1 and 0.19.2 in the order of their forward pass; a module's own output comes after those of its
-parts. Names with a prefix, as ``critic.``, stand beside the policy's. Unknown names come after known ones beside them.
+Contract: names are canonical, so the order does not depend on the layout. Parts of a layer are those of megatron-core
+0.16.1 and 0.19.2 in the order of their forward pass; a module's own output comes after its parts. Names with a prefix,
+as ``critic.``, stand beside the policy's. Unknown names come after known ones beside them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase
+from mock_scheduler.config.instruments import TRACE_KINDS
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _LAYER = re.compile(r"\blayers\.(\d+)(?:\.(.+))?$")
 _BEFORE_LAYERS = re.compile(r"\bembedding\b")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\b")
 _NUMBER = re.compile(r"(\d+)")
 #: Stages of the model.
-_EMBEDDING, _LAYERS, _AFTER_LAYERS = range(3)
+_EMBEDDING, _LAYERS, _AFTER_LAYERS = (0, 1, 2)
 
 #: The parts of a transformer layer in the order of the forward pass. Longer names win over those that they begin with.
 _LAYER_PARTS = (
@@ -78,15 +78,15 @@ _NaturalName = tuple[tuple[int, str], ...]
 
 
 def execution_order(names: Iterable[str]) -> list[str]:
-    """Canonical names in the order of the forward pass."""
+    """Sorts canonical names in the order of the forward pass."""
     return sorted(names, key=_execution_position)
 
 
 def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
-    """Trace keys in the order in which training computes them.
+    """Sorts trace keys in the order training computes them.
 
-    Step by step, update by update, phase by phase (``trace.kinds.PHASES``). Kinds of one phase are interleaved by their
-    place in the model; in ``Phase.BACKWARD`` from the output to the embedding.
+    Step by step, update by update, phase by phase (``trace.entries.PHASES``). Kinds of one phase are interleaved by
+    their place in the model; in ``Phase.BACKWARD`` from the output to the embedding.
     """
     return sorted(keys, key=_key_position)
 
@@ -102,7 +102,7 @@ def _key_position(key: TraceKey) -> tuple[int, int, Phase, _Place, int, _Natural
 
 @lru_cache(maxsize=1 << 16)
 def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
-    """The place in the model, and the name with its numbers as numbers."""
+    """Returns the place in the model, and the name with its numbers as numbers."""
     natural = tuple((int(text), "") if text.isdigit() else (-1, text) for text in _NUMBER.split(name) if text)
     layer = _LAYER.search(name)
     if layer is not None:
@@ -116,7 +116,7 @@ def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
 
 
 def _layer_place(part: str | None) -> tuple[int, int, int]:
-    """Place of a layer's part, whether it is the output of a whole module with parts, and the expert."""
+    """Returns the place of a layer's part, whether it is the output of a whole module with parts, and the expert."""
     if part is None:
         return len(_LAYER_PARTS) + 1, 0, 0
     found = max((item for item in _LAYER_PARTS if f"{part}.".startswith(f"{item}.")), key=len, default=None)

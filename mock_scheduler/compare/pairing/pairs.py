@@ -1,4 +1,4 @@
-"""One tensor of two traces, brought into the same order, and what makes it impossible to compare."""
+"""One tensor of two traces, brought into the same order, and the reasons it cannot be compared."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from types import TracebackType
 
 import torch
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.measure.distance import describe_non_finite
+from mock_scheduler.compare.findings import Finding, NotFinite, OtherDtype, OtherPlaces, OtherShape, finding
+from mock_scheduler.compare.measure.distance import count_non_finite
 from mock_scheduler.compare.measure.figures import PairSums, sum_pair
 from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.support.tensor_bytes import dtype_name
-from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 
@@ -24,9 +23,15 @@ from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 class TensorPair:
     """A tensor of both runs, in the baseline's order of tokens.
 
-    present: bool, of the tensors' shape or ``[T, 1, ...]``: the elements that both runs have; ``None``: all of them.
-    ours, theirs: the same of each run by itself, before they are put together; ``theirs`` in the baseline's order.
-    sums: of the elements that are present; of two dtypes, of their values in float64.
+    Args:
+        key: Its canonical key.
+        baseline: The whole tensor.
+        candidate: The same shape.
+        dims: What each dimension counts.
+        present: bool, of the tensors' shape or ``[T, 1, ...]``: elements of both runs; ``None``: all of them.
+        sums: Of the present elements; of two dtypes, of their values in float64.
+        ours: The elements of the baseline by itself.
+        theirs: The elements of the candidate by itself, in the baseline's order.
     """
 
     key: TraceKey
@@ -40,11 +45,11 @@ class TensorPair:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all bits of the elements that are present are equal."""
+        """Whether all bits of the present elements are equal."""
         return self.baseline.dtype == self.candidate.dtype and not self.sums.figures.num_different
 
     def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
-        """The pair without these tokens; ``left_out``: bool ``[T]``."""
+        """Returns the pair without these tokens; ``left_out``: bool ``[T]``."""
         kept = _by_token(~left_out, self.baseline)
         present = kept if self.present is None else self.present & kept
         return replace(self, present=present, sums=_sum(self.baseline, self.candidate, present))
@@ -58,10 +63,15 @@ class TracePair:
         self._executor = ThreadPoolExecutor(max_workers=1)
 
     def merge(self, key: TraceKey) -> tuple[MergedTensor, MergedTensor]:
-        """The whole tensor of both; each reader is only ever used by one thread at a time. Raises ``TraceError``.
+        """Reads the whole tensor of both; each reader is only ever used by one thread at a time.
 
-        The candidate may lack tokens, which is a difference; a baseline that does is no reference, which is an error.
+        The candidate may lack tokens, which is a difference; a baseline without some is no reference, which is an
+        error.
+
+        Raises:
+            TraceError: A file is damaged, or tokens of the baseline are missing.
         """
+        # One thread for each side: reading waits for the disk, and the two files are independent.
         theirs = self._executor.submit(self.readers[1].merge, key, may_lack_tokens=True)
         try:
             ours = self.readers[0].merge(key)
@@ -79,7 +89,7 @@ class TracePair:
 
 
 def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: TokenAlignment) -> TensorPair | Finding:
-    """Both sides in the baseline's order; a finding where their shapes do not fit each other."""
+    """Brings both sides into the baseline's order; a finding where their shapes do not fit each other."""
     ours, theirs = merged
     left, right = ours.tensor, theirs.tensor
     is_by_token = ours.dims[:1] == ("token",) and theirs.dims[:1] == ("token",)
@@ -88,10 +98,12 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     if is_by_token and tokens.covers(left, right) and left.shape[1:] == right.shape[1:]:
         right = tokens.in_baseline_order(right)
         their_presence = None if their_presence is None else tokens.in_baseline_order(their_presence)
+        # Tokens of one run only have no counterpart in any tensor.
         shared = None if tokens.is_shared is None else _by_token(tokens.is_shared, left)
     if left.shape != right.shape:
-        return finding(key, f"has shape {list(left.shape)} in the baseline and {list(right.shape)} in the candidate")
+        return finding(key, OtherShape(baseline=tuple(left.shape), candidate=tuple(right.shape)))
     present = all_of([ours.present, their_presence, shared])
+    # Equal digests of what was stored spare the comparison of bits; not where tokens were put in another order.
     is_same = ours.content is not None and ours.content == theirs.content and right is theirs.tensor
     return TensorPair(
         key=key,
@@ -105,41 +117,42 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     )
 
 
-def describe_other_presence(pair: TensorPair) -> str:
-    """Where only one run has a value of a tensor that both have; empty where both have the same elements."""
+def find_other_places(pair: TensorPair) -> OtherPlaces | None:
+    """Counts elements of a tensor of which one run alone has a value; ``None`` where both have the same elements."""
     if pair.ours is None and pair.theirs is None:
-        return ""
+        return None
     whole = torch.ones((), dtype=torch.bool)
     ours, theirs = (whole if mask is None else mask for mask in (pair.ours, pair.theirs))
     only = [int((mine & ~other).sum()) for mine, other in ((ours, theirs), (theirs, ours))]
     if not any(only):
-        return ""
-    what = "token" if pair.dims[:1] == ("token",) else "element"
-    return (
-        f"is defined at other {what}s: {count_of(only[0], what)} only in the baseline, {only[1]} only in the candidate"
-    )
+        return None
+    is_by_token = pair.dims[:1] == ("token",)
+    return OtherPlaces(what="token" if is_by_token else "element", num_baseline=only[0], num_candidate=only[1])
 
 
-def describe_dtypes(pair: TensorPair) -> str:
-    """That the dtypes differ, in words; empty where they do not."""
+def find_other_dtype(pair: TensorPair) -> OtherDtype | None:
+    """Returns both dtypes where they differ."""
     mine, other = (dtype_name(side.dtype) for side in (pair.baseline, pair.candidate))
-    return "" if mine == other else f"has dtype {mine} in the baseline and {other} in the candidate"
+    return None if mine == other else OtherDtype(baseline=mine, candidate=other)
 
 
-def describe_broken(pair: TensorPair) -> tuple[str, str]:
-    """NaN and infinities among the compared elements, in words, of each side; empty where all are finite."""
+def find_not_finite(pair: TensorPair) -> NotFinite | None:
+    """Counts NaN and infinities among the compared elements of each side; ``None`` where all are finite."""
     if pair.sums.is_finite:
-        return "", ""
-    if pair.present is None:
-        return describe_non_finite(pair.baseline), describe_non_finite(pair.candidate)
-    kept = pair.present.expand_as(pair.baseline)
-    return describe_non_finite(pair.baseline[kept]), describe_non_finite(pair.candidate[kept])
+        return None
+    sides = (pair.baseline, pair.candidate)
+    if pair.present is not None:
+        # NaN in padding is no fault.
+        kept = pair.present.expand_as(pair.baseline)
+        sides = (pair.baseline[kept], pair.candidate[kept])
+    mine, other = map(count_non_finite, sides)
+    return None if mine is None and other is None else NotFinite(baseline=mine, candidate=other)
 
 
 def locate(
     difference: TensorDifference, pair: TensorPair, traces: TracePair, tokens: TokenAlignment
 ) -> TensorDifference:
-    """The difference with sample, position and ranks of its worst element, where there is one."""
+    """Adds sample, position and ranks to the worst element of a difference, where there is one."""
     figures = difference.figures
     if figures is None or figures.worst is None:
         return difference
@@ -147,7 +160,8 @@ def locate(
     index, their_index = worst.index, worst.index
     sample, position = worst.sample, worst.position
     if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
-        sample, position = tokens.describe(index[0])
+        sample, position = tokens.find(index[0])
+        # The candidate's ranks hold its own order of tokens.
         if tokens.index is not None:
             their_index = (int(tokens.index[index[0]]), *index[1:])
     worst = replace(
@@ -161,7 +175,7 @@ def locate(
 
 
 def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Where all masks are True; ``None`` where that is everywhere, as in a mask that is ``None``."""
+    """Returns where all masks are True; ``None`` where this is everywhere, as in a mask of ``None``."""
     given = [mask for mask in masks if mask is not None]
     if not given:
         return None
@@ -169,25 +183,6 @@ def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     for mask in given[1:]:
         result = result & mask
     return None if bool(result.all()) else result
-
-
-def finding(key: TraceKey, message: str) -> Finding:
-    """A finding on one tensor; ``message`` goes on from its name."""
-    return Finding(
-        kind=key.kind, step=key.step, update=key.update, name=key.name, message=f"{key.describe()} {message}"
-    )
-
-
-def lacks_tokens(key: TraceKey, missing: str) -> Finding:
-    """A finding on tokens that a run which wrote all of its trace did not train on; ``missing``: as it was merged."""
-    return Finding(
-        kind=key.kind,
-        step=key.step,
-        update=key.update,
-        name=key.name,
-        message=f"{key.describe()}: {missing}",
-        lacks_tokens=True,
-    )
 
 
 def _sum(
@@ -199,5 +194,5 @@ def _sum(
 
 
 def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """bool ``[T, 1, ...]`` from ``[T]``."""
+    """Returns bool ``[T, 1, ...]`` from ``[T]``."""
     return mask.view(-1, *([1] * (like.dim() - 1)))

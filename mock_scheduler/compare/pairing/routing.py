@@ -1,64 +1,40 @@
 """Tokens for which rounding chose other experts.
 
-Which experts a token goes to is a choice by order: where two experts' logits are as near to each other as rounding
-moves them, two honest runs choose differently, and everything that this token computes afterwards differs at its full
-size. Such a token is counted and left out of what is stored in the order of its chosen experts.
+The experts of a token are a choice by order: where two experts' logits are as near to each other as rounding moves
+them, two honest runs choose differently, and everything this token computes afterwards differs at its full size. Such a
+token is counted and left out of tensors stored in the order of its chosen experts.
 
-With a the baseline: a token whose choice differs is a *flip by rounding* where for every expert e that only the
-baseline chose and f that only the candidate chose, logit_a[e] - logit_a[f] is at most twice the largest |Δlogit| of
-that token: e stood before f by no more than what the two runs' logits moved. Needs the router's logits of both runs.
+With a the baseline: a token with another choice is a *flip by rounding* where for every expert e chosen by the baseline
+only and f chosen by the candidate only, logit_a[e] - logit_a[f] is at most twice the largest |Δlogit| of the token: e
+stood before f by no more than the two runs' logits moved. Needs the router's logits of both runs.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
 from mock_scheduler.compare.pairing.pairs import TensorPair
 from mock_scheduler.compare.tensors import ExpertFlips
-from mock_scheduler.trace.entries import DimName, TraceKey
-
-#: What follows the name of the part that both belong to.
-_ROUTER, _EXPERTS = ".router", ".experts"
-_CHOICE, _LOGITS = "chosen_experts", "logits"
-
-
-def is_choice(key: TraceKey) -> bool:
-    """Whether a tensor says which experts each token chose: integers ``[T, slots]``."""
-    return key.kind == "router" and key.name.endswith(f"{_ROUTER}.{_CHOICE}")
-
-
-def logits_key(choice: TraceKey) -> TraceKey:
-    """The router's logits ``[T, experts]``, from which a choice was made."""
-    return replace(choice, name=choice.name.removesuffix(_CHOICE) + _LOGITS)
-
-
-def is_by_slot(dims: tuple[DimName, ...]) -> bool:
-    """Whether a tensor is stored in the order of each token's chosen experts."""
-    return dims[:2] == ("token", "slot")
-
-
-def routed_part(name: str) -> str:
-    """The part of the model that a router and its experts belong to: ``decoder.layers.1.mlp``."""
-    for inside in (_ROUTER, _EXPERTS):
-        name = name.partition(inside)[0]
-    return name
+from mock_scheduler.compare.thresholds import FLIP_MOVES
 
 
 def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, torch.Tensor]:
-    """How many tokens' choices differ only by rounding; and bool ``[T]``, which ones.
+    """Counts tokens with choices changed by rounding alone; and returns bool ``[T]``: which ones.
 
-    ``choice``: integers ``[T, slots]``; ``logits``: floats ``[T, experts]``.
+    Args:
+        choice: Integers ``[T, slots]``.
+        logits: Floats ``[T, experts]``.
     """
     num_tokens, num_experts = logits.baseline.shape
     mine, other = (_one_hot(side, num_experts) for side in (choice.baseline, choice.candidate))
     only_mine, only_other = mine & ~other, other & ~mine
     left, right = logits.baseline.double(), logits.candidate.double()
     moved = (left - right).abs().amax(dim=1)
+    # The widest pair decides: the best expert only the baseline chose, and the worst only the candidate did.
     gap = left.masked_fill(~only_mine, -torch.inf).amax(dim=1) - left.masked_fill(~only_other, torch.inf).amin(dim=1)
     num_swapped = only_mine.sum(dim=1)
-    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1)) & (gap <= 2 * moved)
+    # As many experts out as in: a token that lost an expert was dropped, which rounding does not do.
+    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1)) & (gap <= FLIP_MOVES * moved)
     for pair in (choice, logits):
         if pair.present is not None:
             is_flipped &= pair.present.reshape(num_tokens, -1).all(dim=1)
@@ -69,7 +45,7 @@ def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, tor
 
 
 def _one_hot(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """bool ``[T, experts]``; numbers of no expert, as of a token that was dropped, choose none."""
+    """Returns bool ``[T, experts]``; numbers of no expert, as of a dropped token, choose none."""
     is_expert = (chosen >= 0) & (chosen < num_experts)
     counts = torch.zeros(len(chosen), num_experts, dtype=torch.int64)
     counts.scatter_add_(1, chosen.long().clamp(0, num_experts - 1), is_expert.long())

@@ -1,8 +1,8 @@
-"""Which tensors are compared, and why a tensor is in one trace only.
+"""The tensors to be compared, and the reasons a tensor is in one trace only.
 
-A tensor that one run lacks is a finding, with two exceptions that are listed instead: the model does not show it there,
-or the trace was written by some ranks only. Where a run was never told to trace it, the finding says so, once for all
-tensors of the kind.
+A tensor missing in one run is a finding, with two exceptions listed instead: the model does not show it there, or only
+some ranks wrote the trace. Where a run was never told to trace it, the finding says so, once for all tensors of the
+kind.
 """
 
 from __future__ import annotations
@@ -11,19 +11,34 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mock_scheduler.compare.findings import Finding, Side, other_side
-from mock_scheduler.compare.tensors import NotCompared
+from mock_scheduler.compare.findings import (
+    SIDES,
+    Finding,
+    KindNotCompared,
+    NotCompared,
+    NotSelected,
+    NotShown,
+    NotTraced,
+    NotWritten,
+    OnlyIn,
+    finding,
+    other_side,
+)
+from mock_scheduler.compare.residuals import Side
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import StepFooter, TraceKey
-from mock_scheduler.trace.kinds import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
-
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What is compared. steps, kinds: ``None`` is all. patterns: globs of canonical names, of which one must match."""
+    """The steps, kinds and names to be compared.
+
+    Args:
+        steps: ``None`` is all.
+        kinds: ``None`` is all.
+        patterns: Globs of canonical names, one of which must match.
+    """
 
     steps: StepRanges | None = None
     kinds: frozenset[TraceKind | LedgerKind] | None = None
@@ -41,96 +56,68 @@ class Selection:
         """Whether tensors of a name are compared."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
-    def describe(self) -> str:
-        """What was chosen, as ``steps 5, kinds logits, names decoder.*``; empty where everything is."""
-        parts = [] if self.steps is None else [f"steps {self.steps}"]
-        if self.kinds is not None:
-            parts.append(f"kinds {', '.join(kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in self.kinds)}")
-        if self.patterns != ("*",):
-            parts.append(f"names {', '.join(self.patterns)}")
-        return ", ".join(parts)
-
 
 EVERYTHING = Selection()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Absence:
-    """A tensor that ``side`` does not have. reason: in words. is_fault: whether it is a finding.
-    is_selection: whether the side was never told to trace it."""
+    """A tensor ``side`` does not have; ``reason``: ``None`` where nothing explains it."""
 
     key: TraceKey
     side: Side
-    reason: str
-    is_fault: bool
-    is_selection: bool = False
+    reason: NotShown | NotWritten | NotTraced | None
 
 
 def explain_absence(key: TraceKey, side: Side, footer: StepFooter, *, is_partial: bool) -> Absence:
-    """Why ``side``, whose footer of the step is given, has no such tensor; ``is_partial``: only some ranks wrote it."""
+    """Finds why ``side`` has no such tensor; ``footer``: its, of the step; ``is_partial``: only some ranks wrote it."""
+    return Absence(key=key, side=side, reason=_find_reason(key, footer, is_partial=is_partial))
+
+
+def _find_reason(key: TraceKey, footer: StepFooter, *, is_partial: bool) -> NotShown | NotWritten | NotTraced | None:
+    # What the model does not show comes first: it was asked for, so that no setting of the trace is to blame.
     shown = next((item for item in footer.unobserved if (item.kind, item.name) == (key.kind, key.name)), None)
     if shown is not None:
-        return Absence(key=key, side=side, reason=shown.reason, is_fault=False)
+        return NotShown(reason=shown.reason)
     if footer.kinds and key.kind not in footer.kinds:
-        reason = f"its trace.kinds are {', '.join(footer.kinds)}"
-        return Absence(key=key, side=side, reason=reason, is_fault=True, is_selection=True)
+        return NotTraced(setting="kinds", values=tuple(footer.kinds))
     if footer.patterns and not any(fnmatchcase(key.name, pattern) for pattern in footer.patterns):
-        reason = f"its trace.patterns are {', '.join(footer.patterns)}"
-        return Absence(key=key, side=side, reason=reason, is_fault=True, is_selection=True)
+        return NotTraced(setting="patterns", values=tuple(footer.patterns))
     if any(fnmatchcase(key.name, pattern) for pattern in footer.exclude):
-        reason = f"its trace.exclude is {', '.join(footer.exclude)}"
-        return Absence(key=key, side=side, reason=reason, is_fault=True, is_selection=True)
-    if is_partial:
-        ranks = ", ".join(map(str, footer.ranks))
-        return Absence(key=key, side=side, reason=f"only global ranks {ranks} wrote this trace", is_fault=False)
-    present = other_side(side)
-    return Absence(key=key, side=side, reason=f"was traced by the {present} but not by the {side}", is_fault=True)
+        return NotTraced(setting="exclude", values=tuple(footer.exclude))
+    return NotWritten(ranks=tuple(footer.ranks)) if is_partial else None
 
 
-def absence_findings(absences: Sequence[Absence]) -> list[Finding]:
-    """Faults as findings: one for each tensor; of what was not selected, one for each kind, side and reason."""
+def find_faults(absences: Sequence[Absence]) -> list[Finding]:
+    """Finds faults: one for each tensor; for tensors not selected, one for each kind, side and reason."""
     findings = []
-    groups: dict[tuple[TraceKind, Side, str], list[Absence]] = {}
+    groups: dict[tuple[TraceKind, Side, NotTraced], list[Absence]] = {}
     for absence in absences:
-        if absence.is_selection:
+        # One setting leaves out thousands of tensors, which are one thing to be told.
+        if isinstance(absence.reason, NotTraced):
             groups.setdefault((absence.key.kind, absence.side, absence.reason), []).append(absence)
-        elif absence.is_fault:
-            key = absence.key
-            findings.append(
-                Finding(
-                    kind=key.kind,
-                    step=key.step,
-                    update=key.update,
-                    name=key.name,
-                    message=f"{key.describe()} {absence.reason}",
-                )
-            )
-    for (kind, side, reason), items in groups.items():
-        first = items[0].key
-        what = count_of(len(items), f"tensor of kind {kind}", f"tensors of kind {kind}")
-        message = (
-            f"{what} of the {other_side(side)} {'is' if len(items) == 1 else 'are'} not traced by the {side}: {reason}"
-        )
-        findings.append(
-            Finding(
-                kind=kind, step=first.step, update=first.update, name=first.name, message=message, is_selection=True
-            )
-        )
+        elif absence.reason is None:
+            findings.append(finding(absence.key, OnlyIn(side=other_side(absence.side))))
+    for (_, side, reason), items in groups.items():
+        findings.append(finding(items[0].key, NotSelected(side=side, num_tensors=len(items), reason=reason)))
     return findings
 
 
 def list_not_compared(absences: Sequence[Absence]) -> tuple[NotCompared, ...]:
-    """What is no fault: one entry for each tensor's name."""
+    """Lists absences without fault: one entry for each tensor's name."""
+    reasons: dict[tuple[TraceKind, str], dict[NotShown | NotWritten, None]] = {}
     groups: dict[tuple[TraceKind, str], list[Absence]] = {}
     for absence in absences:
-        if not absence.is_fault:
-            groups.setdefault((absence.key.kind, absence.key.name), []).append(absence)
+        if isinstance(absence.reason, NotShown | NotWritten):
+            place = (absence.key.kind, absence.key.name)
+            groups.setdefault(place, []).append(absence)
+            reasons.setdefault(place, {})[absence.reason] = None
     return tuple(
         NotCompared(
             kind=kind,
             name=name,
-            sides=tuple(side for side in ("baseline", "candidate") if any(item.side == side for item in items)),
-            reason="; ".join(dict.fromkeys(item.reason for item in items)),
+            sides=tuple(side for side in SIDES if any(item.side == side for item in items)),
+            reasons=tuple(reasons[kind, name]),
             first_step=min(item.key.step for item in items),
             num_steps=len({item.key.step for item in items}),
         )
@@ -138,14 +125,10 @@ def list_not_compared(absences: Sequence[Absence]) -> tuple[NotCompared, ...]:
     )
 
 
-def describe_empty_kinds(not_compared: Sequence[NotCompared], compared: Collection[TraceKind]) -> list[str]:
-    """For each kind of which nothing was compared though both traces were asked for it: that it proves nothing."""
+def find_empty_kinds(not_compared: Sequence[NotCompared], compared: Collection[TraceKind]) -> list[KindNotCompared]:
+    """Finds kinds without any compared tensor though both traces were asked for them, so they prove nothing."""
     names: dict[TraceKind, list[str]] = {}
     for item in not_compared:
         if item.kind not in compared:
             names.setdefault(item.kind, []).append(item.name)
-    return [
-        f"no {kind.replace('_', ' ')} was compared at all: {list_some(found, _NUM_NAMED, ', ')} "
-        f"{'is' if len(found) == 1 else 'are'} not shown by both runs"
-        for kind, found in names.items()
-    ]
+    return [KindNotCompared(kind=kind, names=tuple(found)) for kind, found in names.items()]

@@ -1,7 +1,7 @@
-"""Which tokens of two runs are the same: by the identity of their row and the position in it.
+"""The common tokens of two runs: by the identity of their row and the position in it.
 
-The baseline's order is the one that is compared in. What is in no row of both runs is absent, and the rows that only
-one run has, or has with another length, are findings.
+Tensors are compared in the baseline's order. A token without a row in both runs is absent; rows of one run only, or
+with another length, are findings.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.compare.findings import (
+    SIDES,
+    Finding,
+    OtherLengths,
+    OtherNumUpdates,
+    OtherUpdateRows,
+    RowLength,
+    RowsOnlyIn,
+)
+from mock_scheduler.compare.thresholds import NAMED_ROWS
 from mock_scheduler.trace.entries import RowTable, StepFooter
-
-_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenAlignment:
     """The tokens of a step's batch in both runs.
 
-    rows: the baseline's. num_candidate_tokens: of the candidate. index: int64 ``[T]``, for each token of the baseline
-    the candidate's token, -1 where it has none; ``None`` where both have the same tokens in the same order.
+    Args:
+        rows: Of the baseline.
+        num_candidate_tokens: Of the candidate.
+        index: int64 ``[T]``, for each token of the baseline the candidate's token, -1 where it has none; ``None`` where
+            both have the same tokens in the same order.
     """
 
     rows: RowTable
@@ -41,29 +50,34 @@ class TokenAlignment:
         )
 
     def in_baseline_order(self, candidate: torch.Tensor) -> torch.Tensor:
-        """A candidate's tensor with a value for each token of the baseline; 0 where the candidate has none."""
+        """Returns a candidate's tensor with a value for each token of the baseline; 0 where the candidate has none."""
         assert self.index is not None
         if not len(candidate):
             return candidate.new_zeros((len(self.index), *candidate.shape[1:]))
+        # A missing token takes any row here, and is set to 0 below.
         moved = candidate.index_select(0, self.index.clamp(min=0))
         moved[self.index < 0] = 0
         return moved
 
     @property
     def is_shared(self) -> torch.Tensor | None:
-        """bool ``[T]``: the baseline's tokens that the candidate has; ``None`` where it has all."""
+        """bool ``[T]``: the baseline's tokens the candidate has; ``None`` where it has all."""
         if self.index is None or bool((self.index >= 0).all()):
             return None
         return self.index >= 0
 
-    def describe(self, token: int) -> tuple[str, int]:
-        """Identity and position of a token of the baseline; raises ``IndexError`` where there is none."""
+    def find(self, token: int) -> tuple[str, int]:
+        """Returns identity and position of a token of the baseline.
+
+        Raises:
+            IndexError: There is no such token.
+        """
         row, position = self.rows.find(token)
         return self.rows.identities[row], position
 
 
 def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
-    """Match the tokens of two batches; rows that are there twice are matched in their order."""
+    """Matches the tokens of two batches; rows present twice are matched in their order."""
     if baseline == candidate:
         return TokenAlignment(rows=baseline, num_candidate_tokens=candidate.num_tokens, index=None)
     starts = _starts(candidate)
@@ -73,6 +87,7 @@ def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
     for name, length in zip(_numbered(baseline.identities), baseline.lengths, strict=True):
         row = theirs.get(name)
         if row is not None:
+            # A row cut short still has its first tokens in common.
             shared = min(length, candidate.lengths[row])
             index[offset : offset + shared] = torch.arange(starts[row], starts[row] + shared)
         offset += length
@@ -80,47 +95,38 @@ def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
 
 
 def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter) -> list[Finding]:
-    """Rows of one side only, rows with another length, and updates that train on other rows; symmetric."""
+    """Finds rows of one side only, rows with another length, and updates training on other rows; symmetric."""
     ours, theirs = (
         dict(zip(_numbered(side.rows.identities), side.rows.lengths, strict=True)) for side in (baseline, candidate)
     )
-    messages = []
-    for side, own, other in (("baseline", ours, theirs), ("candidate", theirs, ours)):
+    facts: list[RowsOnlyIn | OtherLengths | OtherNumUpdates | OtherUpdateRows] = []
+    for side, own, other in zip(SIDES, (ours, theirs), (theirs, ours), strict=True):
         only = [name[0] for name in own if name not in other]
         if only:
-            messages.append(
-                f"{count_of(len(only), 'row')} of {len(own)} of step {step} {'is' if len(only) == 1 else 'are'} in the "
-                f"{side} only: {list_some(only, _NUM_NAMED)}"
-            )
+            first = tuple(only[:NAMED_ROWS])
+            facts.append(RowsOnlyIn(side=side, num_rows=len(only), num_all=len(own), first=first))
     lengths = [
-        f"{name[0]} has {length} tokens in the baseline and {theirs[name]} in the candidate"
+        RowLength(identity=name[0], baseline=length, candidate=theirs[name])
         for name, length in ours.items()
         if name in theirs and theirs[name] != length
     ]
     if lengths:
-        messages.append(
-            f"{count_of(len(lengths), 'row')} of step {step} {'has' if len(lengths) == 1 else 'have'} another length: "
-            f"{list_some(lengths, _NUM_NAMED)}; their first tokens are compared"
-        )
-    messages += _other_updates(step, baseline, candidate)
-    return [
-        Finding(kind="rows", step=step, update=None, name=f"rows of step {step}", message=text) for text in messages
-    ]
+        facts.append(OtherLengths(num_rows=len(lengths), first=tuple(lengths[:NAMED_ROWS])))
+    facts += _find_other_updates(baseline, candidate)
+    return [Finding(kind="rows", step=step, update=None, name=f"rows of step {step}", fact=fact) for fact in facts]
 
 
-def _other_updates(step: int, baseline: StepFooter, candidate: StepFooter) -> list[str]:
+def _find_other_updates(baseline: StepFooter, candidate: StepFooter) -> list[OtherNumUpdates | OtherUpdateRows]:
     mine, other = len(baseline.update_rows), len(candidate.update_rows)
     if mine != other:
-        return [f"step {step} has {count_of(mine, 'update')} in the baseline and {other} in the candidate"]
-    messages = []
+        return [OtherNumUpdates(baseline=mine, candidate=other)]
+    found: list[OtherNumUpdates | OtherUpdateRows] = []
     for update in range(mine):
         ours, theirs = (_trained_on(footer, update) for footer in (baseline, candidate))
         if ours != theirs:
-            messages.append(
-                f"update {update} of step {step} trains on other rows: {len(ours - theirs)} only in the baseline, "
-                f"{len(theirs - ours)} only in the candidate"
-            )
-    return messages
+            only = (len(ours - theirs), len(theirs - ours))
+            found.append(OtherUpdateRows(update=update, num_baseline=only[0], num_candidate=only[1]))
+    return found
 
 
 def _trained_on(footer: StepFooter, update: int) -> set[tuple[str, int]]:
@@ -129,7 +135,7 @@ def _trained_on(footer: StepFooter, update: int) -> set[tuple[str, int]]:
 
 
 def _numbered(identities: Sequence[str]) -> list[tuple[str, int]]:
-    """Each identity with how often it came before."""
+    """Returns each identity with how often it came before."""
     seen: Counter[str] = Counter()
     numbered = []
     for identity in identities:

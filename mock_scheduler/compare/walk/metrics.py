@@ -1,7 +1,7 @@
 """Logged metrics of two runs, compared step by step and in both directions.
 
 Contract: ``metrics.jsonl`` has one object per global step, ``{"step": int, "metrics": {name: number}}``, with floats in
-full precision; JSON has no NaN or infinity, so those are the texts ``nan``, ``inf`` and ``-inf``. A step or metric on
+full precision; JSON has no NaN or infinity, so these are the texts ``nan``, ``inf`` and ``-inf``. A step or metric on
 one side only is a finding. NaN equals NaN and differs infinitely from every number.
 """
 
@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import Bounds, MetricBound
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.bounds.bound import MetricBound
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.findings import SIDES, Finding, NotLogged, other_side
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.compare.residuals import Side
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.text import count_of, shorten
+from mock_scheduler.support.text import shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
@@ -33,12 +35,23 @@ MetricLog = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricDifference:
-    """One metric over all steps that both runs logged.
+    """One metric over all steps logged by both runs.
 
-    ``max_relative``: largest |a - b| / max(|a|, |b|, floor), the floor being that of its bound. ``times_bound``: at
-    most how many times its bound |a - b| is, 0/0 = 0; there, at ``nearest_step``, ``bound`` is that of |a - b|.
-    ``changes``: b - a by step, where both are finite. ``is_estimate``: every bound that it is beyond was extrapolated.
-    Steps are ``None`` where there is none such.
+    Args:
+        name: As logged.
+        num_steps: Steps compared.
+        bit_equal: Equal to the last bit at every step.
+        max_abs: The largest ``|a - b|``.
+        max_abs_step: Where.
+        max_relative: The largest ``|a - b| / max(|a|, |b|, floor)``, with the floor of its bound.
+        max_relative_step: Where.
+        times_bound: How many times its bound ``|a - b|`` is at most; 0/0 = 0.
+        nearest_step: Where.
+        bound: Of ``|a - b|`` there.
+        first_different_step: ``None`` where bits are equal.
+        first_exceeding_step: ``None`` where nothing is beyond its bound.
+        changes: b - a by step, where both are finite.
+        is_estimate: Every exceeded bound was extrapolated.
     """
 
     name: str
@@ -58,13 +71,13 @@ class MetricDifference:
 
     @property
     def is_judged(self) -> bool:
-        """Whether anything bounds it at any step; equal bits always are."""
+        """Whether anything bounds it at any step; equal bits always count."""
         return self.bit_equal or math.isfinite(self.bound)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricComparison:
-    """All metrics, by name; ``steps`` are those that both runs logged."""
+    """All metrics, by name; ``steps``: logged by both runs."""
 
     steps: tuple[int, ...]
     differences: tuple[MetricDifference, ...]
@@ -72,7 +85,7 @@ class MetricComparison:
 
     @property
     def exceeding(self) -> tuple[MetricDifference, ...]:
-        """Metrics beyond their bounds, in the order in which they first are, then by name."""
+        """Metrics beyond their bounds, by the first such step, then by name."""
         found = [(diff.first_exceeding_step, diff.name, diff) for diff in self.differences]
         return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
 
@@ -83,7 +96,11 @@ class MetricComparison:
 
 
 def load_metrics(path: Path) -> MetricLog:
-    """Read a ``metrics.jsonl``. Raises ``TraceError`` with path and line for anything but the format."""
+    """Reads a ``metrics.jsonl``.
+
+    Raises:
+        TraceError: Anything but the format, with path and line.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -105,7 +122,7 @@ def is_comparable(name: str) -> bool:
 def compare_metrics(
     baseline: MetricLog, candidate: MetricLog, *, bounds: Bounds, selection: Selection = EVERYTHING
 ) -> MetricComparison:
-    """Compare every comparable metric at every selected step; nothing that is on one side only is skipped."""
+    """Compares every comparable metric at every selected step; nothing on one side only is skipped."""
     baseline, candidate = (
         {step: metrics for step, metrics in log.items() if selection.has_step(step)} for log in (baseline, candidate)
     )
@@ -137,6 +154,7 @@ class _Row:
     @classmethod
     def build(cls, step: int, mine: float, other: float, bound: MetricBound) -> _Row:
         absolute, relative = differ(mine, other, floor=bound.floor)
+        # An infinite value would make a relative bound infinite too.
         limit = bound.limit(mine, other) if math.isfinite(absolute) else bound.absolute
         return cls(
             step=step,
@@ -150,6 +168,7 @@ class _Row:
 
     @property
     def exceeds(self) -> bool:
+        # An infinite difference is beyond any bound, an infinite one too.
         return self.absolute > self.limit or math.isinf(self.absolute)
 
     @property
@@ -160,10 +179,11 @@ class _Row:
 
 
 def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, bounds: Bounds) -> MetricDifference:
-    """Compare one metric's ``(step, baseline, candidate)`` values; there must be at least one."""
+    """Compares one metric's ``(step, baseline, candidate)`` values; there must be at least one."""
     rows = [_Row.build(step, mine, other, bounds.metric(step, name)) for step, mine, other in pairs]
     largest = max(rows, key=lambda row: row.absolute)
     relative = max(rows, key=lambda row: row.relative)
+    # With equal shares of their bounds, the step with the smallest bound says most.
     nearest = max(rows, key=lambda row: (row.times_bound, -row.limit))
     different = [row.step for row in rows if not is_bit_equal(row.mine, row.other)]
     return MetricDifference(
@@ -185,11 +205,12 @@ def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, boun
 
 
 def differ(mine: float, other: float, *, floor: float) -> tuple[float, float]:
-    """Absolute and relative difference of two values; both inf where only one is NaN or infinities are not the same."""
+    """Returns the absolute and relative difference; both inf where only one is NaN, or infinities are not the same."""
     if mine == other or (math.isnan(mine) and math.isnan(other)):
         return 0.0, 0.0
     if not (math.isfinite(mine) and math.isfinite(other)):
         return math.inf, math.inf
+    # Symmetric: neither run of a metric is a size the other could be measured by.
     absolute = abs(mine - other)
     return absolute, absolute / max(abs(mine), abs(other), floor)
 
@@ -221,31 +242,21 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
 
 
 def _find_missing_steps(baseline: MetricLog, candidate: MetricLog) -> list[Finding]:
-    return [
-        _finding(step, f"step {step}", f"step {step} was logged by the {present} but not by the {absent}")
-        for step, present, absent in sorted(
-            [(step, "baseline", "candidate") for step in baseline.keys() - candidate.keys()]
-            + [(step, "candidate", "baseline") for step in candidate.keys() - baseline.keys()]
-        )
-    ]
+    rows: list[tuple[int, Side]] = [(step, "candidate") for step in baseline.keys() - candidate.keys()]
+    rows += [(step, "baseline") for step in candidate.keys() - baseline.keys()]
+    return [_finding(step, f"step {step}", NotLogged(absent=absent)) for step, absent in sorted(rows)]
 
 
 def _find_missing_values(name: str, baseline: MetricLog, candidate: MetricLog, steps: Sequence[int]) -> list[Finding]:
-    """At most one finding per side: the first step at which the metric is missing there, and at how many."""
+    """Finds at most one fault per side: the first step at which the metric is missing there, and at how many."""
     findings = []
-    for present, absent, have, lack in (
-        ("baseline", "candidate", baseline, candidate),
-        ("candidate", "baseline", candidate, baseline),
-    ):
+    for present, have, lack in zip(SIDES, (baseline, candidate), (candidate, baseline), strict=True):
         missing = [step for step in steps if name in have[step] and name not in lack[step]]
         if missing:
-            message = (
-                f"metric {name} was logged by the {present} but not by the {absent} at {len(missing)} of "
-                f"{count_of(len(steps), 'step')}, first at step {missing[0]}"
-            )
-            findings.append(_finding(missing[0], name, message))
+            fact = NotLogged(absent=other_side(present), num_missing=len(missing), num_steps=len(steps))
+            findings.append(_finding(missing[0], name, fact))
     return findings
 
 
-def _finding(step: int, name: str, message: str) -> Finding:
-    return Finding(kind="metric", step=step, update=None, name=name, message=message)
+def _finding(step: int, name: str, fact: NotLogged) -> Finding:
+    return Finding(kind="metric", step=step, update=None, name=name, fact=fact)

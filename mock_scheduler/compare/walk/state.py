@@ -1,50 +1,42 @@
 """The state of one parameter within one step, in the order of computation: before, gradient, after, weight.
 
 - An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. At a later first step it is
-  judged as any tensor of the forward pass is. Of steps that follow others it is the last parameter once more.
-- What an update did to a parameter without gradient may be *decisions* (``decisions``).
-- A *weight* (what a model in less than float32 computes with) must be the rounded parameter, bit for bit, in each run.
+  judged as any tensor of the forward pass is. In steps after others it is the last parameter once more.
+- The update of a parameter without gradient may be *decisions* (``explain.expert_bias``).
+- A *weight*, in which a model in less than float32 computes, must be the rounded parameter, bit for bit, in each run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from mock_scheduler.compare.bounds.bounds import Bounds
 from mock_scheduler.compare.explain.expert_bias import judge_decisions, read_decisions
+from mock_scheduler.compare.findings import SIDES, LacksParameter, OtherStart, OtherWeight
 from mock_scheduler.compare.measure.distance import Pair, compare_updates, find_significant, is_bit_equal
 from mock_scheduler.compare.measure.figures import compute_figures
 from mock_scheduler.compare.pairing.pairs import TensorPair, all_of
 from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.compare.router_names import routed_part
 from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.walk.found import SIDES
-from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 
 #: What is compared together, in the order within one update.
 STATE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
 
+MovedExperts = Mapping[tuple[int, str], frozenset[int]]
+"""By update and routed part, experts that other tokens chose; without what is not known."""
 
-class Measures(Protocol):
-    """What the walk of a step offers."""
-
-    def measure(self, pair: TensorPair) -> None:
-        """Judge and keep any tensor but a parameter."""
-
-    def add(self, difference: TensorDifference, pair: TensorPair) -> None:
-        """Keep a difference."""
-
-    def describe_initial(self, pair: TensorPair) -> str:
-        """What an initial parameter looks like that differs, in words; empty where that is nothing."""
-
-    def find_moved_experts(self, pair: TensorPair) -> Collection[int] | None:
-        """Of one number for each expert, those that other tokens chose in its update; ``None`` where not known."""
+Outcome = TensorDifference | OtherStart | LacksParameter | OtherWeight | Literal["any tensor"]
+"""How one tensor is judged; ``any tensor``: by what ``measure`` makes of any tensor of a forward or backward pass."""
 
 
 def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
-    """The kinds that must be read to compare the selected ones."""
+    """Returns the kinds to be read for comparing the selected ones."""
     selected = {kind for kind in STATE_KINDS if selection.has_kind(kind)}
     if "parameter" in selected:
         selected |= {"initial", "gradient"}
@@ -53,89 +45,106 @@ def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
     return frozenset(selected)
 
 
-class StateWalk:
-    """Compares the tensors of one name, given one after another; ``has_gradient``: whether one moves it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRules:
+    """How the tensors of one name are to be judged.
 
-    def __init__(self, step: Measures, *, bounds: Bounds, is_first: bool, has_gradient: bool) -> None:
-        self._step = step
-        self._has_gradient = has_gradient
-        self._bounds = bounds
-        self._is_first = is_first
-        self._gradient: TensorPair | None = None
-        self._parameter: TensorPair | None = None
+    Args:
+        bounds: Of all tensors.
+        reported: Kinds whose differences are wanted; the others only serve to judge them.
+        is_first: The step is the first one compared.
+        has_gradient: A gradient moves the parameter.
+        moved_experts: From the choices of experts.
+    """
 
-    def compare(self, pair: TensorPair, *, is_reported: bool) -> str:
-        """Judge the next tensor; returns what is wrong, where that is no number.
+    bounds: Bounds
+    reported: Collection[TraceKind]
+    is_first: bool
+    has_gradient: bool
+    moved_experts: MovedExperts
 
-        ``is_reported``: whether its difference is kept; else it only serves to judge others.
-        """
+
+def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tuple[TensorPair, Outcome]]:
+    """Judges the tensors of one name, read one after another, and yields the outcome of each reported one.
+
+    Memory: the gradient, and the parameter before and after an update, of both sides.
+    """
+    gradient: TensorPair | None = None
+    parameter: TensorPair | None = None
+    for pair in pairs:
         kind = pair.key.kind
+        outcome: Outcome | None = None
         if kind == "gradient":
-            self._gradient = pair
-            if is_reported:
-                self._step.measure(pair)
-            return ""
-        if kind == "weight":
-            return self._check_weight(pair)
-        before, self._parameter = self._parameter, pair
-        gradient, self._gradient = self._gradient, None
-        if kind == "initial":
-            return self._check_initial(pair) if self._is_first and is_reported else ""
-        if before is None:
-            return "was traced without the parameter before it, so its update cannot be judged"
-        if is_reported:
-            self._step.add(self._compare_update(before, pair, gradient), pair)
-        return ""
+            gradient, outcome = pair, "any tensor"
+        elif kind == "weight":
+            outcome = _check_weight(pair, parameter)
+        else:
+            before, parameter = parameter, pair
+            if kind in rules.reported:
+                outcome = _judge(before, pair, gradient, rules)
+            # A gradient belongs to the next update only.
+            gradient = None
+        if outcome is not None and kind in rules.reported:
+            yield pair, outcome
 
-    def _check_initial(self, pair: TensorPair) -> str:
+
+def _judge(
+    before: TensorPair | None, pair: TensorPair, gradient: TensorPair | None, rules: StateRules
+) -> Outcome | None:
+    if pair.key.kind == "initial":
+        if not rules.is_first:
+            return None
         if pair.key.step > 0:
-            self._step.measure(pair)
-            return ""
-        if pair.is_equal:
-            return ""
-        looks_like = self._step.describe_initial(pair)
-        text = f"{looks_like}; " if looks_like else ""
-        return f"differs: {text}both runs must start from the same weights, to the last bit"
+            return "any tensor"
+        return None if pair.is_equal else OtherStart()
+    return LacksParameter(needed_by="update") if before is None else _compare_update(before, pair, gradient, rules)
 
-    def _compare_update(self, before: TensorPair, after: TensorPair, gradient: TensorPair | None) -> TensorDifference:
-        pairs = [before, after, *([gradient] if gradient is not None else [])]
-        present = all_of([pair.present for pair in pairs])
-        old, new, *rest = (_kept(pair, present) for pair in pairs)
-        figures = after.sums.figures
-        if present is not None and present is not after.present:
-            figures = compute_figures(after.baseline, after.candidate, present=present)
-        bound = self._bounds.tensor(after.key)
-        difference = compare_updates(
-            after.key,
-            before=old,
-            after=new,
-            gradients=rest[0] if rest and gradient is not None and not gradient.is_equal else None,
-            significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
-            bound=bound,
-            figures=figures,
-            is_same_before=before.is_equal or None,
-        )
-        if self._has_gradient or difference.bit_equal or bound.is_exact:
-            return difference
-        decisions = read_decisions(old, new)
-        if decisions is None:
-            return difference
-        moved = self._step.find_moved_experts(after)
-        return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
 
-    def _check_weight(self, pair: TensorPair) -> str:
-        if self._parameter is None:
-            return "was traced without the parameter that it is rounded from"
-        present = all_of([pair.present, self._parameter.present])
-        weights, parameters = _kept(pair, present), _kept(self._parameter, present)
-        for side, weight, parameter in zip(SIDES, weights, parameters, strict=True):
-            if not is_bit_equal(weight, parameter.to(weight.dtype)):
-                return f"is not the rounded parameter in the {side}: the model computes with other weights"
-        return ""
+def _compare_update(
+    before: TensorPair, after: TensorPair, gradient: TensorPair | None, rules: StateRules
+) -> TensorDifference:
+    pairs = [before, after, *([gradient] if gradient is not None else [])]
+    present = all_of([pair.present for pair in pairs])
+    old, new, *rest = (_kept(pair, present) for pair in pairs)
+    figures = after.sums.figures
+    if present is not None and present is not after.present:
+        figures = compute_figures(after.baseline, after.candidate, present=present)
+    bound = rules.bounds.tensor(after.key)
+    difference = compare_updates(
+        after.key,
+        before=old,
+        after=new,
+        # Equal gradients tell no element apart, so that reading them would be for nothing.
+        gradients=rest[0] if rest and gradient is not None and not gradient.is_equal else None,
+        significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
+        bound=bound,
+        figures=figures,
+        is_same_before=before.is_equal or None,
+    )
+    if rules.has_gradient or difference.bit_equal or bound.is_exact:
+        return difference
+    decisions = read_decisions(old, new)
+    if decisions is None:
+        return difference
+    key = after.key
+    moved = rules.moved_experts.get((key.update, routed_part(key.name))) if after.dims == ("expert",) else None
+    return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
+
+
+def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParameter | OtherWeight | None:
+    if parameter is None:
+        return LacksParameter(needed_by="weight")
+    present = all_of([pair.present, parameter.present])
+    weights, parameters = _kept(pair, present), _kept(parameter, present)
+    for side, weight, value in zip(SIDES, weights, parameters, strict=True):
+        # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
+        if not is_bit_equal(weight, value.to(weight.dtype)):
+            return OtherWeight(side=side)
+    return None
 
 
 def _kept(pair: TensorPair, present: torch.Tensor | None) -> Pair:
-    """Both sides, as far as both runs have them."""
+    """Returns both sides, as far as both runs have them."""
     if present is None:
         return pair.baseline, pair.candidate
     kept = present.expand_as(pair.baseline)

@@ -1,4 +1,9 @@
-"""Two trace folders of any level, compared at the finest level that both have."""
+"""Two traces of any level, compared at the finest level both have.
+
+Whole tensors are read from both sides at once, paired by canonical key, and judged; memory is bounded by the largest
+name of a step (``full_step``). When all is judged, the first tensors beyond their bound and the largest differences are
+read once more, to say where they differ and what that looks like.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,20 @@ from typing import Literal
 import torch
 
 from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.explain.explanation import explain_differences, layout_numbers
+from mock_scheduler.compare.explain.noisy_places import PlaceNoise
+from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.pairing.sketch_sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.pairing.sources import FullAsSketches, SketchSource
+from mock_scheduler.compare.pairing.tokens import TokenAlignment
 from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.compare.walk.full_step import FullStep
 from mock_scheduler.compare.walk.sketches import compare_sketches
-from mock_scheduler.compare.walk.walk import OnKey, compare_traces
+from mock_scheduler.compare.walk.steps import Found, OnKey, StepSides, walk_steps
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
+from mock_scheduler.support.threads import without_inner_threads
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.sketch.files import has_full, has_sketches
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS
@@ -27,7 +38,11 @@ _NARROWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def trace_level(trace_dir: Path) -> Literal["full", "sketch"]:
-    """The level of a trace; raises ``TraceError`` where there is none."""
+    """Returns the level of a trace.
+
+    Raises:
+        TraceError: There is none.
+    """
     if has_full(trace_dir):
         return "full"
     if has_sketches(trace_dir):
@@ -43,7 +58,11 @@ def compare_trace_folders(
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
-    """Compare two traces: whole tensors where both have them, else sketches. Raises ``TraceError``."""
+    """Compares two traces: whole tensors where both have them, else sketches.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
     levels = trace_level(baseline_dir), trace_level(candidate_dir)
     if levels == ("full", "full"):
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
@@ -52,11 +71,46 @@ def compare_trace_folders(
         return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
 
 
+def compare_traces(
+    baseline: TraceReader,
+    candidate: TraceReader,
+    *,
+    bounds: Bounds,
+    selection: Selection = EVERYTHING,
+    on_key: OnKey | None = None,
+) -> TensorComparison:
+    """Compares every selected tensor of every step; tensors of one side only, or of other shapes, are findings.
+
+    Raises:
+        TraceError: A file of either side is damaged.
+    """
+    found = Found()
+    alignments: dict[int, TokenAlignment] = {}
+    with TracePair(baseline, candidate) as traces, PlaceNoise(bounds.noise) as places, without_inner_threads():
+
+        def open_step(sides: StepSides) -> FullStep:
+            step = FullStep(traces, sides, bounds=bounds, places=places)
+            alignments[sides.step] = step.tokens
+            return step
+
+        steps = walk_steps(traces.readers, selection, found, open_step, on_key)
+        if bounds.noise is not None:
+            gradients = (item.key for item in found.differences if item.key.kind == "gradient")
+            found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
+        found.differences = explain_differences(found.differences, traces, alignments, found.conflicts[1])
+    return found.result(steps)
+
+
 @contextmanager
 def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[SketchSource, SketchSource]]:
-    """Two traces of any level that give sketches of one size. Raises ``TraceError``."""
+    """Opens two traces of any level, both with sketches of one size.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
     folders = (baseline_dir, candidate_dir)
     readers = [open_sketches(path) if trace_level(path) == "sketch" else None for path in folders]
+    # Whole tensors are sketched as finely as the other side is, or the two could not be subtracted.
     num_buckets = next((_count_buckets(reader) for reader in readers if reader is not None), NUM_BUCKETS)
     with ExitStack() as stack:
         ours, theirs = (
@@ -67,7 +121,11 @@ def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[Sket
 
 
 def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torch.dtype]:
-    """Of all tensors of some kinds in the first step. Raises ``TraceError`` where there is no trace."""
+    """Finds the dtypes of all tensors of some kinds in the first step.
+
+    Raises:
+        TraceError: There is no trace.
+    """
     if trace_level(trace_dir) == "sketch":
         sketches = open_sketches(trace_dir)
         keys = [key for key in sketches.keys(sketches.steps[0]) if key.kind in kinds]
@@ -78,14 +136,14 @@ def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torc
 
 
 def find_epsilon(trace_dir: Path) -> float:
-    """The spacing at 1 of the numbers that the model of a trace computes in; float32's where it shows none."""
+    """Returns the spacing at 1 of the numbers a model computes in; float32's where its trace shows none."""
     dtypes = find_dtypes(trace_dir, _COMPUTED_IN)
     narrowest = next((dtype for dtype in _NARROWEST_FIRST if dtype in dtypes), torch.float32)
     return torch.finfo(narrowest).eps
 
 
 def _count_buckets(reader: SketchReader) -> int:
-    """Of the sketches of a trace, which are all alike; 1 where it has none."""
+    """Returns how many buckets the sketches of a trace have; 1 where it has none."""
     for step in reader.steps:
         for key in sorted(reader.keys(step), key=str):
             return reader.sketch(key).sketch.num_buckets

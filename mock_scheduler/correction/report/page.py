@@ -33,8 +33,15 @@ from mock_scheduler.correction.report.view import (
     WorstSequence,
     WorstToken,
 )
-from mock_scheduler.display.figures import axis_title, finite_or_none, plain_layout, soft_font, thin_out
-from mock_scheduler.display.pages import render_page, write_page
+from mock_scheduler.display.pages import (
+    axis_title,
+    finite_or_none,
+    plain_layout,
+    render_page,
+    soft_font,
+    thin_out,
+    write_page,
+)
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.recording.reading.browse import name_steps

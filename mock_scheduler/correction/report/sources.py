@@ -25,9 +25,8 @@ from mock_scheduler.correction.report.view import TrainingSide
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import load_config
 from mock_scheduler.recording.contract import Contract
-from mock_scheduler.run_folder.finished_run import load_batches
+from mock_scheduler.run_folder.finished_run import load_batches, read_stored_keys
 from mock_scheduler.run_folder.inputs import find_trace
-from mock_scheduler.run_folder.stored_config import read_stored_keys
 from mock_scheduler.support.run_files import CONFIG_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import TraceKey

@@ -31,8 +31,7 @@ from mock_scheduler.correction.report.view import (
     StepHealth,
     WorstToken,
 )
-from mock_scheduler.display.console import print_labelled, print_wrapped
-from mock_scheduler.display.tables import FittedTable, TextColumn, print_table
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_labelled, print_table, print_wrapped
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.support.text import shorten
 

@@ -90,6 +90,7 @@ def compare_recordings(
     Raises ``RecordingError`` where a step of either side cannot be read, or lies there in two forms.
     """
     places = [_choose_places(reader, steps) for reader in readers]
+    # In the order of the first side, so that the first difference is the earliest step.
     common = [key for key in places[0] if key in places[1]]
     differing, identical = [], []
     for number, key in enumerate(common, start=1):

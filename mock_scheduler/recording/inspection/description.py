@@ -1,7 +1,7 @@
-"""Describes a recording and the content of its steps.
+"""Describes a recording and the content of its steps in numbers.
 
-Contract: every chosen step is read once, one at a time, its digests checked; an unreadable step is listed with
-its error beside the others.
+Contract: every chosen step is read once, one at a time, its digests checked, and nothing of it is kept: a recording is
+described in the memory of one step however long it is. An unreadable step is listed with its error beside the others.
 """
 
 from __future__ import annotations
@@ -10,14 +10,31 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
-from mock_scheduler.recording.inspection.statistics import RecordingStatistics, RecordingTotals, StepStatistics
+from mock_scheduler.recording.inspection.diff_fields import column_kind
+from mock_scheduler.recording.inspection.histogram import Bar, NumberCounts, Spread
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import FolderListing, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import load_retention
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.support.digests import JSON
+
+_NUM_EXAMPLES = 3
+_MAX_BARS = 12
+_SUMMED = (
+    "size_bytes",
+    "num_rows",
+    "num_trajectories",
+    "num_groups",
+    "num_tokens",
+    "num_response_tokens",
+    "num_rows_without_response",
+    "num_duplicate_rows",
+    "num_partial_groups",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,3 +146,160 @@ def _describe_folder(
         steps=described,
         totals=statistics.totals(),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staleness:
+    """How many updates older than the policy the step was asked for the turns' policies were."""
+
+    minimum: int
+    mean: float
+    maximum: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStatistics:
+    """One recorded step.
+
+    ``size_bytes`` as stored; ``reward``, ``length`` and ``response_length`` (in tokens) over rows, ``None`` without
+    rows; ``policy_version`` is the one asked for, ``policy_versions`` the lowest and highest of its turns (``None``,
+    as ``staleness``, without turns). ``duplicates``: the first few pairs of rows with equal content;
+    ``partial_groups``: the first few groups with fewer trajectories than the largest. ``extras``: name -> dtype and
+    shape of an entry.
+    """
+
+    folder: str
+    step: int
+    size_bytes: int
+    num_rows: int
+    num_trajectories: int
+    num_groups: int
+    group_size: int | None
+    num_tokens: int
+    num_response_tokens: int
+    num_rows_without_response: int
+    num_turns: int
+    reward: Spread | None
+    length: Spread | None
+    response_length: Spread | None
+    terminations: Mapping[str, int]
+    tags: Mapping[str, int]
+    policy_version: int
+    policy_versions: tuple[int, int] | None
+    staleness: Staleness | None
+    num_duplicate_rows: int
+    duplicates: tuple[str, ...]
+    num_partial_groups: int
+    partial_groups: tuple[str, ...]
+    extras: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingTotals:
+    """All steps added, together; ``extras`` lists every kind a name had."""
+
+    num_steps: int
+    size_bytes: int
+    num_rows: int
+    num_trajectories: int
+    num_groups: int
+    num_tokens: int
+    num_response_tokens: int
+    num_rows_without_response: int
+    num_duplicate_rows: int
+    num_partial_groups: int
+    terminations: Mapping[str, int]
+    tags: Mapping[str, int]
+    extras: Mapping[str, tuple[str, ...]]
+    reward: Spread | None
+    response_length: Spread | None
+    reward_bars: tuple[Bar, ...]
+    response_length_bars: tuple[Bar, ...]
+
+
+class RecordingStatistics:
+    """Adds up steps."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._terminations: Counter[str] = Counter({ending.name.lower(): 0 for ending in Termination})
+        self._tags: Counter[str] = Counter()
+        self._extras: dict[str, dict[str, None]] = {}
+        self._rewards, self._response_lengths = NumberCounts(), NumberCounts()
+
+    def add(self, folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
+        """Count one more step, and describe it; ``size_bytes``: its stored size."""
+        step = describe_step(folder, batch, info, size_bytes=size_bytes)
+        self._rewards.add(batch.rewards.tolist())
+        self._response_lengths.add(batch.response_lengths.tolist())
+        self._sums["num_steps"] += 1
+        for name in _SUMMED:
+            self._sums[name] += getattr(step, name)
+        self._terminations.update(step.terminations)
+        self._tags.update(step.tags)
+        for name, kind in step.extras.items():
+            self._extras.setdefault(name, {})[kind] = None
+        return step
+
+    def totals(self) -> RecordingTotals:
+        """Everything added so far."""
+        return RecordingTotals(
+            **{name: self._sums[name] for name in ("num_steps", *_SUMMED)},
+            terminations=dict(self._terminations),
+            tags=dict(sorted(self._tags.items())),
+            extras={name: tuple(kinds) for name, kinds in sorted(self._extras.items())},
+            reward=self._rewards.spread(),
+            response_length=self._response_lengths.spread(),
+            reward_bars=self._rewards.bars(_MAX_BARS),
+            response_length_bars=self._response_lengths.bars(_MAX_BARS),
+        )
+
+
+def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
+    """One step in numbers; ``folder`` is its folder in the recording, like ``train``."""
+    duplicates, partial = batch.duplicate_rows(), _partial_groups(batch)
+    versions = batch.policy_versions
+    return StepStatistics(
+        folder=folder,
+        step=info.step,
+        size_bytes=size_bytes,
+        num_rows=len(batch),
+        num_trajectories=batch.num_trajectories,
+        num_groups=batch.num_groups,
+        group_size=batch.group_size,
+        num_tokens=len(batch.tokens),
+        num_response_tokens=len(batch.rollout_logprobs),
+        num_rows_without_response=batch.num_rows_without_response,
+        num_turns=len(batch.turn_rewards),
+        reward=_spread(batch.rewards.tolist()),
+        length=_spread(batch.lengths.tolist()),
+        response_length=_spread(batch.response_lengths.tolist()),
+        terminations={ending.name.lower(): int((batch.terminations == ending).sum()) for ending in Termination},
+        tags=dict(sorted(Counter(batch.tags).items())),
+        policy_version=info.policy_version,
+        policy_versions=(int(versions.min()), int(versions.max())) if len(versions) else None,
+        staleness=_staleness(batch, info.policy_version),
+        num_duplicate_rows=len(duplicates),
+        duplicates=tuple(f"{row} repeats {earlier}" for row, earlier in duplicates[:_NUM_EXAMPLES]),
+        num_partial_groups=len(partial),
+        partial_groups=tuple(partial[:_NUM_EXAMPLES]),
+        extras={name: column_kind(column) for name, column in batch.extras.items()},
+    )
+
+
+def _spread(values: list[float]) -> Spread | None:
+    counts = NumberCounts()
+    counts.add(values)
+    return counts.spread()
+
+
+def _staleness(batch: RolloutBatch, policy_version: int) -> Staleness | None:
+    ages = (policy_version - batch.policy_versions.long()).tolist()
+    return Staleness(minimum=min(ages), mean=sum(ages) / len(ages), maximum=max(ages)) if ages else None
+
+
+def _partial_groups(batch: RolloutBatch) -> list[str]:
+    """Groups with fewer trajectories than the largest; none where the batch itself says that its groups are whole."""
+    if batch.group_size is not None or not len(batch):
+        return []
+    return batch.partial_groups(max(batch.group_sizes.values()))

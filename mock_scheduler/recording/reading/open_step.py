@@ -1,25 +1,29 @@
-"""An open recorded step: all of its rows, or one process's part of them, whatever its form.
+"""An open recorded step, whatever its form: all of its rows, one process's part of them, and its prompts.
 
 Contract: rows come in identity order whether one file holds them or several. A step recorded in as many shards
 as it is read in gives each as it was recorded; any other is cut into equal contiguous parts of its trajectories, and a
 group may be cut too. Files of shards are opened when they are needed, and just their needed rows are read.
+
+Prompts, live or recorded, are compared by one rule. A request names them once per trajectory (as many as its
+``batch_size``; the prompt of a trajectory is that of its first row) or, with any other number, once per group, each of
+whose trajectories then has the one prompt. Their order does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import RowKey, TrajectoryKey
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
-from mock_scheduler.recording.reading.prompts import first_prompts
 from mock_scheduler.recording.shards import Commit, count_trajectories, load_commit, open_shard
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import Storage
-from mock_scheduler.scheduler import RowShard
+from mock_scheduler.scheduler import RolloutRequest, RowShard
 
 
 class OpenStep:
@@ -64,6 +68,7 @@ class OpenStep:
 
     def is_recorded_as(self, shard: RowShard | None) -> bool:
         """Whether one process recorded just the rows of ``shard`` (None: all of them)."""
+        # The same cut as the writers': each shard is then one file, with its writer's own scheduler state.
         return (None if self._commit is None else len(self._commit.shards)) == (None if shard is None else shard.count)
 
     def load(self, shard: RowShard | None = None, *, verify: bool = True) -> RolloutBatch:
@@ -160,3 +165,55 @@ def open_step(storage: Storage, name: str) -> OpenStep:
     commit = load_commit(storage, name)
     parts = [lambda i=index: open_shard(storage, name, commit, index=i) for index in range(len(commit.shards))]
     return OpenStep(path=path, parts=parts, commit=commit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptDifference:
+    """``absent``: digests asked for and lacking in the batch; ``not_asked``: the other way round; with their counts;
+    ``unit``: one prompt is asked for and counted for each of these."""
+
+    num_asked: int
+    absent: Counter[str]
+    not_asked: Counter[str]
+    unit: str
+
+    @property
+    def example(self) -> str:
+        """One digest that is on one side only."""
+        return next(iter(self.absent or self.not_asked))
+
+
+def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
+    """Trajectory -> digest of its prompt, taken from its first row."""
+    keys = [(identity.scheduler_id, *identity.numbers) for identity in batch.identities]
+    return first_prompts(zip(keys, batch.prompt_digests, strict=True))
+
+
+def first_prompts(rows: Iterable[tuple[RowKey, str]]) -> dict[TrajectoryKey, str]:
+    """Trajectory -> digest of the prompt of its first row, in identity order; ``rows``: in any order."""
+    first: dict[TrajectoryKey, str] = {}
+    for key, digest in sorted(rows):
+        first.setdefault(key[:4], digest)
+    return first
+
+
+def compare_prompts(
+    prompts: Mapping[TrajectoryKey, str], request: RolloutRequest, *, is_part: bool = False
+) -> PromptDifference | None:
+    """Compares the prompts present with those asked for; None where nothing differs, or none was asked for.
+
+    ``is_part``: the trajectories are one process's part of the batch, so prompts may be absent.
+    """
+    asked = request.prompt_digests
+    if asked is None:
+        return None
+    if len(asked) == request.batch_size:
+        unit, found = "trajectory", Counter(prompts.values())
+    else:
+        unit, found = "group", Counter(digest for _, digest in {(key[:3], value) for key, value in prompts.items()})
+    absent, not_asked = Counter(asked) - found, found - Counter(asked)
+    if is_part:
+        absent.clear()
+    if not absent and not not_asked:
+        return None
+    return PromptDifference(num_asked=len(asked), absent=absent, not_asked=not_asked, unit=unit)

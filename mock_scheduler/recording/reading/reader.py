@@ -8,7 +8,7 @@ training may lie between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
@@ -24,8 +24,7 @@ from mock_scheduler.recording.paths import (
     step_folder,
     step_stem,
 )
-from mock_scheduler.recording.reading.open_step import OpenStep, open_step
-from mock_scheduler.recording.reading.prompts import compare_prompts
+from mock_scheduler.recording.reading.open_step import OpenStep, compare_prompts, open_step
 from mock_scheduler.recording.retention import RetentionRecord, load_retention, replay_starts
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import open_storage
@@ -85,6 +84,7 @@ class RecordingReader:
         """
         step = self.open_step(request)
         _check_answer(step, request, is_stand_in=is_stand_in)
+        # With the digest: a file that was replaced since is verified again.
         key = (step.path, step.digest, shard)
         batch = step.load(shard, verify=key not in self._verified)
         self._verified.add(key)
@@ -99,14 +99,12 @@ class RecordingReader:
         stand_ins: Sequence[RolloutRequest] = (),
         verify: bool = False,
         shard: RowShard | None = None,
-        progress: Callable[[int, int], None] | None = None,
     ) -> int:
         """Check that every step that will be asked for is there, and by its header whole and the one asked for.
 
-        ``stand_ins``: further steps in the place of others, as in ``load_step``.
-        ``verify``: check every digest too, of all rows or of the part ``shard``. ``progress`` is told, after each step,
-        how many of how many are checked. Returns the number of bytes read. Raises ``StepNotFoundError``
-        listing all absent ones, and else as ``load_step``.
+        ``stand_ins``: further steps in the place of others, as in ``load_step``. ``verify``: check every digest too, of
+        all rows or of the part ``shard``. Returns the number of bytes read. Raises ``StepNotFoundError`` listing all
+        absent ones, and else as ``load_step``.
         """
         requests = [*plan, *stand_ins]
         names = self._locate(requests)
@@ -114,16 +112,15 @@ class RecordingReader:
         if missing:
             raise StepNotFoundError(self._missing_text(missing))
         num_bytes = 0
-        for num_checked, request in enumerate(requests, start=1):
+        for index, request in enumerate(requests):
             step = self._open(names[request_name(request)], request)
-            _check_answer(step, request, is_stand_in=num_checked > len(plan))
+            # Stand-ins come after the plan; they may be of another policy version and data cursor.
+            _check_answer(step, request, is_stand_in=index >= len(plan))
             if verify and shard is None:
                 step.verify()
             elif verify:
                 step.load(shard)
             num_bytes += step.num_bytes_read
-            if progress is not None:
-                progress(num_checked, len(requests))
         return num_bytes
 
     def _locate(self, plan: Sequence[RolloutRequest]) -> dict[str, str]:

@@ -3,8 +3,8 @@
 Format, version 2. Eight bytes (header size, little endian), the safetensors header, the tensors without gaps.
 The header's ``__metadata__`` has one key, ``rollout``, whose value is canonical JSON: ``format``, ``version``,
 ``content`` (everything but tensors), ``tensors`` and ``digest`` (SHA-256 over the rest of this JSON). ``tensors``
-holds each tensor's true dtype, its shape and the digests of its blocks (``blocks``); from it follow how the tensor is
-stored (``stored``) and where: widest dtype first, then by name.
+holds each tensor's true dtype, its shape and the digests of its blocks; from it follow how the tensor is stored
+(``stored_tensors``) and where: widest dtype first, then by name.
 
 Contract: a header is accepted only where writing its metadata again gives the same bytes, so no bit of it can
 change unnoticed; sizes are bounded before anything is allocated. Equal content gives equal bytes.
@@ -24,8 +24,15 @@ import torch
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.sealed import check_version
-from mock_scheduler.recording.step.blocks import DIGEST_CHARS, count_blocks, digest_blocks
-from mock_scheduler.recording.step.stored import TensorEntry, count_stored_bytes, stored_bytes, stored_form
+from mock_scheduler.recording.step.stored_tensors import (
+    DIGEST_CHARS,
+    TensorEntry,
+    count_blocks,
+    count_stored_bytes,
+    digest_blocks,
+    stored_bytes,
+    stored_form,
+)
 from mock_scheduler.recording.storage import ByteSource
 from mock_scheduler.support.digests import JSON, canonical_json, open_sealed
 from mock_scheduler.support.tensor_bytes import DTYPES, dtype_name
@@ -61,6 +68,7 @@ def encode_tensors(
 
     Raises ``RecordingError`` beginning with ``name`` where a tensor or the content is too large for the format.
     """
+    # The order in the file depends on dtype and name alone, so that equal content gives equal bytes.
     order = sorted(tensors, key=lambda tensor: _sort_key(tensor, tensors[tensor].dtype))
     pieces = {tensor: stored_bytes(tensors[tensor]) for tensor in order}
     table: dict[str, JSON] = {
@@ -71,8 +79,10 @@ def encode_tensors(
         }
         for tensor in order
     }
+    # The digest covers the blocks' digests, and so every byte of every tensor.
     metadata, digest = _render_metadata(canonical_json(content), table)
     head = _render_header(metadata, _build_entries(table, source=name, start=0))
+    # Refused when it is written: a reader refuses it too, and the rollout would be lost by then.
     if len(head) > MAX_HEADER_BYTES:
         raise RecordingError(
             f"{name}: header of {len(head)} bytes is over the limit of {MAX_HEADER_BYTES}: "
@@ -102,9 +112,11 @@ def parse_head(head: bytes, *, size_bytes: int, name: str) -> StepHeader:
     content, table = _parse_metadata(metadata, name)
     content_text, digest = _check_digest(metadata, content, table, source=name)
     entries = _build_entries(table, source=name, start=start)
+    # The safetensors part repeats what the metadata says; a bit that changed only there is found here.
     if _render_header(metadata, entries) != head:
         raise CorruptRecordingError(f"{name}: header is not in canonical form: its bytes were changed")
     stop = max((entry.stop for entry in entries.values()), default=start)
+    # Nothing may follow the last tensor, either: no digest covers it.
     if stop != size_bytes:
         raise CorruptRecordingError(f"{name}: file has {size_bytes} bytes; its header describes {stop}: truncated")
     return StepHeader(content=content_text, entries=entries, digest=digest, size_bytes=start)
@@ -114,6 +126,7 @@ def _read_header_size(first: memoryview, size_bytes: int, source: str) -> int:
     if len(first) < 8:
         raise CorruptRecordingError(f"{source}: {size_bytes} bytes are too few for a step file: truncated")
     (header_size,) = struct.unpack_from("<Q", first)
+    # Before anything is allocated: a forged size must not take the memory of the process.
     if header_size > min(MAX_HEADER_BYTES, size_bytes - 8):
         raise CorruptRecordingError(
             f"{source}: header size {header_size} is over the limit of {MAX_HEADER_BYTES} or the file's "
@@ -184,6 +197,7 @@ def _build_entries(table: Mapping[str, Any], *, source: str, start: int) -> dict
     """The tensors in file order, from byte ``start`` on; raises ``CorruptRecordingError`` where one cannot be."""
     kinds = {tensor: _read_kind(tensor, item, source) for tensor, item in table.items()}
     entries: dict[str, TensorEntry] = {}
+    # Places follow from the table, so no offset of the header has to be believed.
     for tensor in sorted(kinds, key=lambda tensor: _sort_key(tensor, kinds[tensor][0])):
         dtype, shape = kinds[tensor]
         stop = start + count_stored_bytes(dtype, shape)
@@ -222,9 +236,11 @@ def _render_header(metadata: str, entries: Mapping[str, TensorEntry]) -> bytes:
     for entry in entries.values():
         name, dtype, shape = stored_form(entry)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [entry.start - base, entry.stop - base]}
+    # ASCII, so that one character is one byte; padded, so that the first tensor is aligned.
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode("ascii")
     return text.ljust(-(-len(text) // 8) * 8)
 
 
 def _sort_key(tensor: str, dtype: torch.dtype) -> tuple[int, str]:
+    # Widest first keeps every tensor aligned without gaps.
     return -dtype.itemsize, tensor

@@ -65,6 +65,7 @@ class RowKeys:
 
 def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
     """The batch as tensors that share its memory, and as JSON for the rest; ``unpack_batch`` is the inverse."""
+    # Texts are stored once, in sorted order, which does not depend on the rows' arrival.
     scheduler_ids = sorted({identity.scheduler_id for identity in batch.identities})
     tag_names = sorted(set(batch.tags))
     scheduler_index = {name: index for index, name in enumerate(scheduler_ids)}
@@ -102,6 +103,7 @@ def _pack_extra(name: str, column: Column, tensors: dict[str, torch.Tensor]) -> 
             return "dense"
         tensors[f"extras/{name}#offsets"] = column.offsets
         return "ragged"
+    # Canonical, so that equal values are equal bytes, whatever the order of their keys.
     texts = [canonical_json(item).encode("ascii") for item in column.items]
     tensors[f"extras/{name}"] = torch.from_numpy(np.frombuffer(bytearray(b"".join(texts)), dtype=np.uint8))
     sizes = np.array([0, *(len(text) for text in texts)], dtype=np.int64)
@@ -115,6 +117,7 @@ def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtyp
     Raises ``ValueError`` listing every tensor absent, unknown, or of another dtype or shape, and ``KeyError``
     or ``TypeError`` where the content is none.
     """
+    # The content first: the sizes expected of the tensors come from it.
     _check_content(content)
     num_rows, num_trajectories, extras = content["num_rows"], content["num_trajectories"], content["extras"]
     columns: dict[str, str | None] = {**dict.fromkeys(_DENSE), **{name: _RAGGED[name][1] for name in _RAGGED}}
@@ -149,6 +152,7 @@ def _check_content(content: Mapping[str, Any]) -> None:
     for name in ("extras", "meta", "sampling"):
         if not isinstance(content[name], dict):
             raise ValueError(f"{name} is of type {type(content[name]).__name__}")
+    # Its own constructor knows what it accepts; the value is not kept.
     SamplingParams(**content["sampling"])
 
 

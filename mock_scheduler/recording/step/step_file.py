@@ -1,9 +1,11 @@
-"""A step file opened for reading: its rows, all or some, from any source of bytes.
+"""The step file: one safetensors file that holds one batch, with digests over every bit of it.
 
-Contract: opening reads and checks the header only. A load touches the bytes of its rows in each tensor (the offsets of
-rows are read whole), verifies just the blocks these lie in, and unpickles nothing; its tensors are views of the very
-verified memory, and it is the reader's own: nothing written to one or to the file reaches the other.
-Every failure names the file.
+``header`` has the format, ``layout`` the tensors of a batch, ``stored_tensors`` their bytes.
+
+Contract: equal content gives equal bytes, whatever the rows' arrival order. Opening reads and checks the header only. A
+load touches the bytes of its rows in each tensor (the offsets of rows are read whole), verifies just the blocks these
+lie in, and unpickles nothing; its tensors are views of the very verified memory, which is the reader's own: nothing
+written to one or to the file reaches the other. Every failure names the file.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from mmap import mmap
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,30 +24,69 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
-from mock_scheduler.recording.step.blocks import BlockReader, TensorRange
-from mock_scheduler.recording.step.header import StepHeader, parse_head, read_head
+from mock_scheduler.recording.step.header import StepHeader, encode_tensors, parse_head, read_head
 from mock_scheduler.recording.step.layout import (
     IDENTITY_TENSORS,
     RowKeys,
     StepLayout,
+    pack_batch,
     read_layout,
     unpack_batch,
     unpack_keys,
 )
 from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.recording.step.stored import view_array, view_tensor
+from mock_scheduler.recording.step.stored_tensors import BlockReader, TensorRange, view_array, view_tensor
 from mock_scheduler.recording.storage import ByteSource
+from mock_scheduler.recording.storage.byte_sources import MemorySource
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.tensor_bytes import dtype_name
 
+StepBuffer: TypeAlias = "bytes | bytearray | memoryview | mmap"
 _MAX_KEPT_HEAD_BYTES = 64 * 2**10
 
 
-class _Loaded(NamedTuple):
-    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedStep:
+    """A step file in memory. ``pieces``: its bytes in order, views of the batch's tensors where that is possible, so
+    the batch must not change before they are written; ``digest``: that of ``StepFile.digest``."""
 
-    arrays: dict[str, npt.NDArray[Any]]
-    tensors: dict[str, torch.Tensor]
+    pieces: tuple[bytes | memoryview, ...]
+    digest: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return sum(len(piece) for piece in self.pieces)
+
+    def to_bytes(self) -> bytes:
+        """The whole file."""
+        return b"".join(self.pieces)
+
+
+def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
+    """The step file of a batch.
+
+    Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
+    where the step is too large for the format.
+    """
+    tensors, content = pack_batch(batch)
+    content["info"] = info.as_json()
+    pieces, digest = encode_tensors(content, tensors, name=f"step {info.step}")
+    return EncodedStep(pieces=pieces, digest=digest)
+
+
+def decode_step(
+    data: StepBuffer, *, source: str = "step in memory", verify: bool = True
+) -> tuple[RolloutBatch, StepInfo]:
+    """The batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
+
+    Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
+    ``StepFile.open`` and ``StepFile.load``, naming ``source``.
+    """
+    view = memoryview(data)
+    buffer = MemorySource(bytearray(view) if view.readonly else view, path=source)
+    step = StepFile.open(buffer, name=source)
+    return step.load(verify=verify), step.info
 
 
 class StepFile:
@@ -166,6 +208,7 @@ class StepFile:
 
     def _load_all(self, *, verify: bool) -> RolloutBatch:
         loaded = self._read(dict.fromkeys(self._header.entries), verify=verify)
+        # Digests show that the file is as written, not that its offsets make sense: they are used as indices next.
         self._check_offsets(loaded.arrays)
         batch = unpack_batch(loaded.arrays, loaded.tensors, self._content, group_size=self.group_size)
         # The batch has shown its rows to be in the order of their identities.
@@ -174,6 +217,7 @@ class StepFile:
         return batch
 
     def _load_some(self, rows: range, *, verify: bool) -> RolloutBatch:
+        # Offsets are read whole: each of them must rise for any slice by them to be sound.
         offsets = self._read(dict.fromkeys(self._layout.offsets), verify=verify).arrays
         self._check_offsets(offsets)
         parts = {name: range(int(values[rows.start]), int(values[rows.stop])) for name, values in offsets.items()}
@@ -186,6 +230,7 @@ class StepFile:
         for name in IDENTITY_TENSORS:
             arrays[name] = arrays[name][rows.start - around.start :][: len(rows)]
         for name, values in offsets.items():
+            # A batch's own offsets begin at 0.
             arrays[name] = values[rows.start : rows.stop + 1] - values[rows.start]
         return unpack_batch(arrays, tensors, self._content, group_size=self.group_size if is_whole else None)
 
@@ -220,6 +265,13 @@ class StepFile:
             raise ValueError(f"{found} trajectories; its header says {self.num_trajectories}")
 
 
+class _Loaded(NamedTuple):
+    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+
+    arrays: dict[str, npt.NDArray[Any]]
+    tensors: dict[str, torch.Tensor]
+
+
 @lru_cache(maxsize=256)
 def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, StepLayout]:
     """Parses and checks a header.
@@ -234,6 +286,7 @@ def _describe(head: bytes, size_bytes: int, name: str) -> tuple[StepHeader, Step
 
 def _key_changes(arrays: Mapping[str, npt.NDArray[Any]], *, num_numbers: int) -> npt.NDArray[np.bool_]:
     """Whether row i + 1 differs from row i in its scheduler or in the first numbers of its identity."""
+    # Rows lie in identity order, so a trajectory or group ends where its key changes.
     numbers, schedulers = arrays["identities"], arrays["scheduler_index"]
     changes: npt.NDArray[np.bool_] = schedulers[1:] != schedulers[:-1]
     for column in range(num_numbers):

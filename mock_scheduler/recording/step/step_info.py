@@ -45,6 +45,7 @@ class StepInfo:
         state: object = dict(self.scheduler_state) if isinstance(self.scheduler_state, Mapping) else None
         if state is None:
             problems.append(f"scheduler_state is of type {type(self.scheduler_state).__name__}; expected a dict")
+        # Refused when it is made, not when it is written: the batch would be lost by then.
         for name, value in (("scheduler_state", state), ("data_cursor", self.data_cursor)):
             try:
                 check_json(value, name)
@@ -95,6 +96,7 @@ def info_differences(recorded: StepInfo, played: StepInfo) -> list[str]:
         ("scheduler_state", dict(recorded.scheduler_state), dict(played.scheduler_state)),
         ("group_size", recorded.group_size, played.group_size),
     )
+    # As text, since 1 is not 1.0 and not true in a recording.
     texts = [(name, canonical_json(a), canonical_json(b)) for name, a, b in values]
     return [f"{name}: recorded {a}, played {b}" for name, a, b in texts if a != b]
 

@@ -1,9 +1,14 @@
-"""The bytes of one recorded file, readable by range: read from a disk, held in memory, or fetched.
+"""The bytes of one recorded file, readable by range: read from a disk, held in memory, fetched, or decompressed.
 
 Contract: a reader gets memory of its own, writable, so torch may wrap it: nothing written there reaches
 the file, and nothing that happens to the file later reaches verified bytes. A file is not mapped for that
 reason: a map shows the writes of other processes, and ends this process where the file is truncated. A range that
 the file does not have is an error, never a shorter answer.
+
+A compressed file is one zstd frame with its content's size and checksum. Equal content gives equal bytes with the same
+release of zstandard. Opening unpacks nothing, and finds a file truncated or longer than its frame. Reading unpacks as
+far as it is asked, so a file whose first bytes are refused takes no memory for the rest; with the last byte, the
+checksum of the whole content is compared.
 """
 
 from __future__ import annotations
@@ -12,13 +17,24 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Sequence
+from io import RawIOBase
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.support.files import Buffer
 
 _ALIGNMENT = 16  # of what NumPy allocates
+COMPRESSED_ENDING = ".zst"
+MAX_DECOMPRESSED_BYTES = 16 * 2**30
+# The frame format, RFC 8878, section 3.1.1: its descriptor, of which two bits mean nothing, and its blocks.
+_DESCRIPTOR_AT, _UNUSED_BITS = 4, 0b0001_1000
+_REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3
+_BLOCK_HEADER_BYTES, _CHECKSUM_BYTES, _MAX_BLOCK_BYTES = 3, 4, 128 * 2**10
+_LEVEL = 9  # token ids shrink little further above it, and the time doubles with every few levels
 
 
 class ByteSource(Protocol):
@@ -132,3 +148,127 @@ def check_name(name: str, *, location: str) -> None:
     is_plain = not name or all(part not in ("", ".", "..") for part in name.split("/"))
     if not is_plain or "\\" in name or "\0" in name:
         raise RecordingError(f"{name!r} cannot name a file of the recording {location}: it is not followed")
+
+
+def compress(pieces: Sequence[Buffer]) -> bytes:
+    """One frame of the given pieces in order; raises ``RecordingError`` where zstandard is not installed."""
+    compressor = _load_zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True)
+    # In one call: a frame made piece by piece depends on where the pieces end.
+    return bytes(compressor.compress(b"".join(pieces)))
+
+
+class CompressedSource:
+    """The content of one frame, as a ``ByteSource``; made by ``open_compressed``."""
+
+    def __init__(self, reader: RawIOBase, *, size_bytes: int, path: str, error: type[Exception]) -> None:
+        self._reader = reader
+        self._size_bytes = size_bytes
+        self._path = path
+        self._error = error
+        # An anonymous map takes memory only as far as it is filled. One more byte shows where the frame goes on.
+        self._content = memoryview(mmap.mmap(-1, size_bytes + 1))
+        self._num_unpacked = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the content."""
+        return self._size_bytes
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes ``start`` to ``stop``, writable and not copied.
+
+        Raises ``CorruptRecordingError`` outside the content, where the frame is damaged, and, with the last byte, where
+        the content does not match its checksum or its size.
+        """
+        check_range(start, stop, self._size_bytes, path=self._path)
+        try:
+            self._unpack(stop)
+            if stop == self._size_bytes:
+                self._unpack(stop + 1)  # the end of the frame, where its checksum is compared
+        except self._error as error:
+            raise _corrupt(self._path, f"the zstd frame is damaged ({error})") from error
+        if not stop <= self._num_unpacked <= self._size_bytes:
+            found = f"{self._num_unpacked} bytes" if self._num_unpacked < stop else "more"
+            raise _corrupt(
+                self._path, f"the zstd frame says its content has {self._size_bytes} bytes, but it has {found}"
+            )
+        return self._content[start:stop]
+
+    def _unpack(self, stop: int) -> None:
+        while self._num_unpacked < stop:
+            count = self._reader.readinto(self._content[self._num_unpacked : stop])
+            if not count:
+                return
+            self._num_unpacked += count
+
+
+def open_compressed(data: Buffer, *, path: str) -> CompressedSource:
+    """The content of the one frame that ``data`` is; unpacks nothing yet.
+
+    Raises ``CorruptRecordingError`` naming ``path`` where ``data`` is no whole frame and nothing else, has no checksum
+    or size, or says a size above the limit or above its blocks' capacity; ``RecordingError`` where zstandard is
+    not installed.
+    """
+    zstandard = _load_zstandard()
+    try:
+        header = zstandard.get_frame_parameters(data)
+        header_bytes = zstandard.frame_header_size(data)
+    except zstandard.ZstdError as error:
+        raise _corrupt(path, f"the zstd frame is damaged ({error})") from error
+    view, size_bytes = memoryview(data).cast("B"), header.content_size
+    if view[_DESCRIPTOR_AT] & _UNUSED_BITS or not header.has_checksum or header.dict_id:
+        raise _corrupt(path, "the zstd frame is damaged (its header is not one that this program writes)")
+    if size_bytes in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
+        raise _corrupt(path, "the zstd frame does not say how large its content is")
+    if size_bytes > MAX_DECOMPRESSED_BYTES:
+        raise _corrupt(
+            path, f"the zstd frame says its content has {size_bytes} bytes; the limit is {MAX_DECOMPRESSED_BYTES}"
+        )
+    most_bytes = _measure_blocks(view, header_bytes, path=path)
+    if size_bytes > most_bytes:
+        raise _corrupt(
+            path, f"the zstd frame says its content has {size_bytes} bytes; its blocks hold at most {most_bytes}"
+        )
+    reader = zstandard.ZstdDecompressor().stream_reader(data)
+    return CompressedSource(reader, size_bytes=size_bytes, path=path, error=zstandard.ZstdError)
+
+
+def _measure_blocks(view: memoryview, position: int, *, path: str) -> int:
+    """How many bytes the blocks from ``position`` on unpack to at most; raises where the frame does not end the file.
+
+    The decoder takes a frame that lacks its checksum for whole, and passes over bytes after one. (RFC 8878, 3.1.1.2:
+    a block has a header of 3 bytes, little endian: 1 bit for the last one, 2 for its kind, 21 for its size.)
+    """
+    most_bytes, is_last = 0, False
+    while not is_last and position + _BLOCK_HEADER_BYTES <= len(view):
+        header = int.from_bytes(view[position : position + _BLOCK_HEADER_BYTES], "little")
+        is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
+        if kind == _RESERVED or size > _MAX_BLOCK_BYTES:
+            raise _corrupt(path, f"the zstd frame is damaged (block at byte {position})")
+        most_bytes += _MAX_BLOCK_BYTES if kind == _COMPRESSED else size
+        position += _BLOCK_HEADER_BYTES + (1 if kind == _REPEATED else size)
+    position += _CHECKSUM_BYTES
+    if not is_last or position > len(view):
+        raise _corrupt(path, "the zstd frame is not whole")
+    if position < len(view):
+        raise _corrupt(path, f"{len(view) - position} bytes follow the zstd frame")
+    return most_bytes
+
+
+def _corrupt(path: str, problem: str) -> CorruptRecordingError:
+    return CorruptRecordingError(
+        f"{path}: {problem}: the file was truncated or changed after it was written. Restore it from a copy or record "
+        "again."
+    )
+
+
+def _load_zstandard() -> ModuleType:
+    # An optional package, needed only where compression is used.
+    try:
+        import zstandard
+    except ImportError as error:
+        raise RecordingError(
+            "compressed recordings (rollout_mock.compression: zstd, files ending in .zst) need the package zstandard, "
+            "which is not installed: pip install 'mock-scheduler[zstd]'"
+        ) from error
+    return zstandard

@@ -72,6 +72,7 @@ def lock_folder(
     taken: list[tuple[Path, int]] = []
     try:
         for path, is_exclusive in wanted:
+            # The folder's lock first, then the shard's: in one order for all, so none waits in a ring.
             taken.append((path, _take(path, is_exclusive=is_exclusive, is_patient=is_patient)))
     except OSError as error:
         _unlock(tuple(taken), os.getpid(), drops_folder=drops_folder)
@@ -98,6 +99,7 @@ def claim_folder(folder: Path, run_id: str) -> FileLock | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
+            # Exclusive for a moment to write the run id, then shared with the run's other processes.
             holder = _share_claim(descriptor, run_id)
         except OSError as error:
             os.close(descriptor)

@@ -16,8 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage.byte_sources import ByteSource, check_name, open_file, open_regular
-from mock_scheduler.recording.storage.compressed import COMPRESSED_ENDING, compress, open_compressed
+from mock_scheduler.recording.storage.byte_sources import (
+    COMPRESSED_ENDING,
+    ByteSource,
+    check_name,
+    compress,
+    open_compressed,
+    open_file,
+    open_regular,
+)
 from mock_scheduler.recording.storage.file_lock import FileLock, claim_folder, lock_folder
 from mock_scheduler.support.files import (
     Buffer,
@@ -82,6 +89,7 @@ class LocalStorage:
     def publish(self, name: str, pieces: Sequence[Buffer]) -> int:
         """Write a new file, compressed where its name ends in ``.zst``; returns its stored size."""
         path = self._inside(name)
+        # The name alone says how a file is stored, so a reader need not look inside.
         stored = [compress(pieces)] if name.endswith(COMPRESSED_ENDING) else pieces
         size_bytes = sum(memoryview(piece).nbytes for piece in stored)
         with _as_writing_error(path, size_bytes):
@@ -100,6 +108,7 @@ class LocalStorage:
         if not os.path.lexists(path):
             return
         with _as_recording_error(path, "cannot remove"):
+            # Renamed first: a step is there as a whole or not at all, also while its folder is being emptied.
             aside = rename_away(Path(path))
             # Absent: a writer that has just come here took it for what a crash had left.
             with suppress(FileNotFoundError):
@@ -132,6 +141,7 @@ class LocalStorage:
     def free_bytes(self) -> int | None:
         """Space left for a user without privileges on the disk of the folder; the folder need not exist yet."""
         folder = Path(self._root).absolute()
+        # Nothing is made here: a run that will be refused must leave no folder.
         while not folder.exists():
             folder = folder.parent
         with _as_recording_error(str(folder), "cannot ask for the free space of"):
@@ -154,6 +164,7 @@ class LocalStorage:
         """Say that this run records here, as ``file_lock.claim_folder`` says."""
         path = self._inside("")
         with _as_recording_error(path, "cannot lock"):
+            # Held for a moment only, so two runs that start at once cannot both find the claim free.
             guard = lock_folder(Path(path), is_patient=True)
             try:
                 return claim_folder(Path(path), run_id)

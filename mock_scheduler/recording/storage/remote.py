@@ -17,15 +17,17 @@ from contextlib import contextmanager
 import fsspec
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage.byte_sources import ByteSource, check_name, check_range
-from mock_scheduler.recording.storage.compressed import (
+from mock_scheduler.recording.storage.byte_sources import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
+    ByteSource,
+    check_name,
+    check_range,
     compress,
     open_compressed,
 )
 from mock_scheduler.support.files import Buffer
-from mock_scheduler.support.forks import PerProcess
+from mock_scheduler.support.threads import PerProcess
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
@@ -70,6 +72,7 @@ class FsspecStorage:
         """Names directly below a folder, sorted, without hidden ones, as the store has them now."""
         url = self._url(folder)
         with self._translated(folder, "cannot list"):
+            # Another process may have written since; fsspec would answer from its memory.
             self._files.invalidate_cache()
             try:
                 found = self._files.ls(url, detail=False)
@@ -118,6 +121,7 @@ class FsspecStorage:
                     raise FileExistsError(url)
                 self._create(url, data)
             except FileExistsError:
+                # A request may have been repeated after its answer was lost: our own bytes are no conflict.
                 if not self._holds(url, data):
                     raise
         return len(data)
@@ -226,8 +230,10 @@ class FsspecStorage:
                 self._files.pipe_file(url, data, mode="create")
             except OSError as error:
                 code = _client_code(error)
+                # The store's answer to If-None-Match where the name is taken.
                 if code in ("PreconditionFailed", "412"):
                     raise FileExistsError(url) from error
+                # S3 asks to try again where another write to the name is going on.
                 if code != "ConditionalRequestConflict" or attempt + 1 == _NUM_ATTEMPTS:
                     raise
             else:

@@ -19,8 +19,13 @@ from mock_scheduler.recording.paths import (
     step_folder,
 )
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.admission import (
+    DiskForecast,
+    FolderLocks,
+    check_addition,
+    exists_text,
+    other_run_text,
+)
 from mock_scheduler.recording.writing.sharded import clear_uncommitted
 from mock_scheduler.recording.writing.writer import RecordingWriter as RecordingWriter
 from mock_scheduler.recording.writing.writer import WriterOptions as WriterOptions
@@ -58,6 +63,7 @@ def open_recording(
     present = {folder: list(found) for folder, found in located.items() if found}
     planned = [(step_folder(request.mode, request.scheduler_id), request.global_step) for request in plan]
     existing = [located[folder][step] for folder, step in planned if step in located.get(folder, {})]
+    # A step is never written over: a run that plays it again must say that it continues.
     if existing and not resume:
         raise StepExistsError(exists_text(storage, existing))
     manifest = _find_manifest(storage, present, resume=resume, run_id=run_id)

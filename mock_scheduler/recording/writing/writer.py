@@ -28,15 +28,19 @@ from mock_scheduler.recording.paths import (
     step_name,
 )
 from mock_scheduler.recording.retention import is_train, load_retention, note_checkpoint, num_more_kept
-from mock_scheduler.recording.step.container import encode_step
-from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_file import StepFile, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo, info_differences
 from mock_scheduler.recording.storage import Storage, locked
-from mock_scheduler.recording.writing.forecast import DiskForecast
-from mock_scheduler.recording.writing.rights import FolderLocks, check_addition, exists_text, other_run_text
+from mock_scheduler.recording.writing.admission import (
+    DiskForecast,
+    FolderLocks,
+    check_addition,
+    exists_text,
+    other_run_text,
+)
 from mock_scheduler.recording.writing.sharded import Patience, commit_when_complete
 from mock_scheduler.scheduler import Mode, RowShard
-from mock_scheduler.support.background import JobQueue, QueueTexts
+from mock_scheduler.support.threads import JobQueue, QueueTexts
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
@@ -231,6 +235,7 @@ class RecordingWriter:
         if (recorded.info.run_id, recorded.info.step) != (info.run_id, info.step):
             raise StepExistsError(exists_text(self._storage, [name]))
         differences = info_differences(recorded.info, info)
+        # Whole batches by digest first, which is cheap; rows one by one only to name a difference.
         recorded_batch = recorded.load()
         if not recorded_batch.is_identical(batch):
             differences.append(compare_batches(recorded_batch, batch, limit=_NUM_ROWS_SHOWN).describe())
@@ -244,6 +249,7 @@ class RecordingWriter:
             return
         try:
             with locked(self._storage):
+                # It is published once; the second writer of a run finds the first one's.
                 save_manifest(self._storage, self._manifest)
         except RecordingError as error:
             if not isinstance(error.__cause__, FileExistsError):

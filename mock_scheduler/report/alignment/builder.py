@@ -12,22 +12,28 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.matching import show
 from mock_scheduler.report.alignment.curves import Curve, load_curves
-from mock_scheduler.report.alignment.environment import compare_environments, describe_ledger
-from mock_scheduler.report.alignment.folders import RecordingFacts, RunFacts, load_recording_facts, load_run_facts
+from mock_scheduler.report.alignment.environment import (
+    RecordingFacts,
+    RunFacts,
+    compare_environments,
+    describe_ledger,
+    load_recording_facts,
+    load_run_facts,
+)
 from mock_scheduler.report.alignment.heat import build_error_map
 from mock_scheduler.report.alignment.rows import (
     MAX_LISTED,
     all_seconds,
     candidate_seconds,
     describe_built,
+    describe_emulated,
     describe_metrics,
     list_findings,
     run_seconds,
+    tensor_line,
 )
 from mock_scheduler.report.alignment.sample import find_worst_sample
 from mock_scheduler.report.alignment.tokens import open_if_there
@@ -41,30 +47,23 @@ from mock_scheduler.report.alignment.view import (
     ProofView,
     RunView,
     SetupView,
-    TensorLine,
     VerdictView,
 )
-from mock_scheduler.report.comparison.view import (
-    describe_details,
-    describe_equal_metrics,
-    format_bound,
-    format_relative,
-    tensors_to_show,
-)
+from mock_scheduler.report.comparison.view import describe_equal_metrics, tensors_to_show
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.ladder import complete_ladder
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
+from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
-from mock_scheduler.verdict.wording.legend import TONES, Tone
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
-from mock_scheduler.verdict.wording.numbers import describe_ratio
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
+    TONES,
+    Tone,
     describe_beside_proofs,
     describe_proved_by,
     describe_sentence,
@@ -120,7 +119,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         packages=tuple((baseline.packages or recording.packages).items()),
         facts=recording.facts,
         notes=(*recording.problems, *baseline.problems),
-        bounds=result.bounds.describe(),
+        bounds=describe_bounds(result.bounds),
         seconds=all_seconds(result.times),
         total_s=None if result.times is None else result.times.total_s,
     )
@@ -242,10 +241,10 @@ def _view_differences(candidate: CandidateResult, sources: _Sources, sizes: _Siz
     worst = find_nearest(tensors)
     has_map = tensors is not None and sources.is_full
     return DifferencesView(
-        worst=None if worst is None else _tensor_line(worst, bounds),
-        emulated=_describe_emulated(candidate),
+        worst=None if worst is None else tensor_line(worst, bounds),
+        emulated=describe_emulated(candidate),
         tensors_heading=heading,
-        tensors=tuple(_tensor_line(item, bounds) for item in shown[:MAX_LISTED]),
+        tensors=tuple(tensor_line(item, bounds) for item in shown[:MAX_LISTED]),
         num_tensors=len(shown),
         error_map=build_error_map(verdict, max_cells=sizes.max_cells) if has_map else None,
         lists=list_findings(candidate),
@@ -272,41 +271,6 @@ def split_name(name: str) -> tuple[str, str]:
     """``(layout, option)`` of a candidate's name ``{layout}.{option}`` or ``{layout}``; empty where it is none."""
     layout, _, option = name.partition(".")
     return (layout, option or _PLAIN) if _LAYOUT.fullmatch(layout) else ("", "")
-
-
-def _tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
-    key = difference.key
-    return TensorLine(
-        step=key.step,
-        update=key.update,
-        kind=key.kind.replace("_", " "),
-        name=key.name,
-        relative=format_relative(difference),
-        bound=format_bound(difference),
-        ratio=describe_ratio(difference),
-        exceeds=difference.exceeds,
-        details=(*describe_details(difference), *_describe_noise(key, bounds)),
-    )
-
-
-def _describe_noise(key: TraceKey, bounds: Bounds) -> list[tuple[str, str]]:
-    """Describe the measured noise of this tensor; empty where there is none."""
-    measured = None if bounds.noise is None else bounds.noise.tensors.get(key)
-    if measured is None:
-        return []
-    runs = count_of(len(measured.relative), "perturbed run")
-    return [("noise", f"{measured.usual:.1e} in the middle and {measured.largest:.1e} at most, over {runs}")]
-
-
-def _describe_emulated(candidate: CandidateResult) -> str:
-    tensors = None if candidate.emulated is None else candidate.emulated.tensors
-    if tensors is None:
-        return ""
-    num_equal = sum(item.bit_equal for item in tensors.differences)
-    return (
-        f"{num_equal:,} of {count_of(len(tensors.differences), 'tensor')} equal to the last bit to the reference that "
-        "adds in its order"
-    )
 
 
 def _contract(recording: RecordingFacts, rule: Rule) -> tuple[tuple[str, str], ...]:

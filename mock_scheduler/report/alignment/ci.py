@@ -2,8 +2,8 @@
 
 Contract: JUnit XML as Jenkins, GitLab and GitHub's actions read it: one ``testsuite`` named ``alignment``, one
 ``testcase`` for each candidate; ``failure`` where it is diverged or suspect, ``error`` where it could not be compared
-or is unverified. Seconds are those of the candidate's run and of its own proofs. Characters that XML 1.0 does not
-have are replaced.
+or is unverified. Seconds are those of the candidate's run and of its own proofs. Characters outside of XML 1.0 are
+replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
     """Write a few lines: how many candidates pass, each failing one with its reason, and the names of the others.
 
-    ``files``: what lies where, of which page, result, JUnit XML and copies are said.
+    ``files``: paths by their role; page, result, JUnit XML and copies are named.
     """
     lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
     for candidate in view.candidates:
@@ -110,7 +110,7 @@ def _details(candidate: CandidateView) -> str:
 
 
 def _properties(view: AlignmentView) -> dict[str, str]:
-    """The configuration's name and the versions of the baseline; of each candidate, those that are not the same."""
+    """The configuration's name and the versions of the baseline; of each candidate, its own where they are others."""
     versions = {f"version.{name}": version for name, version in view.packages if version != "absent"}
     others = {
         f"versions.{item.name}": "; ".join(item.setup.versions) for item in view.candidates if item.setup.versions

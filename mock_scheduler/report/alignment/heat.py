@@ -1,6 +1,6 @@
 """A candidate's differences as tables of shades: parts of the model by layer, and kinds of tensors by step.
 
-Contract: plain data. A cell stands for the worst of its tensors, in shares of that tensor's own bound, on a scale of
+Contract: plain data. A cell stands for the worst of its tensors, in shares of the tensor's own bound, on a scale of
 decades. Tables are bounded by a number of cells: then a column is the worst of several, and the note says so.
 """
 
@@ -20,10 +20,9 @@ from mock_scheduler.report.comparison.error_path import (
     list_points,
     step_grid,
 )
-from mock_scheduler.report.comparison.view import format_bound, format_relative
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import Verdict
-from mock_scheduler.verdict.wording.numbers import bound_ratio, format_share
+from mock_scheduler.verdict.wording.tensors import bound_ratio, format_bound, format_relative, format_share
 
 LEAST_COLUMNS = 4
 
@@ -74,7 +73,7 @@ class HeatTable:
 class ErrorMap:
     """The error's way through one update, layer by layer, and through the steps; ``steps``: of one step ``None``.
 
-    is_parting: whether this is the update in which the runs first part; else it is the one nearest to its bounds.
+    is_parting: the runs first part in this update; else it is the one nearest to its bounds.
     """
 
     step: int

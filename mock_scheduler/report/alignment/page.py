@@ -1,6 +1,6 @@
 """An alignment as one HTML page that opens offline: verdicts first, then each candidate with its evidence.
 
-Contract: without a library: figures are tables and SVG, so that a page of a hundred candidates stays below a few
+Contract: without a library: figures are tables and SVG, and a page of a hundred candidates stays below a few
 megabytes. The templates lay out the view of terminal and JSON, and the additions of this module.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.report.alignment.curve_drawing import CurveDrawing, draw_curve
-from mock_scheduler.report.alignment.trajectory import DrawnSample, draw_sample
+from mock_scheduler.report.alignment.curves import CurveDrawing, draw_curve
+from mock_scheduler.report.alignment.sample import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.verdict.wording.legend import EXIT_MEANINGS, LEGEND, PROOF_MARKS, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.verdicts import EXIT_MEANINGS, LEGEND, PROOF_MARKS, PROOF_MEANINGS
 
 _NUM_OPEN = 6
 _NUM_DETAILED = 5

@@ -5,11 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.report.alignment.folders import RunFacts
-from mock_scheduler.report.comparison.view import describe_ledgers, describe_not_compared, metrics_to_show, unmatched
+from mock_scheduler.report.alignment.environment import RunFacts
+from mock_scheduler.report.alignment.view import TensorLine
+from mock_scheduler.report.comparison.view import metrics_to_show, unmatched
+from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
-from mock_scheduler.verdict.wording.numbers import describe_times
+from mock_scheduler.verdict.wording.bounds import describe_suspicion, describe_test
+from mock_scheduler.verdict.wording.findings import describe_finding
+from mock_scheduler.verdict.wording.tensors import (
+    describe_details,
+    describe_ledgers,
+    describe_not_compared,
+    describe_ratio,
+    describe_times,
+    format_bound,
+    format_relative,
+)
 
 #: Of a list of lines, how many are shown.
 MAX_LISTED = 20
@@ -20,9 +35,9 @@ _TIME_LABELS = ("baseline", "candidates", "comparison", "emulation", "noise", "r
 def list_findings(candidate: CandidateResult) -> tuple[tuple[str, tuple[str, ...], int], ...]:
     """Findings by heading: the first few, and how many there are."""
     verdict, tensors = candidate.verdict, candidate.verdict.tensors
-    lists = [("Without a number", [item.message for item in unmatched(verdict.metrics, tensors)])]
-    lists.append(("What noise does not explain", [item.text for item in verdict.suspicions]))
-    lists.append(("Tests for what hides within the noise", [test.text for test in verdict.tests]))
+    lists = [("Without a number", [describe_finding(item) for item in unmatched(verdict.metrics, tensors)])]
+    lists.append(("What noise does not explain", [describe_suspicion(item) for item in verdict.suspicions]))
+    lists.append(("Tests for what hides within the noise", [describe_test(test) for test in verdict.tests]))
     if tensors is not None:
         replicas = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]
         replicas += [f"in the baseline: {item.describe()}" for item in tensors.baseline_conflicts]
@@ -84,3 +99,40 @@ def all_seconds(times: AlignmentTimes | None) -> tuple[tuple[str, float], ...]:
     rows = list(zip(_TIME_LABELS, values, strict=True))
     rest = times.total_s - sum(values)
     return (*rows, ("all else", rest)) if rest > 0 else tuple(rows)
+
+
+def tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
+    """Lay out one differing tensor, with its noise where it was measured."""
+    key = difference.key
+    return TensorLine(
+        step=key.step,
+        update=key.update,
+        kind=key.kind.replace("_", " "),
+        name=key.name,
+        relative=format_relative(difference),
+        bound=format_bound(difference),
+        ratio=describe_ratio(difference),
+        exceeds=difference.exceeds,
+        details=(*describe_details(difference), *_describe_noise(key, bounds)),
+    )
+
+
+def _describe_noise(key: TraceKey, bounds: Bounds) -> list[tuple[str, str]]:
+    """Describe the measured noise of this tensor; empty where there is none."""
+    measured = None if bounds.noise is None else bounds.noise.tensors.get(key)
+    if measured is None:
+        return []
+    runs = count_of(len(measured.relative), "perturbed run")
+    return [("noise", f"{measured.usual:.1e} in the middle and {measured.largest:.1e} at most, over {runs}")]
+
+
+def describe_emulated(candidate: CandidateResult) -> str:
+    """Count the tensors equal to the reference in the candidate's order; empty where there was none."""
+    tensors = None if candidate.emulated is None else candidate.emulated.tensors
+    if tensors is None:
+        return ""
+    num_equal = sum(item.bit_equal for item in tensors.differences)
+    return (
+        f"{num_equal:,} of {count_of(len(tensors.differences), 'tensor')} equal to the last bit to the reference that "
+        "adds in its order"
+    )

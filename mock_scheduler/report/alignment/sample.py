@@ -2,14 +2,16 @@
 
 Contract: read from the recording and both runs' traces. The sample is that of the first divergence where its tensor
 has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names a sample. Never
-fails: what cannot be shown is said in ``problem``. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
-token.
+fails: ``problem`` says why a part cannot be shown. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
+token. On the page each token is as dark as the two runs are apart there, in decades below the row's largest difference;
+the worst token stands alone, and the five worst are listed with their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from mock_scheduler.batch import RolloutBatch
@@ -18,11 +20,11 @@ from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.browse import list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.alignment.tokens import ChosenSample, choose_sample
-from mock_scheduler.report.comparison.view import format_size
-from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, split_stretches
+from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, recorded_vocabulary, split_stretches
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.results import CandidateResult
+from mock_scheduler.verdict.wording.tensors import format_size
 
 MAX_TOKENS = 1500
 _TRAIN = "train"
@@ -46,7 +48,7 @@ class SampleTurn:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleView:
     """One trajectory. tensor: whose differences its tokens have; empty where none could be read. worst_position,
-    max_difference: of them. num_cut: tokens that are left out. problem: why all or a part of it cannot be shown.
+    max_difference: of them. num_cut: omitted tokens. problem: why all or a part of it cannot be shown.
     """
 
     step: int
@@ -94,14 +96,7 @@ def _read_sample(chosen: ChosenSample, recording_dir: Path, empty: SampleView) -
         return replace(empty, problem=f"step {chosen.step} is not in the recording {recording_dir}")
     batch = open_place(reader, places[chosen.step]).load()
     row = find_row(batch, chosen.identity, where=f"{recording_dir}: {places[chosen.step]}")
-    return _describe_sample(batch, row, chosen, empty, vocabulary=_vocabulary(reader))
-
-
-def _vocabulary(reader: RecordingReader) -> Vocabulary | None:
-    value = reader.manifest.provenance.get("vocabulary")
-    if not isinstance(value, dict | list):
-        return None
-    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")
+    return _describe_sample(batch, row, chosen, empty, vocabulary=recorded_vocabulary(reader))
 
 
 def _describe_sample(
@@ -170,7 +165,7 @@ def _turn(
 
 
 def _cut(turn: SampleTurn, start: int, end: int) -> list[SampleTurn]:
-    """What of a turn lies between two positions of its row; empty where nothing does."""
+    """Cut the part of a turn between two positions of its row; empty where there is none."""
     first = max(start - turn.first_position, 0)
     last = min(end - turn.first_position, len(turn.tokens))
     if first >= last:
@@ -184,3 +179,99 @@ def _cut(turn: SampleTurn, start: int, end: int) -> list[SampleTurn]:
             differences=turn.differences[first:last],
         )
     ]
+
+
+_NUM_WORST = 5
+_NEWLINE = "⏎\n"
+_SHADES = ((0.5, "m4"), (0.1, "m3"), (0.01, "m2"), (0.0, "m1"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Consecutive tokens of one shade. before: the space after the piece before. shade: empty for none."""
+
+    before: str
+    text: str
+    shade: str
+    is_worst: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnTurn:
+    """Tokens of one origin in pieces."""
+
+    title: str
+    note: str
+    is_response: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnSample:
+    """A trajectory. worst: position, turn, text and difference of its worst tokens, worst first."""
+
+    max_difference: str
+    worst: tuple[tuple[int, str, str, str], ...]
+    turns: tuple[DrawnTurn, ...]
+
+
+def draw_sample(sample: SampleView) -> DrawnSample:
+    """Shade all turns, and list the worst tokens."""
+    return DrawnSample(
+        max_difference=format_size(sample.max_difference or 0.0),
+        worst=tuple(_list_worst(sample)),
+        turns=tuple(
+            DrawnTurn(
+                title=turn.title,
+                note=turn.note,
+                is_response=turn.is_response,
+                pieces=tuple(_shade_turn(turn, sample)),
+            )
+            for turn in sample.turns
+        ),
+    )
+
+
+def _list_worst(sample: SampleView) -> list[tuple[int, str, str, str]]:
+    tokens = [
+        (difference, turn, number)
+        for turn in sample.turns
+        for number, difference in enumerate(turn.differences)
+        if difference
+    ]
+    return [
+        (turn.first_position + number, turn.title, _show(turn.texts[number]), format_size(difference))
+        for difference, turn, number in sorted(tokens, key=lambda item: -item[0])[:_NUM_WORST]
+    ]
+
+
+def _shade_turn(turn: SampleTurn, sample: SampleView) -> Iterator[Piece]:
+    most = sample.max_difference or 0.0
+    shaded = [
+        (_shade(difference, most), turn.first_position + number == sample.worst_position, _show(text))
+        for number, (text, difference) in enumerate(zip(turn.texts, turn.differences, strict=True))
+    ]
+    before = ""
+    for (shade, is_worst), run in groupby(shaded, key=lambda item: item[:2]):
+        text = _join([token for _, _, token in run])
+        yield Piece(before=before, text=text, shade=shade, is_worst=is_worst)
+        before = "" if text.endswith(_NEWLINE) else " "
+
+
+def _join(texts: Sequence[str]) -> str:
+    """Texts with spaces between them, but none at the beginning of a line."""
+    joined = ""
+    for text in texts:
+        joined += f"{'' if not joined or joined.endswith(_NEWLINE) else ' '}{text}"
+    return joined
+
+
+def _show(text: str) -> str:
+    """A token's text, with a sign where it begins a new line."""
+    return text.replace("\n", _NEWLINE) or "∅"
+
+
+def _shade(difference: float | None, most: float) -> str:
+    if not difference or not most:
+        return ""
+    return next(shade for least, shade in _SHADES if difference > least * most)

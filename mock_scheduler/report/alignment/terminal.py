@@ -12,11 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.display.console import print_labelled, print_wrapped
-from mock_scheduler.display.tables import FittedTable, TextColumn
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_labelled, print_wrapped
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.view import VERDICT_STYLES
-from mock_scheduler.verdict.wording.legend import LEGEND, PROOF_MARKS
+from mock_scheduler.verdict.wording.verdicts import LEGEND, PROOF_MARKS
 
 _NUM_SHOWN = 5
 _NUM_TENSORS = 3
@@ -90,7 +89,7 @@ def _print_beneath(text: str, console: Console, *, style: str) -> None:
 
 
 def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """Print all that is known of a failing candidate."""
+    """Print all details of a failing candidate."""
     verdict, origin, versions = candidate.verdict, candidate.origin, candidate.setup.versions
     console.print()
     title = Text.assemble((candidate.name, "bold"), ": ", (verdict.kind.value, VERDICT_STYLES[verdict.kind]))
@@ -111,7 +110,7 @@ def _print_details(candidate: CandidateView, console: Console, *, more: str) -> 
 
 
 def _print_differences(candidate: CandidateView, console: Console, *, more: str) -> None:
-    """Print the first few tensors and metrics that differ, and further findings."""
+    """Print the first few differing tensors and metrics, and further findings."""
     differences, metrics = candidate.differences, candidate.metrics
     tensors = [
         f"{line.kind} of {line.name} at step {line.step}, update {line.update}: {line.relative}, bound {line.bound} "

@@ -1,6 +1,6 @@
 """The worst sample of a candidate, and the distance of the two runs at each of its tokens.
 
-Contract: read from both runs' traces, or those that localising has left. The sample is that of the first divergence
+Contract: read from both runs' traces, or from the ones of localising. The sample is the first divergence's
 where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
 a sample. An unreadable trace counts as absent.
 """
@@ -17,11 +17,11 @@ import torch
 
 from mock_scheduler.compare.pairing.tokens import align_tokens
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.entries import STEP_KINDS, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.kinds import STEP_KINDS, TraceKind
 from mock_scheduler.verdict.results import CandidateResult
 
 MAX_ELEMENTS = 1 << 26  # of a tensor that is read for this

@@ -1,6 +1,6 @@
 """The contents of all reports of an alignment as plain data: page, terminal and JSON are drawn from it alone.
 
-Contract: ``builder`` makes it from a result and its folders. A view that is not full lacks figures and everything
+Contract: ``builder`` makes it from a result and its folders. A short view lacks figures and everything
 read from folders.
 """
 
@@ -14,7 +14,7 @@ from mock_scheduler.report.alignment.heat import ErrorMap
 from mock_scheduler.report.alignment.sample import SampleView
 from mock_scheduler.verdict.reasons import ProofName
 from mock_scheduler.verdict.verdict import Outcome, VerdictKind
-from mock_scheduler.verdict.wording.legend import Tone
+from mock_scheduler.verdict.wording.verdicts import Tone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class ProofView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLine:
-    """One tensor that differs. relative, bound: as text; ratio: difference / bound in words. details: label, text."""
+    """One differing tensor. relative, bound: as text; ratio: difference / bound in words. details: label, text."""
 
     step: int
     update: int

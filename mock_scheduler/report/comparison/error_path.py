@@ -2,7 +2,7 @@
 
 Contract: plain data for plots. Bounded: where an update has more tensors than ``MAX_POINTS``, a point is the worst of
 all tensors of one part of a layer, or of one layer; a grid has at most ``MAX_COLUMNS`` columns and ``MAX_ROWS`` rows,
-and a cell is the worst of all that it stands for.
+and a cell is the worst of all its tensors.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from mock_scheduler.compare.differences import Tier
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tensors import TensorDifference, Tier
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.report.comparison.view import tier_of
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
+from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.verdict.verdict import Verdict
-from mock_scheduler.verdict.wording.numbers import bound_ratio
+from mock_scheduler.verdict.wording.findings import describe_finding
+from mock_scheduler.verdict.wording.tensors import bound_ratio
 
 MAX_POINTS = 1500
 MAX_COLUMNS = 200
@@ -87,7 +87,7 @@ class Grid:
     """The worst points by row and column.
 
     Args:
-        spans: The first and the last label that each column stands for.
+        spans: The first and the last label of each column.
         cells: ``None`` where there is no tensor.
         note: How many columns were put together.
     """
@@ -117,7 +117,7 @@ def find_place(name: str) -> TensorPlace:
 
 
 def list_points(verdict: Verdict) -> list[PathPoint]:
-    """A point for every tensor that was compared or should have been, in the order of computation."""
+    """A point for every compared or missing tensor, in the order of computation."""
     tensors = verdict.tensors
     if tensors is None:
         return []
@@ -177,7 +177,7 @@ def _bucket(numbers: Sequence[int]) -> tuple[dict[int, int], int]:
 
 
 def _column_spans(columns: dict[int, int]) -> list[tuple[Hashable, tuple[str, str]]]:
-    """Each column and the first and last number that it stands for."""
+    """Each column and the first and last number in it."""
     numbers: dict[int, list[int]] = {}
     for number, column in columns.items():
         numbers.setdefault(column, []).append(number)
@@ -227,7 +227,7 @@ def _make_grid(
     column_of: Callable[[PathPoint], Hashable],
     note: str,
 ) -> Grid:
-    """``rows`` and ``columns``: the value that stands for each, and its label or span of labels."""
+    """``rows`` and ``columns``: the value of each, and its label or span of labels."""
     cells: dict[tuple[Hashable, Hashable], list[PathPoint]] = {}
     for point in points:
         cells.setdefault((row_of(point), column_of(point)), []).append(point)
@@ -254,7 +254,7 @@ def _point(key: TraceKey, outcome: TensorDifference | Finding, *, is_first: bool
     place = find_place(key.name)
     if isinstance(outcome, Finding):
         return PathPoint(
-            key=key, place=place, tier="missing", difference=None, message=outcome.message, is_first=is_first
+            key=key, place=place, tier="missing", difference=None, message=describe_finding(outcome), is_first=is_first
         )
     return PathPoint(key=key, place=place, tier=tier_of(outcome), difference=outcome, message="", is_first=is_first)
 
@@ -293,7 +293,7 @@ def _by_kind(point: PathPoint) -> TraceKind:
 
 
 def _worst_of(points: Sequence[PathPoint]) -> PathPoint:
-    """The first divergence if it is among them, else the one furthest from equality, of all that they stand for."""
+    """The first divergence if it is among them, else the one furthest from equality, for all their tensors."""
     first = next((point for point in points if point.is_first), None)
     worst = first or max(points, key=lambda point: point.severity)
     return replace(worst, num_tensors=sum(point.num_tensors for point in points))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from mock_scheduler.compare.walk.metrics import MetricLog, differ
-from mock_scheduler.display.figures import (
+from mock_scheduler.display.pages import (
     axis_title,
     end_of_name,
     finite_or_none,
@@ -18,9 +18,14 @@ from mock_scheduler.display.figures import (
     thin_out,
 )
 from mock_scheduler.report.comparison.error_path import Grid, PathPoint
-from mock_scheduler.report.comparison.view import describe_details, format_bound, format_relative, format_size
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.verdict.wording.numbers import bound_ratio
+from mock_scheduler.verdict.wording.tensors import (
+    bound_ratio,
+    describe_details,
+    format_bound,
+    format_relative,
+    format_size,
+)
 
 _MAX_MARKED = 20
 _MAX_TICKS = 28

@@ -24,25 +24,23 @@ from mock_scheduler.report.comparison.page_tables import (
     build_tier_table,
 )
 from mock_scheduler.report.comparison.path_figure import path_figure
-from mock_scheduler.report.comparison.view import (
-    describe_equal_metrics,
-    describe_flips,
-    describe_ledgers,
-    describe_margin,
-    describe_not_compared,
-    metrics_to_show,
-    name_sides,
-    unmatched,
-)
+from mock_scheduler.report.comparison.view import describe_equal_metrics, metrics_to_show, name_sides, unmatched
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
-from mock_scheduler.verdict.wording.legend import TONES
+from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_rest
-from mock_scheduler.verdict.wording.verdicts import describe_sentence
+from mock_scheduler.verdict.wording.tensors import (
+    describe_flips,
+    describe_ledgers,
+    describe_margin,
+    describe_not_compared,
+)
+from mock_scheduler.verdict.wording.verdicts import TONES, describe_sentence
 
 MAX_LINES = 50
 MAX_PANELS = 8
@@ -115,7 +113,7 @@ def render_comparison_page(result: ComparisonResult) -> str:
         "comparison.html",
         title=f"{verdict.kind.value}: {heading}",
         heading=heading,
-        footer=result.bounds.describe(),
+        footer=describe_bounds(result.bounds),
         verdict=_verdict_part(result),
         tensors=None if verdict.tensors is None else _tensor_part(result, verdict.tensors, figures),
         metrics=None if verdict.metrics is None else _metric_part(result, verdict.metrics, figures),
@@ -219,7 +217,7 @@ def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: l
 
 
 def _floor(result: ComparisonResult, metric: MetricDifference) -> float:
-    """The least size that a difference is divided by where it is relative."""
+    """The least divisor of a relative difference."""
     return result.bounds.metric(metric.nearest_step, metric.name).floor
 
 
@@ -238,7 +236,7 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
 def _list_parts(result: ComparisonResult) -> list[_ListPart]:
     """Lists of lines: findings without a number, replicas, choices of experts, calls, and omissions."""
     verdict, tensors = result.verdict, result.verdict.tensors
-    found = [item.message for item in unmatched(verdict.metrics, tensors)]
+    found = [describe_finding(item) for item in unmatched(verdict.metrics, tensors)]
     lists = [("Without a number", "Missing on one side, or nothing that can be subtracted.", found)]
     if tensors is not None:
         conflicts = [f"in the candidate: {item.describe()}" for item in tensors.candidate_conflicts]

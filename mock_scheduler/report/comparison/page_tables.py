@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import NUM_ULPS
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.report.comparison.view import (
-    TierCounts,
-    count_tiers,
+from mock_scheduler.report.comparison.view import TierCounts, count_tiers, tensors_to_show
+from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     format_bound,
     format_bound_share,
     format_relative,
     format_size,
     format_slope,
-    tensors_to_show,
 )
 
 MAX_TENSORS = 50
@@ -39,7 +37,7 @@ class TierColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierTable:
-    """Columns that have a number, and for each kind its name and its bar: tone, count and width in percent."""
+    """Columns with a number, and for each kind its name and its bar: tone, count and width in percent."""
 
     columns: tuple[TierColumn, ...]
     rows: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...]
@@ -70,7 +68,7 @@ class TensorTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One metric that differs, in words and numbers."""
+    """One differing metric, in words and numbers."""
 
     name: str
     max_abs: str
@@ -84,7 +82,7 @@ class MetricRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricTable:
-    """The first metrics that differ, and how many more there are."""
+    """The first differing metrics, and how many more there are."""
 
     rows: tuple[MetricRow, ...]
     num_more: int
@@ -169,7 +167,7 @@ def _figures(difference: TensorDifference) -> tuple[str, ...]:
 
 
 def build_metric_table(differences: Sequence[MetricDifference]) -> MetricTable:
-    """Metrics that differ, with their largest differences."""
+    """Lay out differing metrics, with their largest differences."""
     return MetricTable(
         rows=tuple(map(_metric_row, differences[:MAX_METRICS])), num_more=max(len(differences) - MAX_METRICS, 0)
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mock_scheduler.display.figures import axis_title, end_of_name, plain_layout, soft_font
+from mock_scheduler.display.pages import axis_title, end_of_name, plain_layout, soft_font
 from mock_scheduler.report.comparison.error_path import ErrorPath, PathPoint, PointTier
 from mock_scheduler.report.comparison.figures import describe_point
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.trace.kinds import PHASES, Phase
+from mock_scheduler.trace.entries import PHASES, Phase
 
 _PHASE_NAMES = {
     Phase.START: "start",

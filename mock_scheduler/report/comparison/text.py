@@ -14,16 +14,13 @@ from rich.text import Text
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.compare.walk.metrics import MetricComparison
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison.text_tables import print_metrics, print_tensors, print_tiers
 from mock_scheduler.report.comparison.view import (
     VERDICT_STYLES,
     count_tiers,
     describe_equal_metrics,
-    describe_flips,
-    describe_ledgers,
-    describe_not_compared,
     metrics_to_show,
     name_sides,
     unmatched,
@@ -31,7 +28,10 @@ from mock_scheduler.report.comparison.view import (
 from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_rest
+from mock_scheduler.verdict.wording.tensors import describe_flips, describe_ledgers, describe_not_compared
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 
 _NUM_SHOWN = 5
@@ -61,7 +61,7 @@ def print_comparison(result: ComparisonResult, console: Console, *, files: Mappi
     _print_next(verdict.full_dump, console)
     console.print()
     if verdict.tensors is not None or verdict.metrics is not None:
-        print_wrapped(console, Text(f"Bounds: {result.bounds.describe()}", style="dim"))
+        print_wrapped(console, Text(f"Bounds: {describe_bounds(result.bounds)}", style="dim"))
     for what, path in files.items():
         console.print(Text(f"{what}: {path}"), soft_wrap=True)
 
@@ -124,7 +124,7 @@ def _print_verdict(result: ComparisonResult, console: Console) -> None:
 
 
 def _print_findings(findings: Sequence[Finding], console: Console, *, more: str) -> None:
-    _print_list("Without a number", [item.message for item in findings], console, more=more, style="red")
+    _print_list("Without a number", [describe_finding(item) for item in findings], console, more=more, style="red")
 
 
 def _print_ranks(tensors: TensorComparison, console: Console, *, more: str) -> None:

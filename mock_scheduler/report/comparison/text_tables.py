@@ -7,19 +7,17 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.compare.bounds.bounds import NUM_ULPS
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
+from mock_scheduler.compare.thresholds import NUM_ULPS
 from mock_scheduler.compare.walk.metrics import MetricDifference
-from mock_scheduler.display.console import print_wrapped
-from mock_scheduler.display.tables import FittedTable, TextColumn, print_table
-from mock_scheduler.report.comparison.view import (
-    TierCounts,
+from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table, print_wrapped
+from mock_scheduler.report.comparison.view import TierCounts, tensors_to_show
+from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     format_bound,
     format_bound_share,
     format_size,
     format_slope,
-    tensors_to_show,
 )
 
 _NUM_SHOWN = 10
@@ -30,7 +28,7 @@ _NONE = "-"
 
 
 def print_tiers(counts: Sequence[TierCounts], console: Console) -> None:
-    """Print how many tensors of each kind are how far apart: one row for each, and only columns that have a number."""
+    """Print how many tensors of each kind are how far apart: one row for each, and no column of zeros."""
     if not counts:
         return
     columns = (
@@ -121,7 +119,7 @@ def _figures(difference: TensorDifference) -> tuple[str, ...]:
 
 
 def print_metrics(differences: Sequence[MetricDifference], console: Console) -> None:
-    """Print one row per metric that differs: its largest differences, and how many times its bound; red beyond that."""
+    """Print one row per differing metric: its largest differences, and how many times its bound; red beyond that."""
     headers = ("max |a-b|", "max relative", "at step", "first differs", "of bound")
     styles = ["red" if item.first_exceeding_step is not None else "" for item in differences]
     rows = [

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import (
     NAMES,
@@ -41,7 +41,7 @@ def print_differences(differences: RecordingDifferences, console: Console) -> No
 
 
 def _print_contract(differences: Sequence[ContractDifference], console: Console) -> None:
-    """All that must match, then the first few that may differ."""
+    """Print the obligatory fields, then the first few others."""
     allowed = [field for field in differences if not field.must_match]
     for field in [field for field in differences if field.must_match] + allowed[:_NUM_ALLOWED]:
         print_wrapped(console, Text(f"contract: {field.describe()}", style="red" if field.must_match else ""))

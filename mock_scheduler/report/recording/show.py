@@ -1,6 +1,6 @@
 """One recorded trajectory as a person reads it: its prompt, then responses and the environment's answers, in turn.
 
-Contract: prints everything that the row holds; token ids always, texts where a vocabulary is known. A stretch of
+Contract: prints everything in the row; token ids always, texts where a vocabulary is known. A stretch of
 response tokens is a turn where the row has as many turns as stretches; else turns are listed apart from the tokens.
 """
 
@@ -18,10 +18,11 @@ from rich.text import Text
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged, RowValue
-from mock_scheduler.display.console import print_wrapped
+from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import canonical_json
 from mock_scheduler.support.text import count_of
 
@@ -32,7 +33,7 @@ _LOGPROBS = "rollout_logprobs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive tokens of one origin; ``logprobs`` are those of a response, ``None`` where none were recorded."""
+    """Consecutive tokens of one origin; ``logprobs``: of a response, ``None`` where none were recorded."""
 
     is_response: bool
     tokens: tuple[int, ...]
@@ -40,10 +41,10 @@ class Stretch:
 
 
 def find_row(batch: RolloutBatch, row: str, *, where: str) -> int:
-    """The number of a row that is given as a number (``-1``: the last), as an identity (``/turn 0`` may be left out),
+    """Finds the number of a row, given as a number (``-1``: the last), as an identity (``/turn 0`` may be left out),
     or as ``best`` or ``worst``: the first with the highest or lowest reward.
 
-    ``where`` names the step in the ``RecordingError`` for a row that it does not hold.
+    ``where`` names the step in the ``RecordingError`` for an unknown row.
     """
     if row in ("best", "worst") and len(batch):
         rewards = batch.rewards.tolist()
@@ -61,7 +62,7 @@ def find_row(batch: RolloutBatch, row: str, *, where: str) -> int:
 def print_trajectory(
     batch: RolloutBatch, row: int, console: Console, *, where: str, vocabulary: Vocabulary | None
 ) -> None:
-    """Print one row of a batch; ``where`` names the step that it is from."""
+    """Print one row of a batch; ``where`` names its step."""
     trajectory = batch.rows()[row]
     stretches = list(split_stretches(trajectory, has_logprobs=has_logprobs(batch)))
     num_turns, num_response = len(trajectory.turn_rewards), len(trajectory.rollout_logprobs)
@@ -160,3 +161,11 @@ def _describe_value(value: RowValue) -> str:
 
 def _total(batch: RolloutBatch, row: int) -> str:
     return show_value(batch.rewards[row])
+
+
+def recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:
+    """Read the vocabulary in the recording's provenance, if any."""
+    value = reader.manifest.provenance.get("vocabulary")
+    if not isinstance(value, Mapping | list):
+        return None
+    return Vocabulary.from_json(value, source=f"provenance 'vocabulary' of {reader.dump_dir}")

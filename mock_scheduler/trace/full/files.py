@@ -57,7 +57,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import JSON, canonical_json, seal
 from mock_scheduler.support.files import rename_away, written_aside
 from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
-from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
+from mock_scheduler.trace.entries import StepFooter, TraceEntry
 from mock_scheduler.trace.full.header import (
     PieceRecord,
     RankStep,
@@ -65,7 +65,6 @@ from mock_scheduler.trace.full.header import (
     footer_as_json,
     pieces_as_json,
     rank_step_as_json,
-    record_entry,
     stored_name,
 )
 from mock_scheduler.trace.full.memory import allocate_zeros
@@ -132,37 +131,6 @@ def remove_steps_from(trace_dir: Path, step: int) -> None:
                 raise TraceError(f"{folder}: a step that is computed anew cannot be removed: {error}") from error
 
 
-def save_rank_trace(
-    trace_dir: Path,
-    *,
-    step: int,
-    global_rank: int,
-    world_size: int,
-    coordinates: Mapping[str, int],
-    entries: Sequence[TraceEntry],
-    footer: StepFooter | None = None,
-) -> Path:
-    """Write everything that one rank traces of one step as one part, at once; return the file's path.
-
-    Every rank calls it, also one without entries; it does not communicate. Raises ``TraceError`` as ``EntryIntake``
-    does, and where a part is there already.
-    """
-    rank_step = RankStep(
-        step=step, place=RankPlace(global_rank=global_rank, coordinates=coordinates), world_size=world_size
-    )
-    check_unwritten(trace_dir, rank_step)
-    intake = EntryIntake(rank_step)
-    tensors: dict[str, torch.Tensor] = {}
-    records: list[PieceRecord] = []
-    for entry in entries:
-        name, owned = intake.take(entry)
-        tensors[name] = owned.tensor
-        records.append(record_entry(owned, step=step, name=name))
-    ending = Ending(footer=footer or StepFooter())
-    write_part(trace_dir, rank_step, part=0, tensors=tensors, records=records, ending=ending)
-    return part_path(trace_dir, rank_step, 0)
-
-
 def check_unwritten(trace_dir: Path, rank_step: RankStep) -> None:
     """Raise ``TraceError`` where a part, or the sketches, of this rank's step are there already."""
     first = part_path(trace_dir, rank_step, 0)
@@ -197,6 +165,7 @@ def write_part(
         **pieces_as_json(records),
     }
     if ending is not None:
+        # Only the last part has it: its presence is the completeness of the rank's step.
         content["ending"] = {
             "num_parts": part + 1,
             "earlier_parts": list(ending.earlier_parts),
@@ -238,6 +207,7 @@ class EntryIntake:
         spec = entry.spec
         name = stored_name(entry.update, entry.kind, spec.name)
         given = self._given.setdefault(name, set())
+        # Only token tensors come in pieces, one for each micro-batch.
         if spec in given or (given and not entry.is_by_token):
             raise TraceError(f"{self.rank_step.describe()}: {name} is given twice")
         if spec.flat_range is not None and tuple(tensor.shape) == spec.local_shape:

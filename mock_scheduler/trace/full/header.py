@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.support.digests import JSON, compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name
@@ -32,7 +33,6 @@ from mock_scheduler.trace.entries import (
     TraceKey,
     Unobserved,
 )
-from mock_scheduler.trace.kinds import LedgerKind, TraceKind
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
 #: No tensor is larger: what a damaged or forged header may make a reader allocate.
@@ -290,6 +290,7 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
     dtype = DTYPES[piece.dtype]
     if piece.dims and len(piece.dims) != len(spec.global_shape):
         raise ValueError(f"{spec.name}: {len(piece.dims)} names of {len(spec.global_shape)} dimensions")
+    # A bound of its own, since a sealed header may still be a forged one.
     # Before anything is allocated from it.
     if math.prod(spec.global_shape) * dtype.itemsize > MAX_TENSOR_BYTES:
         raise ValueError(f"{spec.name}: shape {list(spec.global_shape)} has more than {MAX_TENSOR_BYTES} bytes")

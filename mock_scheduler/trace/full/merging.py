@@ -78,6 +78,7 @@ def merge_pieces(
     """
     _check_agreement(key, pieces, expectation)
     dims = pieces[0].record.dims
+    # By places, not by rank: which axis replicates a tensor is nothing the trace has to say.
     groups = _group_replicas(key, pieces, expectation.rows)
     families = _group_families(groups)
     conflicts = ConflictTally(key)
@@ -134,6 +135,7 @@ def _group_replicas(key: TraceKey, pieces: Sequence[Piece], rows: RowTable) -> l
             if len(targets):
                 raise _held_twice(key, piece, unflatten(int(targets[0]), spec.global_shape), rows)
         group.append(piece)
+    # A rank without an element of the tensor (an empty flat range) holds no replica of it.
     filled = [group for group in groups.values() if math.prod(group[0].record.stored_shape)]
     return filled or list(groups.values())[:1]
 
@@ -239,6 +241,7 @@ def _check_present(
             missing = _describe_missing(pieces, some, expectation)
     if held is None:
         return None, missing
+    # In a complete run a token is held as a whole or not at all.
     is_partial = some & ~every
     shape = [-1, *([1] * (held.dim() - 1))]
     if not bool(is_partial.any()):

@@ -146,6 +146,7 @@ def _open_step(folder: Path) -> OpenedStep:
                 "trace.level; move the step folders of one level to another folder"
             )
         raise TraceError(f"{folder}: no rank file; the run ended before any rank wrote this step")
+    # All problems of a step are listed at once: a lost file mostly explains several of them.
     by_rank: dict[int, list[_Part]] = {}
     for part in parts:
         by_rank.setdefault(part.rank, []).append(part)
@@ -200,6 +201,7 @@ def _rank_problems(rank: int, parts: Sequence[_Part]) -> list[str]:
     if beyond:
         problems.append(f"{', '.join(beyond)} beyond the {last.num_parts} parts of global rank {rank}")
     for index, digest in enumerate(last.ending.earlier_parts):
+        # Parts of two runs may both be sound; the last part's digests tell which ones belong to it.
         if index in by_index and by_index[index].digest != digest:
             problems.append(f"{by_index[index].path.name} is not of the same run as {last.path.name}")
     return problems

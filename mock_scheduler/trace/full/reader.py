@@ -16,13 +16,12 @@ from safetensors import SafetensorError
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_tensor_digest
-from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.header import Piece, compute_tensor_crc32
 from mock_scheduler.trace.full.memory import MemoryPool
 from mock_scheduler.trace.full.merging import Expectation, MergedTensor, merge_pieces
 from mock_scheduler.trace.full.opening import DAMAGED, Handle, OpenedStep, RankFiles, open_file, open_steps
 from mock_scheduler.trace.geometry import holds_element
-from mock_scheduler.trace.kinds import STEP_KINDS
 from mock_scheduler.trace.replicas import ReplicaConflict
 
 __all__ = ["MergedTensor", "Piece", "ReplicaConflict", "TraceReader", "open_trace"]
@@ -192,6 +191,7 @@ class TraceReader:
 
     def _load(self, piece: Piece) -> torch.Tensor:
         """The stored elements as they were written: of the local shape, or flat for a flat range."""
+        # One step at a time, since a trace may have more files than a process can hold open.
         if self._open_step != piece.record.key.step:
             self._close_files()
             self._open_step = piece.record.key.step

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.background import JobQueue, QueueTexts
+from mock_scheduler.support.threads import JobQueue, QueueTexts
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.files import Ending, EntryIntake, check_unwritten, part_path, write_part
 from mock_scheduler.trace.full.header import PieceRecord, RankStep, record_entry

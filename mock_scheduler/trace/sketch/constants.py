@@ -120,4 +120,5 @@ def _signs(words: _Words) -> torch.Tensor:
 
 
 def _odd(words: _Words) -> torch.Tensor:
+    # An odd factor is invertible mod 2^64, so no change of a word is lost.
     return torch.from_numpy((words | np.uint64(1)).view(np.int64))

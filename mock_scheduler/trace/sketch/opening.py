@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from safetensors import SafetensorError
 
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
@@ -22,7 +23,6 @@ from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
 from mock_scheduler.trace.full.header import parse_footer, parse_rank_step
 from mock_scheduler.trace.full.opening import DAMAGED, open_file, read_metadata, writer_problems
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.sketch.sketch import Sketch
 
 FORMAT_VERSION = 1
@@ -172,6 +172,7 @@ def _check_tables(tables: _TableMap) -> None:
 
 def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> Sketch:
     num_elements, num_nan, num_infinite, fingerprint = counts
+    # A digest proves what was written, not that it can be: a square root is taken of this.
     if squares < 0.0 or min(counts[:3]) < 0 or num_nan + num_infinite > num_elements:
         raise ValueError(f"a sum of squares of {squares}, and {num_nan + num_infinite} of {num_elements} not finite")
     return Sketch(

@@ -17,9 +17,8 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import DTYPES
-from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.geometry import ElementSet, count_union, find_cover
-from mock_scheduler.trace.kinds import STEP_KINDS
 from mock_scheduler.trace.replicas import SketchConflict
 from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
 from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
@@ -226,6 +225,7 @@ def _conflict(
 
 def _check_agreement(key: TraceKey, stored: Sequence[tuple[RankPlace, StoredSketch]]) -> None:
     """All ranks holding the tensor say the same whole shape and dtype."""
+    # Reversed, so that the lowest rank of each form is the one that is named.
     forms = {(item.dtype, item.global_shape): place.global_rank for place, item in reversed(stored)}
     if len(forms) > 1:
         found = ", ".join(f"global rank {rank}: {dtype} {list(shape)}" for (dtype, shape), rank in forms.items())

@@ -164,6 +164,7 @@ def difference(baseline: Sketch, candidate: Sketch) -> Estimate:
     estimate = _norm_of(baseline.sums - candidate.sums)
     if not isfinite(estimate) or not isfinite(norm):
         return Estimate(norm_difference=estimate, norm_baseline=norm, relative=inf, low=0.0, high=inf)
+    # Squares of the elements underflowed; the sums, which are not squared, still tell the size.
     if norm < _SMALLEST_NORM and bool(baseline.sums.any()):
         norm = _norm_of(baseline.sums)
         return Estimate(
@@ -182,6 +183,7 @@ def difference(baseline: Sketch, candidate: Sketch) -> Estimate:
 
 def relative_bounds(num_buckets: int) -> tuple[float, float]:
     """The true norm of a difference lies between these factors of its estimate; as the module's docstring derives."""
+    # The quantiles of chi² by Wilson and Hilferty; see the error bar above.
     freedom = 1.0 / (1.0 / num_buckets + 1.0 / NUM_SLOTS)
     spread = 2.0 / (9.0 * freedom)
     least, largest = (1.0 - spread + sign * _QUANTILE * sqrt(spread) for sign in (-1.0, 1.0))

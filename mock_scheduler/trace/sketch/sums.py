@@ -58,6 +58,7 @@ class SketchSums:
         parts = list(rectangles_of(tensor.detach(), spec))
         runs = [run for rectangle, values in parts for run in _runs(rectangle, values, spec.global_shape)]
         self.num_elements += sum(rectangle.num_elements for rectangle, _ in parts)
+        # First as if all were finite, which costs less; NaN and infinities show in the sum of squares.
         sums = self._sum(runs, tensor.device, is_finite=True)
         if not bool(torch.isfinite(sums.sum_of_squares)):
             sums = self._sum(runs, tensor.device, is_finite=False)
@@ -101,9 +102,11 @@ class _WindowSums:
         own = slice(first * NUM_SLOTS, first * NUM_SLOTS + size)
         words = values.view(torch.int64)
         _write_words(words, window)
+        # int64 wraps around, which is arithmetic mod 2^64.
         self.fingerprint.add_(torch.dot(words, table.keys[own]), alpha=key)
         self._convert(values, window)
         columns = values.mul_(table.signs[own]).view(-1, NUM_SLOTS).sum(dim=0)
+        # A block's shift turns its columns round: the end of the row goes to the first slots.
         self.slots[shift:].add_(columns[: NUM_SLOTS - shift], alpha=sign)
         self.slots[:shift].add_(columns[NUM_SLOTS - shift :], alpha=sign)
 
@@ -123,6 +126,7 @@ class _WindowSums:
         self._convert(values, window)
         signed = values.view(num_blocks, -1).mul_(table.signs[own])
         columns = signed.view(num_blocks, num_rows, NUM_SLOTS).sum(dim=1)
+        # The same turn, by index, for all blocks at once.
         source = (table.slots - constants.shifts[:, None]).remainder_(NUM_SLOTS)
         self.slots += columns.gather(1, source).mul_(constants.signs[:, None]).sum(dim=0)
 
@@ -233,6 +237,7 @@ def _windows(runs: list[_Run], dtype: torch.dtype, *, num_blocks: int) -> Iterat
 def _fill_window(runs: list[_Run], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
     """The first row of a window the runs lie in, and its elements; elements of no run are zeros."""
     start, end = min(run.start for run in runs), max(run.end for run in runs)
+    # Rows within one block; across blocks whole ones, whose constants differ.
     unit = NUM_SLOTS if start // BLOCK == (end - 1) // BLOCK else BLOCK
     first, last = start // unit * unit, -(-end // unit) * unit
     if len(runs) == 1 and len(runs[0].values) == 1 and (start, end) == (first, last):

@@ -1,9 +1,12 @@
-"""What the difference of two runs does to the training itself: clipping, KL, advantages, and the update's direction.
+"""Finds the effect of a difference on the training itself: clipping, KL, advantages, and the update's direction.
 
-Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Figures are in
-float64 but for the clip states, which are decided as the loss decides them. Tokens are matched by row and position.
-A figure is left out where the traces do not hold its tensors. Of all response tokens only |train - rollout| is kept,
-for its quantiles.
+Contract: reads two finished runs' folders (``config.yaml`` and ``trace``), one tensor at a time. Tokens are matched by
+row and position. A figure is left out where the traces do not hold its tensors. Figures are in float64 but for the clip
+states, decided as the loss decides them and in its own dtype.
+With ℓ = new - old within ± ``LOG_RATIO_BOUND``, r = exp ℓ and A the advantage, a token of the ``ppo`` loss is
+clipped where -clip(r, 1 - low, 1 + high)·A > -r·A (arXiv 1707.06347, eq. 7), and dual clipped where
+A < 0 and the greater of both is above -dual·A (arXiv 1912.09729); of the ``gmpo`` loss (arXiv 2507.20673) it is
+clipped where sgn(A)·clip(ℓ, -low, high) < sgn(A)·ℓ.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -20,15 +24,50 @@ from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.support.run_files import CONFIG_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
-from mock_scheduler.verdict.consequence.figures import ClipFlip, Consequence, KlTarget, RolloutGap
+from mock_scheduler.verdict.consequence.figures import ClipFlip, ClipState, Consequence, KlTarget, RolloutGap
 from mock_scheduler.verdict.consequence.update import UpdateDirections
+
+#: By their numbers in ``clip_states``.
+CLIP_STATES: tuple[ClipState, ...] = get_args(ClipState)
+
+_LOW, _HIGH, _DUAL = range(1, len(CLIP_STATES))
+
+
+def clip_states(rule: ClipRule, log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Decides how the loss clips every token: int8, of the tensors' shape, a number of ``CLIP_STATES`` for each.
+
+    ``log_ratio``: new - old, floating; ``advantages``: of the same dtype. Whoever counts leaves rejected tokens at 0.
+    """
+    states = torch.zeros(log_ratio.shape, dtype=torch.int8)
+    if not rule.has_clip:
+        return states
+    log_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if rule.is_geometric:
+        sign = advantages.sign()
+        is_clipped = sign * log_ratio.clamp(-rule.low, rule.high) < sign * log_ratio
+        return _mark(states, is_clipped, advantages)
+    ratio = log_ratio.exp()
+    unclipped = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - rule.low, 1.0 + rule.high) * advantages
+    states = _mark(states, clipped > unclipped, advantages)
+    if rule.dual is not None:
+        limit = -rule.dual * advantages
+        states[(advantages < 0) & (torch.maximum(unclipped, clipped) > limit)] = _DUAL
+    return states
+
+
+def _mark(states: torch.Tensor, is_clipped: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """A positive advantage is only clipped above, a negative one only below."""
+    states[is_clipped & (advantages > 0)] = _HIGH
+    states[is_clipped & (advantages < 0)] = _LOW
+    return states
 
 
 def find_consequence(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
 from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.coverage import TurnedDecisions, find_limits, find_nearest, find_smallest_error
-from mock_scheduler.verdict.wording.numbers import count_kind, join_and, name_kinds
+from mock_scheduler.verdict.wording.findings import describe_note
+from mock_scheduler.verdict.wording.tensors import count_kind, join_and, name_kinds
 
 
 def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
@@ -81,7 +82,7 @@ def describe_limits(tensors: TensorComparison | None) -> list[str]:
             f"from step {limits.hidden_from_step} on nothing can be judged: differences there are noise, whatever they "
             "are"
         )
-    return [*parts, *limits.notes]
+    return [*parts, *map(describe_note, limits.notes)]
 
 
 def describe_turned(turned: TurnedDecisions) -> str:

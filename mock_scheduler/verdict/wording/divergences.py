@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from mock_scheduler.compare.findings import Finding
 from mock_scheduler.compare.tensors import LedgerComparison, TensorDifference
 from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
-from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.trace.entries import RankPlace
+from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.entries import PHASES, Phase
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.trace.kinds import PHASES, TRACE_KINDS, Phase, TraceKind
 from mock_scheduler.verdict.divergences import Before, Divergence, StepsOfOneSide
-from mock_scheduler.verdict.wording.numbers import name_kind
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger
+from mock_scheduler.verdict.wording.residuals import describe_residual
+from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor
 
 #: The part of a step in each phase.
 _PHASE_NAMES: Mapping[Phase, str] = {
@@ -27,7 +29,6 @@ _PHASE_NAMES: Mapping[Phase, str] = {
     Phase.NORM: "gradient norm",
     Phase.UPDATE: "optimizer",
 }
-_NUM_RANKS = 4
 
 
 def describe_divergence(divergence: Divergence) -> str:
@@ -49,12 +50,12 @@ def describe_evidence(divergence: Divergence) -> str:
         case MetricDifference():
             return describe_metric(evidence)
         case ReplicaConflict():
-            looks_like = "" if divergence.residual is None else f": {divergence.residual.text}"
+            looks_like = "" if divergence.residual is None else f": {describe_residual(divergence.residual)}"
             return f"copies within the candidate differ: {evidence.describe()}{looks_like}"
         case Finding():
-            return evidence.message
+            return describe_finding(evidence)
         case LedgerComparison():
-            return evidence.difference or ""
+            return "" if evidence.difference is None else describe_ledger(evidence)
         case ContractDifference():
             return f"the contracts differ in {evidence.describe()}"
         case StepsOfOneSide():
@@ -69,32 +70,6 @@ def name_place(step: int, update: int | None, kind: TraceKind) -> str:
     return ", ".join(dict.fromkeys(parts))
 
 
-def describe_tensor(difference: TensorDifference) -> str:
-    """Size, look and place of a difference: ``gradient of w differs by 0.57 (bound 0.0001): …``."""
-    key = difference.key
-    amount = f"differs by {difference.relative:.3g} (bound {difference.tolerance:.2g})"
-    if difference.low is not None and difference.high is not None:
-        amount = (
-            f"differs by about {difference.relative:.3g} ({difference.low:.3g} to {difference.high:.3g}; bound "
-            f"{difference.tolerance:.2g})"
-        )
-    details = [
-        *([difference.residual.text] if difference.residual is not None else []),
-        *([difference.localities[0].text] if difference.localities else []),
-        *_describe_worst(difference),
-    ]
-    return f"{name_kind(key.kind)} of {key.name} {amount}{': ' if details else ''}{', '.join(details)}"
-
-
-def describe_metric(difference: MetricDifference) -> str:
-    """A metric beyond its bound: since when, by how much, and where it is furthest beyond."""
-    return (
-        f"{difference.name} from step {difference.first_exceeding_step} on: relative difference up to "
-        f"{difference.max_relative:.3g}, |a-b| {difference.times_bound:.3g} times its bound of {difference.bound:.2g} "
-        f"at step {difference.nearest_step}"
-    )
-
-
 def _describe_before(before: Before, *, is_compared: bool) -> str:
     """The tensors before a divergence; ``is_compared``: it is a compared tensor itself."""
     if not before.num_compared:
@@ -105,26 +80,6 @@ def _describe_before(before: Before, *, is_compared: bool) -> str:
         return f"{tensors} {verb} equal"
     unjudged = f", {before.num_unjudged} no larger than noise" if before.num_unjudged else ""
     return f"{tensors} {verb} within their bounds ({before.num_equal} equal{unjudged})"
-
-
-def _describe_worst(difference: TensorDifference) -> list[str]:
-    """Sample, token and index of the worst element, and who held it."""
-    worst = None if difference.figures is None else difference.figures.worst
-    if worst is None:
-        return []
-    where = f"largest at index {list(worst.index)}"
-    if worst.sample is not None:
-        where += f" (sample {worst.sample}, token {worst.position})"
-    ranks = _describe_ranks(worst.baseline_ranks, worst.candidate_ranks)
-    return [f"{where}{f', held by {ranks}' if ranks else ''}"]
-
-
-def _describe_ranks(baseline: Sequence[RankPlace], candidate: Sequence[RankPlace]) -> str:
-    sides = [list_some([place.describe() for place in places], _NUM_RANKS, ", ") for places in (baseline, candidate)]
-    if sides[0] == sides[1]:
-        return f"{sides[0]} in both runs" if sides[0] else ""
-    named = zip(("in the baseline", "in the candidate"), sides, strict=True)
-    return " and ".join(f"{places} {side}" for side, places in named if places)
 
 
 def _name_steps(own: StepsOfOneSide) -> str:

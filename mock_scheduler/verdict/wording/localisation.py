@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.verdict.localisation import (
     DifferingTensor,
     GraftedModule,
@@ -17,6 +17,8 @@ from mock_scheduler.verdict.localisation import (
     Localisation,
     pass_of,
 )
+from mock_scheduler.verdict.wording.findings import describe_finding
+from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
 
 _NOUNS: Mapping[TraceKind, str] = {
     "initial": "before the step",
@@ -90,17 +92,17 @@ def describe_look(item: DifferingTensor) -> str:
     difference = item.difference
     if difference is None:
         return _describe_problem(item)
-    details = [] if difference.residual is None else [difference.residual.text]
+    details = [] if difference.residual is None else [describe_residual(difference.residual)]
     if not details and not difference.bit_equal:
         details = [_describe_size(difference)]
-    details += [difference.localities[0].text] if difference.localities else []
+    details += [describe_locality(difference.localities[0])] if difference.localities else []
     return ", ".join(details) or _describe_problem(item)
 
 
 def _describe_problem(item: DifferingTensor) -> str:
     if item.conflict is not None:
         return f"copies within the candidate differ: {item.conflict.describe()}"
-    return "" if item.finding is None else item.finding.message
+    return "" if item.finding is None else describe_finding(item.finding)
 
 
 def _describe_size(difference: TensorDifference) -> str:

@@ -33,6 +33,12 @@ from mock_scheduler.verdict.reasons import (
     WithinBounds,
 )
 from mock_scheduler.verdict.verdict import Verdict
+from mock_scheduler.verdict.wording.bounds import (
+    describe_bounds_advice,
+    describe_bounds_level,
+    describe_suspicion,
+    describe_test,
+)
 from mock_scheduler.verdict.wording.coverage import (
     describe_coverage,
     describe_limits,
@@ -40,13 +46,9 @@ from mock_scheduler.verdict.wording.coverage import (
     describe_smallest,
     describe_turned,
 )
-from mock_scheduler.verdict.wording.divergences import (
-    describe_divergence,
-    describe_evidence,
-    describe_metric,
-    describe_tensor,
-)
-from mock_scheduler.verdict.wording.numbers import name_kind
+from mock_scheduler.verdict.wording.divergences import describe_divergence, describe_evidence
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_selection
+from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
 _WITHOUT_REWARD = (
@@ -107,9 +109,9 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
 def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
     match why:
         case BothBroken():
-            return [f"both runs are broken, so neither is a reference: {why.finding.message}"]
+            return [f"both runs are broken, so neither is a reference: {describe_finding(why.finding)}"]
         case TracedOtherThings():
-            listed = "; ".join(finding.message for finding in why.findings[:_NUM_LISTED])
+            listed = "; ".join(describe_finding(finding) for finding in why.findings[:_NUM_LISTED])
             coverage = describe_coverage(verdict.metrics, verdict.tensors) or "nothing"
             return [
                 f"the two runs did not trace the same: {listed}. Compare what both have with --kinds and --patterns, "
@@ -153,7 +155,7 @@ def _describe_failure(why: Reason) -> str:
 
 def _describe_nothing(verdict: Verdict, why: NothingCompared) -> str:
     if why.chosen is not None:
-        return f"nothing was compared: neither side has anything of the chosen {why.chosen.describe()}"
+        return f"nothing was compared: neither side has anything of the chosen {describe_selection(why.chosen)}"
     return f"nothing was compared{'' if verdict.first is None else f': {describe_evidence(verdict.first)}'}"
 
 
@@ -168,7 +170,7 @@ def _describe_no_bound(bounds: Bounds | None, why: NothingJudged) -> str:
     """Why nothing is judged, and how it would be."""
     if why.because == "noise":
         return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
-    advice = "" if bounds is None else bounds.advice()
+    advice = "" if bounds is None else describe_bounds_advice(bounds)
     return f"nothing bounds them; state bounds with --tolerance{f', or {advice}' if advice else ''}"
 
 
@@ -186,16 +188,16 @@ def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedBy
     if isinstance(why, BitEqual):
         how = " by the fingerprints of sketches" if why.by_fingerprints else ""
         return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), "one changed bit would have been found"]
-    level = "its bounds" if verdict.bounds is None else verdict.bounds.level()
+    level = "its bounds" if verdict.bounds is None else describe_bounds_level(verdict.bounds)
     estimated = ", as estimated from sketches" if why.is_estimated else ""
     within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *describe_limits(tensors)]
     if isinstance(why, NotExplainedByNoise):
-        listed = [item.text for item in verdict.suspicions[:_NUM_LISTED]]
+        listed = [describe_suspicion(item) for item in verdict.suspicions[:_NUM_LISTED]]
         rest = len(verdict.suspicions) - _NUM_LISTED
         more = [f"and {rest} more"] if rest > 0 else []
         return [f"noise does not explain this: {'; '.join(listed)}", *more, *within]
-    advice = "" if verdict.bounds is None else verdict.bounds.advice()
-    tests = [test.text for test in verdict.tests]
+    advice = "" if verdict.bounds is None else describe_bounds_advice(verdict.bounds)
+    tests = [describe_test(test) for test in verdict.tests]
     smallest = describe_smallest(verdict.metrics, tensors)
     return [*within, smallest, *tests, f"to {advice}" if advice else ""]
 
@@ -215,12 +217,12 @@ def _list_beyond(verdict: Verdict, why: BeyondBounds, first: str) -> list[str]:
     if tensors is not None:
         counts.append(f"{len(tensors.exceeding)} of {count_of(len(tensors.differences), 'tensor')}")
         num_findings += len(tensors.findings)
-    level = "their bounds" if bounds is None else bounds.level()
+    level = "their bounds" if bounds is None else describe_bounds_level(bounds)
     parts.append(f"beyond {level}: {', '.join(counts)}")
     parts += [f"{num_findings} could not be compared"] if num_findings else []
     if tensors is not None and divergence is not None:
         parts += _list_causes(verdict, divergence)
-    advice = "" if bounds is None else bounds.advice()
+    advice = "" if bounds is None else describe_bounds_advice(bounds)
     if advice and divergence is not None and divergence.value is not None and divergence.bound != 0.0:
         parts.append(f"whether this is more than this model's own noise was not measured; to {advice}")
     return parts

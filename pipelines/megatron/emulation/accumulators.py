@@ -1,8 +1,8 @@
-"""Parameters as virtual ranks hold them, and a main gradient for each rank's part.
+"""Holds parameters as virtual ranks do, with a main gradient for each rank's part.
 
 A part is cut anew from the parameter in every pass, so nothing can be out of date. Its gradient of one backward pass is
 added to an accumulator, as ``DistributedDataParallel`` adds a parameter's to its ``main_grad``; the parameter itself
-gets none. What is then summed over ranks is in ``gradients``.
+gets none. ``gradients`` then sums over ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ its part of the sequence, or of its heads, which are summed over tp."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSplit:
-    """How virtual ranks hold a parameter.
+    """The way virtual ranks hold a parameter.
 
-    dim, blocks: which dimension is cut and of how many blocks it is, as ``cut`` has it; ``None``: nothing is cut.
-    num_parts: tp ranks with something of their own to accumulate. num_replicas: how many have all of that in a pass:
-    cp ranks, of each of the replicas that compute together; of an expert, those that hold it. is_expert: whether it is
-    one that has its gradients summed over these alone, in buffers of its own.
+    dim, blocks: the cut dimension and its number of blocks, as ``cut`` has it; ``None``: nothing is cut. num_parts: tp
+    ranks with something of their own to accumulate. num_replicas: how many have all of it in a pass: cp ranks, of each
+    of the replicas that compute together; of an expert, its holders. is_expert: whether its gradients are summed over
+    its holders alone, in buffers of their own.
     """
 
     sharing: Sharing
@@ -38,7 +38,7 @@ class ParameterSplit:
     is_expert: bool = False
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """What each tp rank has of a tensor of the parameter's shape."""
+        """Cuts a tensor of the parameter's shape into the tp ranks' parts."""
         if self.dim is None:
             return [whole] * self.num_parts
         return cut(whole, self.dim, self.num_parts, self.blocks)
@@ -56,14 +56,14 @@ class Accumulator:
     sums: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def add(self, place: tuple[int, int], grad: torch.Tensor) -> None:
-        """Add one backward pass's gradient of a rank's part, which is rounded to the accumulator's dtype."""
+        """Adds one backward pass's gradient of a rank's part, rounded to the accumulator's dtype."""
         if place not in self.sums:
             self.sums[place] = torch.zeros(grad.shape, dtype=self.dtype, device=grad.device)
         self.sums[place].add_(grad)
 
 
 class Accumulators:
-    """Those of one model. ``round``: which lot of virtual replicas computes now.
+    """The accumulators of one model. ``round``: the lot of virtual replicas that computes now.
 
     uses: a parameter's; one, but for tied embeddings on two pipeline stages, each with a gradient of its own.
     """
@@ -78,7 +78,7 @@ class Accumulators:
         self._by_use[parameter, use] = Accumulator(split=split, dtype=main)
 
     def of(self, parameter: torch.nn.Parameter) -> Iterator[Accumulator]:
-        """The accumulators of a parameter's uses, in the order in which they were registered."""
+        """Yields the accumulators of a parameter's uses, in the order of their registration."""
         return (accumulator for (known, _), accumulator in self._by_use.items() if known is parameter)
 
     def clear(self) -> None:

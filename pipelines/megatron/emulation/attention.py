@@ -79,7 +79,7 @@ def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) 
 
 
 def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
-    """Let the attention proper take lists of what ranks have, and give the whole context ``[s, b, heads · head]``."""
+    """Lets the core attention take lists of the ranks' tensors, and give the whole context ``[s, b, heads · head]``."""
     tp, cp, shares = modules.plan.tp, modules.plan.cp, modules.plan.shares
     of_rank = _with_heads(core, tp)
 

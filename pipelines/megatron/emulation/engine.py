@@ -3,79 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.accumulators import Accumulators
-from pipelines.megatron.emulation.gpt import emulate_gpt
+from pipelines.megatron.emulation.attention import emulate_attention
+from pipelines.megatron.emulation.experts import emulate_experts
 from pipelines.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
-from pipelines.megatron.layers.value_head import ValueHead
+from pipelines.megatron.emulation.lanes import (
+    cut_lanes,
+    cut_values,
+    join_batches,
+    joined_terms,
+    metrics_of_lanes,
+    sums_of_lanes,
+    sums_of_shares,
+)
+from pipelines.megatron.emulation.modules import EmulatedModules
+from pipelines.megatron.execution import Execution, LossFunction, LossSums, TokenLoss
+from pipelines.megatron.layers.repairs import ValueHead
+from pipelines.megatron.places import OwnBatch, cut_shares
+from pipelines.megatron.process.runtime import Runtime
 
 _LAYERS = "decoder.layers."
 
-Lot = TypeVar("Lot")
+
+def build_execution(config: PipelineConfig, runtime: Runtime) -> Execution:
+    """Builds the order of computation of one model: its own layout's, or that of ``order.emulate``."""
+    if config.order.emulate is not None:
+        return Emulation(plan_order(config))
+    return Execution(
+        num_replicas=runtime.dp_size * runtime.cp_size,
+        vocab_parts=runtime.tp_size,
+        micro_batch_multiple=runtime.micro_batch_multiple,
+    )
 
 
-def emulated_plan(config: PipelineConfig) -> OrderPlan | None:
-    """The plan that a run follows; ``None`` where it computes in its own layout's order."""
-    return None if config.order.emulate is None else plan_order(config)
+class Emulation(Execution):
+    """Lets one process compute as a layout of several does, for one model of it."""
 
+    def __init__(self, plan: OrderPlan) -> None:
+        super().__init__(
+            num_replicas=plan.replicas,
+            vocab_parts=plan.tp,
+            micro_batch_multiple=plan.micro_batch_multiple,
+            num_shares=plan.cp,
+        )
+        self.plan = plan
+        self.accumulators = Accumulators()
+        self._num_tokens: list[torch.Tensor] = []
+        self._runs_left = 0
 
-class Emulation:
-    """Of one model. gpt: built in one process, on its device, in its gradient buffers if it is trained.
+    def start(self, gpt: GPTModel, optimizer: MegatronOptimizer | None) -> None:
+        """Lets a model compute rank by rank, and its optimizer clip by the norm as the layout takes it.
 
-    Raises:
-        LayoutError: the model is a critic whose replicas would have to compute together.
-    """
+        gpt: built in one process, on its device, in its gradient buffers if it is trained.
 
-    def __init__(self, gpt: GPTModel, plan: OrderPlan) -> None:
-        if plan.lanes > 1 and isinstance(gpt.output_layer, ValueHead):
+        Raises:
+            LayoutError: the model is a critic whose replicas would have to compute together; or this Megatron's
+                optimizer is not built as 0.16.1 builds it.
+        """
+        if self.plan.lanes > 1 and isinstance(gpt.output_layer, ValueHead):
             raise LayoutError(
                 "order.emulate: a critic's replicas are not computed together, as experts over several of them need; "
                 "emulate an expert_model_parallel_size of at most tensor_model_parallel_size × context_parallel_size"
             )
-        self.plan = plan
-        self.accumulators = Accumulators()
-        self.modules = emulate_gpt(gpt, plan, self.accumulators)
         self._gpt = gpt
-        gpt.emulated = self.modules
-        self._num_tokens: list[torch.Tensor] = []
-        self._runs_left = 0
-
-    def attach(self, optimizer: MegatronOptimizer) -> None:
-        """Let the optimizer clip by the norm as the layout takes it.
-
-        Raises:
-            LayoutError: this Megatron's optimizer is not built as 0.16.1 builds it.
-        """
+        self.modules = emulate_gpt(gpt, self.plan, self.accumulators)
+        if optimizer is None:
+            return
         if not isinstance(optimizer, ChainedOptimizer):
             raise LayoutError(
                 f"order.emulate: the optimizer is a {type(optimizer).__name__}; expected a ChainedOptimizer, whose "
                 "gradient norm can be taken as the emulated layout takes it (megatron-core 0.16.1)"
             )
         optimizer.get_grad_norm = self.gradient_norm
+        gpt.config.finalize_model_grads_func = self.finalize
 
     def clear(self) -> None:
-        """Forget all gradients, before an update."""
+        """Forgets all gradients, before an update."""
         self.accumulators.clear()
         self._num_tokens.clear()
 
-    def rounds(self, batches: Sequence[Lot]) -> Iterator[list[Lot]]:
-        """What each round of virtual replicas computes of an update; gradients are kept apart until all have run.
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The block computes as one process does."""
+        self.modules.is_paused = True
+        try:
+            yield
+        finally:
+            self.modules.is_paused = False
 
-        batches: as ``together`` gives them.
-        """
+    def together(self, batches: Sequence[OwnBatch]) -> list[OwnBatch]:
+        """Joins the micro-batches of replicas that compute together."""
+        return join_batches(batches, self.plan.lanes)
+
+    def rounds(self, batches: Sequence[OwnBatch]) -> Iterator[Sequence[OwnBatch]]:
+        """Yields the passes of each round of virtual replicas; gradients are kept apart until all have run."""
+        passes = self.together(batches)
         self._runs_left = self.plan.rounds
         for number in range(self.plan.rounds):
             self.accumulators.round = self.modules.round = number
-            yield list(batches[number :: self.plan.rounds])
+            yield passes[number :: self.plan.rounds]
+
+    def parts(self, own: OwnBatch, values: torch.Tensor) -> list[tuple[OwnBatch, torch.Tensor]]:
+        """Cuts a pass into its micro-batches, in memory of their own."""
+        return cut_lanes(own, values)
+
+    def sum_parts(self, own: OwnBatch, output: torch.Tensor, loss: LossFunction) -> LossSums:
+        """Sums the losses of all lanes."""
+        return sums_of_lanes(own, output, loss)
+
+    def metrics_of_parts(self, own: OwnBatch, metrics: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Gives each lane's metrics by micro-batch index."""
+        return metrics_of_lanes(own, metrics)
+
+    def sum_shares(
+        self, own: OwnBatch, values: Mapping[str, torch.Tensor], compute: TokenLoss
+    ) -> tuple[Mapping[str, torch.Tensor], LossSums]:
+        """Sums the losses of the emulated cp ranks, each of its own share."""
+        shares = zip(cut_shares(own, self.num_shares), cut_values(values, self.num_shares), strict=True)
+        results = [compute(*two) for two in shares]
+        terms = joined_terms([result.terms for result in results])
+        return terms, sums_of_shares([(result.total, result.num_tokens, result.metrics) for result in results])
 
     def finalize(
         self, chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **unused: object
@@ -141,3 +199,20 @@ class Emulation:
         assert self.plan.experts is not None
         per_rank = self._gpt.config.num_moe_experts // self.plan.experts.sources
         return int(name.partition(".local_experts.")[2].split(".")[0]) // per_rank
+
+
+def emulate_gpt(gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> EmulatedModules:
+    """Replaces the ``forward`` of all modules of a chunk, in the order of computation."""
+    modules = EmulatedModules(gpt, plan, accumulators)
+    modules.replace(gpt.embedding, modules.embed(gpt.embedding))
+    for layer in gpt.decoder.layers:
+        modules.norm(layer.input_layernorm)
+        modules.norm(layer.pre_mlp_layernorm)
+        emulate_attention(layer.self_attention, modules)
+        if isinstance(layer.mlp, MoELayer):
+            emulate_experts(layer.mlp, modules)
+        else:
+            modules.mlp(layer.mlp)
+    modules.norm(gpt.decoder.final_layernorm)
+    modules.output(gpt)
+    return modules

@@ -1,9 +1,9 @@
-"""Layers with experts of virtual ranks: each one's router, and experts that see the tokens of several ranks at once.
+"""Lets layers with experts compute as virtual ranks: each one's router, and experts over several ranks' tokens at once.
 
 Tokens lie as everywhere here: replicas that compute together, their cp ranks, and of each its tp ranks, one rank's
-after another's. The dispatcher sorts them by expert and leaves them in this order, in which an expert gets them from
-the ranks of its group (megatron-core 0.16.1, ``MoEAlltoAllTokenDispatcher``); so all that is left to do is to cut each
-expert's tokens by group, and each group's product is one of its own.
+after another's. The dispatcher sorts them by expert and leaves them in this order, the order in which an expert gets
+them from the ranks of its group (megatron-core 0.16.1, ``MoEAlltoAllTokenDispatcher``). It remains to cut each expert's
+tokens by group, and each group's product is one of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
 from pipelines.megatron.emulation.accumulators import ParameterSplit
+from pipelines.megatron.emulation.arithmetic import column_product, row_product
 from pipelines.megatron.emulation.modules import EmulatedModules
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, ordered_sum
-from pipelines.megatron.emulation.products import column_product, row_product
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, unbiased_scores
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -50,7 +50,7 @@ def _emulate_gate(router: LayoutInvariantRouter, modules: EmulatedModules) -> No
 
 
 def _emulate_router(router: LayoutInvariantRouter, modules: EmulatedModules) -> None:
-    """What each rank makes of its logits; counts are those of all ranks that compute the same micro-batch."""
+    """Routes each rank's logits; counts are summed over all ranks of the same micro-batch."""
     plan = modules.plan
     of_replica = plan.cp * (plan.tp if plan.sequence_parallel else 1)
     num_parts = plan.lanes * of_replica

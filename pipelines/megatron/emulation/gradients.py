@@ -1,13 +1,16 @@
-"""Sums what virtual ranks accumulated as their layout does, and takes the norm as its ranks take it.
+"""Sums the virtual ranks' gradients as their layout does, and takes the norm as its ranks take it.
 
 Order of ``finalize_model_grads`` (megatron-core 0.16.1): each replica's gradient is scaled, and replicas are added, cp
-within dp; then over tp what every tp rank has whole but computed from its tokens or heads alone; then over the first
-and last stage what they share; then all is divided by the update's tokens. The norm adds squares of each rank's own
-norm, in the order of the ranks.
+within dp; then, over tp, gradients of whole parameters from each rank's tokens or heads alone; then, over the first and
+last stage, their shared ones; then all is divided by the update's tokens. The norm adds squares of each rank's own
+norm, in the order of the ranks. With the distributed optimizer each data-parallel rank owns ranges of flat buffers,
+with the padding and order of ``distributed/param_and_grad_buffer.py`` and ``optimizer/distrib_optimizer.py`` without
+overlap, where embeddings shared by stages have a bucket of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +19,8 @@ from megatron.core.optimizer import clip_grads
 
 from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulator, Accumulators
-from pipelines.megatron.emulation.buffers import owned_ranges
 from pipelines.megatron.emulation.parts import joined, ordered_sum
-from pipelines.megatron.parameter_marks import main_grad
+from pipelines.megatron.layers.repairs import main_grad
 
 
 @torch.no_grad()
@@ -55,7 +57,7 @@ def _gradient_of_use(accumulator: Accumulator, plan: OrderPlan) -> torch.Tensor 
 
 
 def _over_replicas(accumulator: Accumulator, plan: OrderPlan, part: int) -> torch.Tensor:
-    """A tp rank's gradient, added over the replicas that have some; one without adds 0, which changes nothing else."""
+    """Adds a tp rank's gradient over its replicas; a replica without one adds 0, and this changes nothing else."""
     like = next(iter(accumulator.sums[place] for place in accumulator.sums if place[1] == part))
     zero = torch.zeros_like(like)
     num_replicas = plan.rounds * accumulator.split.num_replicas
@@ -80,13 +82,13 @@ class HeldParameter:
     holder: int | None = None
 
     def gradient(self, part: int) -> torch.Tensor:
-        """The main gradient of what a tp rank has of it."""
+        """Returns the main gradient of a tp rank's part."""
         split = self.accumulator.split
         whole = main_grad(self.parameter)
         return whole if split.dim is None else split.parts(whole)[part]
 
     def counts_on(self, part: int) -> bool:
-        """Whether a tp rank's gradient is in the norm: of what all have whole, the first one's."""
+        """Says whether a tp rank's gradient is in the norm: of parameters whole on all ranks, the first one's."""
         return self.counts and (part == 0 or self.accumulator.split.dim is not None)
 
 
@@ -110,18 +112,18 @@ def gradient_norm(stages: Sequence[Sequence[Sequence[HeldParameter]]], plan: Ord
 
 
 def _norm_of_ranks(gradients: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> float:
-    """Of what each of the ranks has, in their order."""
+    """Takes the norm of the ranks' gradients, in their order."""
     return float(ordered_sum([_squared_norm(own, dtype) for own in gradients]).item() ** 0.5)
 
 
 def _dense(chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, rank: int) -> Iterator[torch.Tensor]:
-    """What a rank of a stage has but for experts with buffers of their own; tp is the fastest axis."""
+    """Yields the gradients of a stage's rank without experts that have buffers of their own; tp is the fastest axis."""
     of_rank = [[item for item in chunk if item.holder is None] for chunk in chunks]
     yield from _gradients_of_rank(of_rank, plan, rank % plan.tp, shard=rank // plan.tp, num_shards=plan.norm.shards)
 
 
 def _experts(chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, rank: int) -> Iterator[torch.Tensor]:
-    """What a rank of a stage has of experts with buffers of their own; of ranks that follow one another all."""
+    """Yields a stage's rank's gradients of experts with buffers of their own; each lot of following ranks has all."""
     if plan.experts is None or not plan.experts.is_apart:
         return
     ep = plan.experts.sources
@@ -132,7 +134,7 @@ def _experts(chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, rank: i
 def _gradients_of_rank(
     chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, part: int, *, shard: int, num_shards: int
 ) -> Iterator[torch.Tensor]:
-    """What one rank's optimizer has, in its order: matrices, then vectors, which have no weight decay."""
+    """Yields the gradients of one rank's optimizer in its order: matrices, then vectors, which have no weight decay."""
     held: list[tuple[bool, torch.Tensor]] = []
     for chunk in chunks:
         gradients = [item.gradient(part) for item in chunk]
@@ -162,3 +164,69 @@ def _squared_norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torc
         clip_grads.l2_norm_impl, overflow, [[gradient.float() for gradient in gradients]], False
     )
     return norm**2.0
+
+
+_PARAMETER_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedRange:
+    """Elements ``[start, end)`` of the parameter at this place of a chunk's list."""
+
+    place: int
+    start: int
+    end: int
+
+
+def owned_ranges(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int) -> list[list[OwnedRange]]:
+    """Lists each of ``num_shards`` ranks' ranges of a chunk's parameters, in the order of its optimizer.
+
+    sizes: elements of each parameter, in the model's order. alone: whether it has a bucket of its own.
+    """
+    buckets = list(_buckets(sizes, alone, num_shards=num_shards))
+    return [
+        [owned for bucket in buckets for owned in bucket.of_shard(shard, num_shards)] for shard in range(num_shards)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """``[start, end)`` of the buffer, and place, start and end of each parameter in it."""
+
+    start: int
+    end: int
+    parameters: tuple[tuple[int, int, int], ...]
+
+    def of_shard(self, shard: int, num_shards: int) -> Iterator[OwnedRange]:
+        size = (self.end - self.start) // num_shards
+        first = self.start + shard * size
+        for place, start, end in self.parameters:
+            owned = OwnedRange(place=place, start=max(first, start) - start, end=min(first + size, end) - start)
+            if owned.start < owned.end:
+                yield owned
+
+
+def _buckets(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int) -> Iterator[_Bucket]:
+    """The buckets in order; parameters lie in the reverse of the model's order."""
+    divisor = math.lcm(num_shards, _BUCKET_ALIGNMENT)
+    bucket_start, position = 0, 0
+    parameters: list[tuple[int, int, int]] = []
+    for place in reversed(range(len(sizes))):
+        position = _padded(position, _PARAMETER_ALIGNMENT)
+        if alone[place] and parameters:
+            end = _padded(position, divisor)
+            yield _Bucket(start=bucket_start, end=end, parameters=tuple(parameters))
+            bucket_start, position, parameters = end, end, []
+        parameters.append((place, position, position + sizes[place]))
+        position += sizes[place]
+        if alone[place]:
+            position = _padded(position, divisor)
+            yield _Bucket(start=bucket_start, end=position, parameters=tuple(parameters))
+            bucket_start, parameters = position, []
+    if parameters:
+        yield _Bucket(start=bucket_start, end=_padded(position, divisor), parameters=tuple(parameters))
+
+
+def _padded(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

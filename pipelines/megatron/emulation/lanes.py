@@ -1,4 +1,4 @@
-"""Micro-batches of virtual replicas that compute together, side by side in one pass.
+"""Computes micro-batches of virtual replicas side by side in one pass, and the loss of each emulated cp rank's share.
 
 Where an expert sees the tokens of several replicas at once, their micro-batches are the columns of one line after
 another's; every module but the experts cuts them apart again.
@@ -6,7 +6,7 @@ another's; every module but the experts cuts them apart again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def sums_of_lanes(own: OwnBatch, output: torch.Tensor, loss: Callable[[OwnBatch,
 
 
 def metrics_of_lanes(own: OwnBatch, metrics: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Metrics by micro-batch index, of what ``sums_of_lanes`` gave."""
+    """Gives the metrics of ``sums_of_lanes`` by micro-batch index."""
     parts = parts_of(own)
     rows = [metrics] if len(parts) == 1 else list(metrics)
     return {part.batch.index: row for part, row in zip(parts, rows, strict=True)}
@@ -97,3 +97,30 @@ def _mask(inputs: ModelInputs) -> torch.Tensor:
     num_lines, length = inputs.tokens.shape
     unseen = torch.ones(length, length, dtype=torch.bool, device=inputs.tokens.device).triu(diagonal=1)
     return unseen.expand(num_lines, 1, length, length)
+
+
+ShareSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A share's loss, number of tokens and metrics."""
+
+
+def cut_values(values: Mapping[str, torch.Tensor], num_shares: int) -> list[dict[str, torch.Tensor]]:
+    """``[b, s]`` tensors by name as each share has them."""
+    parts = {name: cut_graph(tensor, 1, num_shares) for name, tensor in values.items()}
+    return [{name: of_shares[share] for name, of_shares in parts.items()} for share in range(num_shares)]
+
+
+def joined_terms(terms: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The shares' ``[b, s]`` tensors by name, side by side."""
+    return {name: torch.cat([of_share[name] for of_share in terms], dim=1) for name in terms[0]}
+
+
+def sums_of_shares(sums: Sequence[ShareSums]) -> ShareSums:
+    """Loss and tokens over all shares, each of whose losses has the gradient that it has alone; metrics ``[n, width]``.
+
+    Of one share they are its own.
+    """
+    if len(sums) == 1:
+        total, num_tokens, metrics = sums[0]
+        return total, num_tokens.int(), metrics
+    totals, counts, metrics_of = zip(*sums, strict=True)
+    return torch.stack(totals).sum(), torch.stack(counts).sum().int(), torch.stack(metrics_of)

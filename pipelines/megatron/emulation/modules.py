@@ -1,8 +1,8 @@
 """Lets the modules of a one-process ``GPTModel`` compute as the ranks of a layout do.
 
-Only ``forward`` of instances is replaced, so that parameters, names and hooks stay those of the reference. What a
-module gives is the whole tensor, put together from what the ranks would hold; tokens are in the order in which cp ranks
-follow one another, and before that the replicas that compute together. Local layers of megatron-core 0.16.1.
+Only ``forward`` of instances is replaced, so parameters, names and hooks stay the reference's. A module gives the whole
+tensor, put together from the ranks' parts; tokens are in the order of the cp ranks, and before that of the replicas
+that compute together. Local layers of megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mock_scheduler.megatron.order_plan import OrderPlan
 from pipelines.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
-from pipelines.megatron.emulation.norms import Norm, norm_function, norm_of_parts
+from pipelines.megatron.emulation.arithmetic import Norm, column_product, norm_function, norm_of_parts, row_product
 from pipelines.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
-from pipelines.megatron.emulation.products import column_product, row_product
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
-from pipelines.megatron.layers.value_head import ValueHead
+from pipelines.megatron.layers.repairs import ValueHead
 
 Tensors = Sequence[torch.Tensor]
 
@@ -32,8 +31,8 @@ Tensors = Sequence[torch.Tensor]
 class EmulatedModules:
     """The modules of one chunk, and how they hold their parameters.
 
-    ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: which
-    lot of virtual replicas computes now.
+    ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: the lot
+    of virtual replicas that computes now.
     """
 
     def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> None:
@@ -75,7 +74,7 @@ class EmulatedModules:
             self.accumulators.register(parameter, split)
 
     def norm(self, norm: Norm) -> None:
-        """A norm over tokens, of which each rank has some."""
+        """Emulates a norm over tokens: each rank has some of them."""
         self.register(norm, self.split(self.over_tokens))
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -85,7 +84,7 @@ class EmulatedModules:
         self.replace(norm, forward)
 
     def norm_of_heads(self, norm: Norm) -> None:
-        """A norm over heads, of which each rank has some; it takes a list of what they have."""
+        """Emulates a norm over heads: each rank has some, and it takes the list of their parts."""
         self.register(norm, self.split("by_heads"))
         apply = norm_function(norm)
 
@@ -107,7 +106,7 @@ class EmulatedModules:
         return weights, [part for parts in self.accumulators.take(bias) for part in parts]
 
     def cut_heads(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """``[s, b, heads, n]`` as what each rank has, share by share."""
+        """Cuts ``[s, b, heads, n]`` into the ranks' parts, share by share."""
         by_share = cut_graph(tensor, 0, self.plan.shares)
         return [part for tokens in by_share for part in cut_graph(tokens, 2, self.plan.tp)]
 
@@ -161,7 +160,7 @@ class EmulatedModules:
         self.replace(linear, forward)
 
     def mlp(self, mlp: MLP) -> None:
-        """An MLP of all tokens, or the part of one with experts that all tokens see, which gives no bias."""
+        """Emulates an MLP of all tokens; the shared experts of a layer with experts give no bias."""
         blocks = 2 if mlp.config.gated_linear_unit else 1
         fc1 = mlp.linear_fc1
         self.column_linear(fc1, blocks=blocks)

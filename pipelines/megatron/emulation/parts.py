@@ -1,8 +1,8 @@
-"""Cuts tensors into what virtual ranks hold, puts them together, and adds in the order of the ranks.
+"""Cuts tensors into the parts of virtual ranks, puts them together, and adds in the order of the ranks.
 
-Contract: a part is memory of its own whose dimensions lie as those of the whole do, since kernels add in an order that
-may depend on strides. Cutting and joining move bits and change none, forward and backward: where autograd would add
-padded slices, these place them.
+Contract: a part is memory of its own whose dimensions lie as the whole's do, since kernels add in an order that may
+depend on strides. Cutting and joining move bits and change none, forward and backward: where autograd would add padded
+slices, these place them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cut(whole: torch.Tensor, dim: int, num_parts: int, blocks: int = 1) -> list[
 
 
 def joined(parts: Sequence[torch.Tensor], dim: int, blocks: int = 1) -> torch.Tensor:
-    """The whole again, of what ``cut`` gave."""
+    """Puts the parts of ``cut`` together again."""
     if len(parts) == 1:
         return parts[0]
     if blocks == 1:
@@ -133,7 +133,7 @@ def copies_graph(whole: torch.Tensor, num_copies: int) -> list[torch.Tensor]:
 
 
 def spread_bias(biases: Sequence[torch.Tensor], length: int, num_lines: int) -> torch.Tensor:
-    """A bias as ``[length, num_lines, h]``, of which as many equal parts of the length as there are biases have each.
+    """Spreads a bias to ``[length, num_lines, h]``, where each of the biases has an equal part of the length.
 
     The gradient of each is the sum over its own part.
     """

@@ -1,8 +1,8 @@
 """Attention of Megatron's local layers over rows whose tokens lie anywhere: packed, split over cp, or cached.
 
-Which token sees which is a mask that the caller makes (``megatron/places``), and where a token stands in its row is
-given to the rotary embedding. So packing, context parallelism and generation need no attention of their own: Megatron's
-``DotProductAttention`` computes all of them, over keys and values that are gathered or kept first.
+The caller's mask says which tokens see each other (``megatron/places``), and the rotary embedding gets each token's
+place in its row. So packing, context parallelism and generation need no attention of their own: Megatron's
+``DotProductAttention`` computes all of them, over keys and values gathered or kept before.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class CacheSlots:
 
 
 class KeyValueCache:
-    """Keys and values of what some rows have read, for one attention layer: ``[S, b, groups, head]``, slot = position.
+    """Keys and values of some rows' history, for one attention layer: ``[S, b, groups, head]``, slot = position.
 
-    ``place`` is shared by the caches of all layers. Slots that a row has not reached, or to which its padding was
-    written, are never seen, since the caller's mask ends at each row's own tokens.
+    ``place`` is shared by the caches of all layers. A row's padding and slots beyond its end are never seen, since the
+    caller's mask ends at each row's own tokens.
     """
 
     def __init__(self, place: CacheSlots) -> None:
@@ -55,7 +55,7 @@ class KeyValueCache:
 
 
 def _with_room(held: torch.Tensor | None, like: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """The held tensor, or one of at least ``num_slots`` slots that begins with what it holds."""
+    """Returns the held tensor, or a larger one of at least ``num_slots`` slots with the same beginning."""
     if held is not None and held.shape[0] >= num_slots:
         return held
     grown = like.new_zeros((max(num_slots, 2 * (0 if held is None else held.shape[0])), *like.shape[1:]))
@@ -65,10 +65,10 @@ def _with_room(held: torch.Tensor | None, like: torch.Tensor, num_slots: int) ->
 
 
 class RowAttention(DotProductAttention):
-    """Megatron's ``DotProductAttention`` that sees the keys of all cp ranks, or those that a cache has kept.
+    """Megatron's ``DotProductAttention`` over the keys of all cp ranks, or of a cache.
 
-    With context parallelism keys and values are gathered over cp, in the order of the ranks; the gradient comes back
-    by reduce-scatter. Megatron's own class refuses cp > 1, and is told that there is none.
+    With context parallelism keys and values are gathered over cp, in the order of the ranks; the gradient comes back by
+    reduce-scatter. Megatron's own class refuses cp > 1, and is told cp = 1.
     """
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
@@ -119,8 +119,8 @@ def caching(layers: list[RowAttention], caches: list[KeyValueCache]) -> Iterator
 class RowRotaryEmbedding(torch.nn.Module):
     """Megatron's rotary embedding for tokens at given positions, all below ``num_positions``.
 
-    ``positions``: int64 ``[b, s]`` of the next forward pass, of the tokens whose queries and keys this rank computes;
-    ``None`` means 0, 1, ..., which is Megatron's own path.
+    ``positions``: int64 ``[b, s]`` of the next forward pass, of this rank's queries and keys; ``None`` means 0, 1, ...,
+    Megatron's own path.
     """
 
     def __init__(self, inner: RotaryEmbedding, *, num_positions: int) -> None:

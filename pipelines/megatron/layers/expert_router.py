@@ -17,90 +17,14 @@ Formulas: Switch Transformer (arXiv 2101.03961), eq. 4 to 6, and ST-MoE (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
-from pipelines.config.model import ModelConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterSums:
-    """What one router adds up over a step; this rank's own part until ``all_reduce_router_sums`` completes it.
-
-    load_balancing, z: float64 ``[]``: the sums of the module's docstring without their coefficients, 0 where the
-    coefficient is; divided by the response tokens they are Megatron's ``load_balancing_loss`` (1 when balanced) and
-    ``z_loss``. tokens_per_expert: float64 ``[E]``: real tokens sent to each expert.
-    """
-
-    load_balancing: torch.Tensor
-    z: torch.Tensor
-    tokens_per_expert: torch.Tensor
-
-
-class RouterLedger:
-    """Counts what the routers of a model do in passes with a gradient, and tells them how much each row weighs."""
-
-    def __init__(self) -> None:
-        self._row_weights: torch.Tensor | None = None
-        self._sums: dict[int, dict[int, torch.Tensor]] = {}
-
-    def start_step(self, row_weights: torch.Tensor) -> None:
-        """Begin a step whose row ids run from 0 to ``len(row_weights) - 1``.
-
-        row_weights: ``[rows]``, integer or floating, on the compute device: the response tokens of each row.
-        """
-        self._row_weights = row_weights.double()
-
-    @property
-    def row_weights(self) -> torch.Tensor:
-        """float64 ``[rows]``.
-
-        Raises:
-            RuntimeError: no step was begun.
-        """
-        if self._row_weights is None:
-            raise RuntimeError("a router with losses ran before RouterLedger.start_step gave the rows' weights")
-        return self._row_weights
-
-    def add(
-        self,
-        layer: int,
-        load_balancing: torch.Tensor,
-        z: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        *,
-        rank: int = 0,
-    ) -> None:
-        """Add what one pass through the router of ``layer`` (from 0) gave; no gradient is kept.
-
-        rank: of an emulated layout, the rank whose tokens these are; what ranks add up is added in their order.
-        """
-        losses = torch.stack((load_balancing, z)).detach().double()
-        row = torch.cat((losses, tokens_per_expert.double()))
-        by_rank = self._sums.setdefault(layer, {})
-        by_rank[rank] = by_rank[rank] + row if rank in by_rank else row
-
-    def take(self) -> dict[int, RouterSums]:
-        """The sums by layer (from 0, as in ``decoder.layers.N``) since the last call, of this rank's tokens alone."""
-        taken, self._sums = self._sums, {}
-        return {layer: _router_sums(_added_by_rank(rows)) for layer, rows in sorted(taken.items())}
-
-
-def _added_by_rank(rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    first, *others = (row for _, row in sorted(rows.items()))
-    total = first
-    for row in others:
-        total = total + row
-    return total
-
-
-def _router_sums(row: torch.Tensor) -> RouterSums:
-    return RouterSums(load_balancing=row[0], z=row[1], tokens_per_expert=row[2:])
+from pipelines.megatron.layers.router_ledger import RouterLedger
 
 
 def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
@@ -111,17 +35,6 @@ def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
             if isinstance(module, LayoutInvariantRouter):
                 module.ledger = ledger
     return ledger
-
-
-def all_reduce_router_sums(
-    sums: dict[int, RouterSums], model: ModelConfig, *, device: torch.device
-) -> dict[int, RouterSums]:
-    """The sums over all ranks, of every layer with experts. Collective: every rank must call it."""
-    table = torch.zeros(model.num_layers, 2 + (model.num_moe_experts or 0), dtype=torch.float64, device=device)
-    for layer, own in sums.items():
-        table[layer] = torch.cat((own.load_balancing.view(1), own.z.view(1), own.tokens_per_expert))
-    dist.all_reduce(table)
-    return {layer: _router_sums(table[layer]) for layer, has_experts in enumerate(model.moe_layers) if has_experts}
 
 
 class LayoutInvariantRouter(TopKRouter):
@@ -138,7 +51,7 @@ class LayoutInvariantRouter(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, **unused: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of the experts, in the logits' dtype, and which are chosen, bool; both ``[s · b, E]``.
+        """Returns the experts' weights, in the logits' dtype, and the chosen experts, bool; both ``[s · b, E]``.
 
         input: ``[s, b, h]``. padding_mask: int64 row ids ``[s, b]``; ``None``: every token is real and of row 0.
         Communicates over tp × cp where there is a loss.
@@ -155,10 +68,10 @@ class LayoutInvariantRouter(TopKRouter):
         counts: torch.Tensor | None = None,
         rank: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``forward`` gives for logits ``[n, E]`` of tokens of rows int64 ``[n]``.
+        """Returns ``forward``'s tensors for logits ``[n, E]`` of tokens of rows int64 ``[n]``.
 
-        counts: what ``count_by_row`` gives, summed over the ranks that compute the micro-batch; ``None``: the sum is
-        made here. rank: as for ``RouterLedger.add``.
+        counts: ``count_by_row`` summed over the ranks that compute the micro-batch; ``None``: the sum is made here.
+        rank: as for ``RouterLedger.add``.
         """
         if not self.has_losses_now:
             return self._choose(logits)
@@ -289,9 +202,9 @@ def choose_experts(
     scaling_factor: float | None = None,
     expert_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and choice of the experts, both ``[T, E]``: ``topk_routing_with_score_function`` (0.16.1) bit for bit.
+    """Chooses and weighs the experts, both ``[T, E]``: ``topk_routing_with_score_function`` (0.16.1) bit for bit.
 
-    But for one thing: what is computed in float32 there is computed in float64 here where the logits are float64.
+    Only float64 logits differ: their scores, float32 there, are float64 here.
     """
     wide = _at_least_float32(logits)
     if score_function == "softmax" and not pre_softmax:

@@ -1,12 +1,12 @@
-"""Layers with experts: what they add to Megatron's configuration, their specs, and how tokens tell their rows.
+"""Builds layers with experts: their fields of Megatron's configuration, their specs, and the row of each token.
 
-The layer's router (``expert_router``) must know which row each token belongs to. The row travels as ``padding_mask``,
-the one argument that Megatron passes from the model to its experts and keeps for recomputation: int64 ``[b, s]``, -1
-for padding, else a row id that is unique within the training step.
+The layer's router (``expert_router``) must know each token's row. The row travels as ``padding_mask``, the one argument
+that Megatron passes from the model to its experts and keeps for recomputation: int64 ``[b, s]``, -1 for padding, else a
+row id unique within the training step.
 
 Names: ``decoder.layers.N.mlp.`` followed by ``router.weight`` ``[E, h]``, ``router.bias`` ``[E]`` (with
 ``add_bias_linear``), ``experts.local_experts.I.linear_fc1.weight`` and ``linear_fc2.weight`` (expert I of this ep rank,
-which is the model's expert ep_rank · E / ep + I) and ``shared_experts.linear_fc1.weight`` and ``linear_fc2.weight``.
+the model's expert ep_rank · E / ep + I) and ``shared_experts.linear_fc1.weight`` and ``linear_fc2.weight``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUTER_DTYPES = {torch.float32: None, torch.bfloat16: "fp32", torch.float64: "fp
 
 
 def moe_config_fields(model: ModelConfig, parallel: ParallelConfig, precision: torch.dtype) -> dict[str, object]:
-    """What experts add to Megatron's ``TransformerConfig``; empty for a model without."""
+    """Lists the experts' fields of Megatron's ``TransformerConfig``; empty for a model without experts."""
     if model.num_moe_experts is None:
         return {}
     return {
@@ -80,12 +80,12 @@ def expert_mlp_spec(model: ModelConfig) -> ModuleSpec | functools.partial[MoELay
 def padding_mask_argument(
     row_ids: torch.Tensor, model: ModelConfig, *, is_first_chunk: bool, sequence_parallel: bool
 ) -> torch.Tensor | None:
-    """What to pass to ``GPTModel`` as ``padding_mask`` so that its routers learn the row of each token.
+    """Makes ``GPTModel``'s ``padding_mask``, by which its routers learn the row of each token.
 
-    row_ids: int64 ``[b, s]`` of the tokens that this rank passes to the model, before sequence parallelism splits
-    them. The chunk with the embedding splits its mask itself; the others are handed their slice, ``[b, s / tp]``.
-    ``None`` where no router reads it. Megatron's own router gets its bool mask, True for padding, except with an expert
-    bias, whose counter fails on any mask (0.16.1).
+    row_ids: int64 ``[b, s]`` of the tokens that this rank passes to the model, before sequence parallelism splits them.
+    The chunk with the embedding splits its mask itself; the others are handed their slice, ``[b, s / tp]``. ``None``
+    where no router reads it. Megatron's own router gets its bool mask, True for padding, except with an expert bias,
+    whose counter fails on any mask (0.16.1).
     """
     if model.num_moe_experts is None:
         return None
@@ -100,7 +100,7 @@ def padding_mask_argument(
 
 
 class RowMoELayer(MoELayer):
-    """Megatron's layer with experts, which hands the router the row of each token."""
+    """Megatron's layer with experts; it hands the router the row of each token."""
 
     def forward(
         self,

@@ -1,15 +1,22 @@
-"""Repairs of a built model where layers of Megatron (0.16.1) lose an argument or fail; no other value changes."""
+"""Repairs Megatron's local layers: norms and a value head with marked parameters, and hooks where an argument is lost.
+
+Marks are the attributes that Megatron hangs on parameters; the functions here read and set them with their types. The
+hooks are for megatron-core 0.16.1, and change no other value.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 
 def repair_layers(gpt: GPTModel) -> None:
-    """Everything that a model of this configuration needs; nothing for one without experts."""
+    """Puts the hooks in that a model of this configuration needs; none for one without experts."""
     if gpt.config.num_moe_experts is None:
         return
     if gpt.config.recompute_method == "block":
@@ -19,10 +26,11 @@ def repair_layers(gpt: GPTModel) -> None:
 
 
 def _hand_mask_to_layers(block: TransformerBlock) -> None:
-    """Let layers that block recomputation leaves out have the padding mask too.
+    """Lets layers outside block recomputation have the padding mask too.
 
-    Megatron hands it to those it recomputes alone (``TransformerBlock._checkpointed_forward``), so that the routers of
-    the others took padding for real tokens, all of one row: gradients were wrong by their whole size.
+    Megatron hands it to the recomputed ones alone (``TransformerBlock._checkpointed_forward``), so the routers of the
+    others took padding for real tokens, all of one row: gradients were wrong by their whole size. It can go when that
+    method passes ``padding_mask`` to every layer.
     """
     held: dict[str, object] = {}
 
@@ -41,9 +49,9 @@ def _hand_mask_to_layers(block: TransformerBlock) -> None:
 
 
 def _copy_outputs_of_experts(gpt: GPTModel) -> None:
-    """Let an expert's second bias be added.
+    """Lets an expert's second bias be added.
 
-    ``MLP.forward`` adds it in place to what a custom autograd function returned as it came, which autograd refuses.
+    ``MLP.forward`` adds it in place to the unchanged result of a custom autograd function, and autograd refuses this.
     """
 
     def copy(
@@ -54,3 +62,71 @@ def _copy_outputs_of_experts(gpt: GPTModel) -> None:
     for module in gpt.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert:
             module.register_forward_hook(copy)
+
+
+class TorchNorm:
+    """Builds ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` with parameters marked as Megatron expects.
+
+    Megatron's own wrapper refuses sequence parallelism because it does not mark its parameters: a norm over a part of
+    the sequence has a partial gradient, and ``finalize_model_grads`` sums marked parameters alone over tp.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ) -> torch.nn.Module:
+        """A norm over ``hidden_size``, of the kind that ``config.normalization`` names; the rest is Megatron's."""
+        norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = norm_class(hidden_size, eps=eps, dtype=config.params_dtype)
+        mark_sequence_parallel(norm, config.sequence_parallel)
+        return norm
+
+
+class ValueHead(torch.nn.Linear):
+    """The head of a critic: one value per token, in the place of ``GPTModel``'s output layer; every tp rank holds it
+    whole.
+
+    Under sequence parallelism a rank computes the values of its part of the sequence, to be gathered; the gradient of
+    the weight is partial there, and summed over tp because it is marked ``sequence_parallel``.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
+        self._splits_sequence = config.sequence_parallel
+        mark_sequence_parallel(self, config.sequence_parallel)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, weight: torch.Tensor | None = None, **unused: object
+    ) -> tuple[torch.Tensor, None]:
+        """Values ``[s, b, 1]`` of hidden states ``[s, b, h]``, in float32 or wider, and no bias, as Megatron asks."""
+        values = super().forward(hidden_states)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if self._splits_sequence:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Returns the buffer that accumulates a parameter's gradient, in the accumulator's dtype."""
+    marked: Any = parameter
+    grad: torch.Tensor = marked.main_grad
+    return grad
+
+
+def main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Returns the wide copy that ``Float16OptimizerWithFloat16Params`` updates in the parameter's place."""
+    marked: Any = parameter
+    wide: torch.Tensor = marked.main_param
+    return wide
+
+
+def partition_dim(parameter: torch.nn.Parameter) -> int:
+    """Returns the dimension that tp ranks split a parameter along; -1 where they do not."""
+    marked: Any = parameter
+    return int(marked.partition_dim)
+
+
+def mark_sequence_parallel(module: torch.nn.Module, is_parallel: bool) -> None:
+    """Says whether a module's gradients are of a part of the sequence, to be summed over tp."""
+    for parameter in module.parameters():
+        marked: Any = parameter
+        marked.sequence_parallel = is_parallel

@@ -1,1 +1,1 @@
-"""What a training step shows of itself: the interface that it calls, and the probe that writes a trace."""
+"""A training step tells a probe of itself; probes write traces and put grafts in."""

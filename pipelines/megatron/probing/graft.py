@@ -1,15 +1,16 @@
-"""Puts a reference's tensors into a run: in one update, the named modules give, or get back, what the trace has.
+"""Puts a reference's tensors into a run: in one update, the named modules give, or get back, the trace's tensors.
 
-Contract: a ``GraftProbe`` stands before the probe that traces, so that the trace of the run shows what was put in. In
-the forward pass the module's output has the reference's bits and the graph of its own (its gradient goes on unchanged);
-in the backward pass the gradient that arrives at the output is replaced, and what was computed before stays. With
-recomputation both runs of a module get the same. Padding keeps its own values. Tokens are found by row identity and
-position, and each rank cuts its own part out of the whole tensor by the ``ShardSpec`` that the probe would write.
+Contract: a ``GraftProbe`` stands before the tracing probe, so the run's trace shows the graft. In the forward pass the
+module's output has the reference's bits and the graph of its own (its gradient goes on unchanged); in the backward pass
+the gradient arriving at the output is replaced, and everything computed before stays. With recomputation both runs of a
+module get the same. Padding keeps its own values. Tokens are found by row identity and position, and each rank cuts its
+own part out of the whole tensor by the probe's ``ShardSpec``.
 
-A traced gradient is of the sum over all ranks (``shares.gradient_scale``), so one that is put in is multiplied by
-dp · cp where each rank's loss is a mean: exact where that is a power of two, else within one rounding.
-Which experts a token chose cannot be put in, since tables that experts have built by then follow from it: the router's
-logits can. What lies by chosen expert is put in only where both runs chose the same.
+A traced gradient is of the sum over all ranks (``shares.gradient_scale``), so a grafted one is multiplied by dp · cp
+where each rank's loss is a mean: exact where dp · cp is a power of two, else within one rounding.
+
+The choice of experts cannot be put in, since experts have built tables from it by then; the router's logits can.
+Tensors by chosen expert are put in only where both runs chose the same.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from mock_scheduler.trace.shards import cut_shard
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.observed import ObservedOutput, observed_outputs
-from pipelines.megatron.probing.shares import Share, ShareBook, Tokens, element_places, gradient_scale
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import Share, ShareBook, TokenIndex, Tokens, element_places, gradient_scale
 from pipelines.megatron.probing.watches import Gather, See
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
@@ -62,7 +62,7 @@ class GraftSource:
             self._keys = self._find(reader)
 
     def order(self, batch: RolloutBatch) -> torch.Tensor | None:
-        """int64 ``[T]``: where each token of the batch is among the trace's; ``None`` where both are alike.
+        """Finds each token of the batch among the trace's, int64 ``[T]``; ``None`` where both are alike.
 
         Raises:
             TraceError: a row of the batch is not in the trace, or is of another length there.
@@ -213,10 +213,10 @@ class GraftProbe(TrainingProbe):
 
     @contextmanager
     def watching(self, model: TrainedModel, update: int) -> Iterator[None]:
-        """Graft what the model computes in the block, where it is the update.
+        """Grafts the model's tensors in the block, where it is the configured update.
 
         Raises:
-            TraceError: a tensor cannot be put in, or a gradient that was waited for did not arrive.
+            TraceError: a tensor cannot be put in, or an awaited gradient did not arrive.
         """
         if update != self._config.update:
             yield
@@ -252,7 +252,7 @@ class GraftProbe(TrainingProbe):
             self._current = None
 
     def check_fired(self, ranks: RankGroup) -> None:
-        """Refuse a step in which a named tensor was put in on no rank. Collective, over all ranks.
+        """Refuses a step without a graft of some named tensor on any rank. Collective, over all ranks.
 
         Raises:
             TraceError: on every rank, with all such names.
@@ -270,7 +270,7 @@ class GraftProbe(TrainingProbe):
             )
 
     def _see(self, output: ObservedOutput, reference: _Reference, scale: float) -> See:
-        """What takes every tensor that the module computes, in a first pass or in one that recomputes it."""
+        """Builds the receiver of a module's tensors, of a first pass and of one that recomputes it."""
         waiting: deque[Share] = deque()
         is_value = self._config.kind == "activation"
 
@@ -320,7 +320,7 @@ class GraftProbe(TrainingProbe):
             return None if places is None else torch.unravel_index(places, tensor.shape)
 
     def _check_choices(self, model: TrainedModel, output: ObservedOutput, stack: ExitStack) -> None:
-        """Refuse to put in what lies by chosen expert where a token chose others than in the reference."""
+        """Refuses a tensor by chosen expert where a token chose other experts than in the reference."""
         name = f"{output.name.partition('.mlp.')[0]}.mlp.router.chosen_experts"
         choice = next(item for item in observed_outputs(model) if item.name == name)
         expected = self._source.choice(name, self._order)
@@ -354,7 +354,7 @@ class _Grafted(torch.autograd.Function):
     def forward(
         ctx: object, tensor: torch.Tensor, places: tuple[torch.Tensor, ...], values: torch.Tensor
     ) -> torch.Tensor:
-        """Bit for bit what ``put_elements`` gives."""
+        """Returns ``put_elements``, bit for bit."""
         return put_elements(tensor, places, values)
 
     @staticmethod

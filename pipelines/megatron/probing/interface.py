@@ -1,24 +1,24 @@
-"""What a training step tells a probe while it runs.
+"""A training step tells a probe of itself while it runs; several probes can stand for one.
 
-Contract: the methods do nothing here, so ``TrainingProbe()`` is the probe of a run that traces nothing, and costs a
-few empty calls per micro-batch. A probe changes no bit of the training: it reads and copies. It
-never communicates, but that parameters may be gathered earlier than training would (``overlap_param_gather``), by all
-ranks.
-Every rank has its own and is told of its own part alone.
+Contract: the methods do nothing here, so ``TrainingProbe()`` is the probe of a run without a trace, and costs a few
+empty calls per micro-batch. A probe changes no bit of the training: it reads and copies. It never communicates, except
+that all ranks may gather parameters earlier than training would (``overlap_param_gather``). Every rank has its own and
+is told of its own part alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceKind
+from pipelines.batching.plan import MicroBatch
 from pipelines.megatron.places import OwnBatch
-from pipelines.micro_batches import MicroBatch
+from pipelines.megatron.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from pipelines.megatron.trained_model import TrainedModel
@@ -53,10 +53,68 @@ class TrainingProbe:
         return nullcontext()
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
-        """Numbers of a whole update, which every rank computes and must compute alike."""
+        """Numbers of a whole update; every rank must compute the same."""
 
     def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
         """The model's main gradients have been reduced (``gradient``), or it has been updated (``parameter``)."""
 
 
 NO_PROBE = TrainingProbe()
+
+
+class CompositeProbe(TrainingProbe):
+    """Tells its probes in their order; blocks are entered in it, and left in the reverse."""
+
+    def __init__(self, probes: Sequence[TrainingProbe]) -> None:
+        self._probes = probes
+
+    def start_step(self, batch: RolloutBatch, batches: Sequence[OwnBatch], models: Sequence[TrainedModel]) -> None:
+        """As of each."""
+        for probe in self._probes:
+            probe.start_step(batch, batches, models)
+
+    def tokens(
+        self, kind: TraceKind, own: OwnBatch, values: Mapping[str, torch.Tensor], *, update: int = 0, prefix: str = ""
+    ) -> None:
+        """As of each."""
+        for probe in self._probes:
+            probe.tokens(kind, own, values, update=update, prefix=prefix)
+
+    def start_update(self, update: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """As of each."""
+        for probe in self._probes:
+            probe.start_update(update, micro_batches)
+
+    @contextmanager
+    def watching(self, model: TrainedModel, update: int) -> Iterator[None]:
+        """As of each."""
+        with ExitStack() as stack:
+            for probe in self._probes:
+                stack.enter_context(probe.watching(model, update))
+            yield
+
+    @contextmanager
+    def computing(self, own: OwnBatch) -> Iterator[None]:
+        """As of each."""
+        with ExitStack() as stack:
+            for probe in self._probes:
+                stack.enter_context(probe.computing(own))
+            yield
+
+    def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
+        """As of each."""
+        for probe in self._probes:
+            probe.scalars(kind, values, update=update, prefix=prefix)
+
+    def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
+        """As of each."""
+        for probe in self._probes:
+            probe.state(model, update, kind)
+
+
+def combine(*probes: TrainingProbe | None) -> TrainingProbe:
+    """One probe of those that are there."""
+    present = [probe for probe in probes if probe is not None]
+    if len(present) > 1:
+        return CompositeProbe(present)
+    return present[0] if present else NO_PROBE

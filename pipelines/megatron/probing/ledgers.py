@@ -1,8 +1,8 @@
 """Lists the collectives and random draws of a block in the order in which this rank begins them.
 
-Contract: it changes no bit, draws nothing and communicates nothing. Everything that goes through torch's dispatcher is
-seen, from whichever module it was imported, in forward and backward; draws of NumPy, and of kernels outside torch
-(fused attention of TransformerEngine), are not.
+Contract: it changes no bit, draws nothing and communicates nothing. It sees everything behind torch's dispatcher, from
+any module's import, in forward and backward; it does not see draws of NumPy, and of kernels outside torch (fused
+attention of TransformerEngine).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CallLedger(WatchingMode):
         self.calls: dict[LedgerKind, list[LedgerCall]] = {kind: [] for kind in kinds}
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Run the operation, and write down what is asked of it."""
+        """Runs the operation, and writes its call down."""
         facts = facts_of(func)
         if facts.is_communication and "collective" in self.calls:
             call = _read_collective(facts, facts.bind(args, kwargs))
@@ -95,7 +95,7 @@ def _operation_of(operator: str) -> str:
 
 
 def _sent_tensors(bound: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """What this rank gives to a collective; of a receive, what it gets."""
+    """Yields this rank's input of a collective; of a receive, its output."""
     given = next((name for name in _SENT if name in bound), None)
     values = {given: bound[given]} if given is not None else bound
     for name, value in values.items():
@@ -122,7 +122,7 @@ def _draws(operator: Any, bound: Mapping[str, Any]) -> bool:  # noqa: ANN401 - O
 
 
 def _describe_draw(operator: Any, args: Sequence[Any], result: Any) -> LedgerCall:  # noqa: ANN401
-    """The operation with what came out of it: dtype and elements of its first result."""
+    """Describes the operation by its outcome: dtype and elements of its first result."""
     tensor = next((tensor for _, tensor in flatten_tensors("result", result)), args[0])
     return LedgerCall(
         operation=_base_name(operator), group=(), dtype=dtype_name(tensor.dtype), num_elements=tensor.numel()

@@ -1,21 +1,20 @@
-"""Traces what modules compute: activations, routers, logits, and the gradients of the loss with respect to them.
+"""Traces the modules' outputs: activations, routers, logits, and the gradients of the loss with respect to them.
 
 Hooks are on a model's modules only within ``watching``. An output is taken when it is computed, in the forward pass
-that ``computing`` announces; its gradient when the backward pass reaches it. With recomputation a module runs again in
-the backward pass: values are those of the first run, and the gradient is taken from the run that has a graph. Nobody
-says which micro-batch a second run is for, but the backward passes of a chunk come in the order of its forward passes,
-so that the first that waits is meant.
+announced by ``computing``; its gradient when the backward pass reaches it. With recomputation a module runs again in
+the backward pass: values come from the first run, and the gradient from the run with a graph. Nobody names the
+micro-batch of a second run, but the backward passes of a chunk come in the order of its forward passes, so the first
+waiting one is meant.
 
-A gradient is that of the loss whose gradients all ranks add up: with ``calculate_per_token_loss`` the sum over the
-update's response tokens, undivided, so that micro-batches do not show; without it the mean over the update's
-micro-batches of each one's mean over its tokens. Tensor parallelism leaves none of them partial: the gradient of what
-a column-parallel layer reads is reduced by that layer before it is that of the module before it, which is where a hook
-sees it; heads, channels and vocabulary that a rank holds alone have all of theirs there. Under context parallelism keys
-and values get theirs back by reduce-scatter, and under expert parallelism tokens come back to the rank that owns them.
-Losses of routers are part of it, from ``mlp.router.logits`` on; those of ``moe_router_impl: megatron`` are scaled by
-tp and cp in some releases, which then shows (``docs/layouts.md``).
+A gradient is of the loss whose gradients all ranks add up: with ``calculate_per_token_loss`` the sum over the update's
+response tokens, undivided, so micro-batches do not show; without it the mean over the update's micro-batches of each
+one's mean over its tokens. Tensor parallelism leaves none of them partial: a column-parallel layer reduces its input's
+gradient before the hook on the module before it sees it; heads, channels and vocabulary on one rank alone have all of
+theirs there. Under context parallelism keys and values get theirs back by reduce-scatter, and under expert parallelism
+tokens come back to their rank. Losses of routers are part of it, from ``mlp.router.logits`` on; with ``moe_router_impl:
+megatron`` some releases scale them by tp and cp, and the trace shows it (``docs/layouts.md``).
 
-Reading changes no bit: outputs are detached and copied, methods are wrapped and return what the wrapped ones do.
+Reading changes no bit: outputs are detached and copied, and wrapped methods return their own results.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.selection import TraceSelection
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.observed import ObservedOutput, observed_outputs, unobserved_outputs
-from pipelines.megatron.probing.shares import Share, ShareBook, gradient_scale, select_tokens
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import Share, ShareBook, TokenIndex, gradient_scale, select_tokens
 from pipelines.megatron.probing.watches import Gather, See
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
@@ -45,7 +43,7 @@ _GRADIENT: TraceKind = "activation_gradient"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tap:
-    """An output under observation, which of its two tensors are traced, and the passes that wait for a second run."""
+    """An output under observation, its traced tensors (value, gradient), and the passes that wait for a second run."""
 
     output: ObservedOutput
     has_value: bool
@@ -54,10 +52,10 @@ class _Tap:
 
 
 class ModuleProbe:
-    """Of one rank; it never communicates. ``emit`` takes each piece at once and copies what it keeps.
+    """The probe of one rank; it never communicates. ``emit`` takes each piece at once and copies all it keeps.
 
-    selection: which kinds and names. An update's model is told by ``watching``, its micro-batches by ``computing``.
-    aside: around all that is computed for the trace alone, such as the time that it takes.
+    selection: kinds and names. ``watching`` names an update's model, ``computing`` its micro-batches. aside: a context
+    around all computation for the trace alone, such as its timing.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class ModuleProbe:
 
     @property
     def unobserved(self) -> tuple[Unobserved, ...]:
-        """What was selected and the watched models do not show; the same on every rank."""
+        """Lists the selected outputs that the watched models do not show; the same on every rank."""
         return tuple(self._unobserved)
 
     def start_step(self, index: TokenIndex) -> None:
@@ -90,7 +88,7 @@ class ModuleProbe:
 
     @contextmanager
     def watching(self, model: TrainedModel, update: int) -> Iterator[None]:
-        """Trace what the model computes in the block: all forward and backward passes of one update.
+        """Traces the model in the block: all forward and backward passes of one update.
 
         Raises:
             TraceError: the model is not as the tables say, or the backward passes did not give all of the gradients.
@@ -135,7 +133,7 @@ class ModuleProbe:
         return taps
 
     def _see(self, tap: _Tap) -> See:
-        """What takes every tensor that the tap's module computes, in a first pass or in one that recomputes it."""
+        """Builds the receiver of a tap's tensors, of a first pass and of one that recomputes it."""
 
         def see(tensor: torch.Tensor, gather: Gather | None) -> None:
             # A layer's output requires a gradient in any case: Megatron adds its residual with gradients enabled.
@@ -177,7 +175,7 @@ class ModuleProbe:
         *,
         scale: float = 1.0,
     ) -> None:
-        """Hand on what a tensor has for the share's tokens; nothing where it is all padding."""
+        """Hands on a tensor's part for the share's tokens; nothing where it is all padding."""
         tokens = share.of(output.form)
         with self._aside(), torch.no_grad():
             local = select_tokens(output, tensor.detach(), gather, tokens)

@@ -1,8 +1,8 @@
-"""Which modules' outputs are traced, under which names, and how each output lies in the whole tensor.
+"""Tables of the traced modules say their names, and how each output lies in the whole tensor.
 
-The tables say it all: a module's place in the model, what its output counts, and which layers have it. Everything else
-follows from them. A canonical output is ``[T, ...]``: the step's tokens, then what one process computes for a token.
-Names and layouts of outputs: megatron-core 0.16.1 and 0.19.2.
+A row has a module's place in the model, the meaning of its output, and its layers; everything else follows. A canonical
+output is ``[T, ...]``: the step's tokens, then one process's numbers for a token. Names and layouts of outputs:
+megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Content = Literal["hidden", "qkv", "query", "key", "ffn", "output", "experts", "
 class ObservedModule:
     """One row of the tables.
 
-    path: within the layer or the model; empty for the layer itself. part: what is added to the name where a module
-    shows more than one tensor. watched: the path of the module that the watch is put on, where it is another one.
-    is_in: which layers have it. has_gradient: whether it is differentiable.
+    path: within the layer or the model; empty for the layer itself. part: an addition to the name where a module shows
+    more than one tensor. watched: the path of the watched module, where it is another one. is_in: the layers with it.
+    has_gradient: whether it is differentiable.
     """
 
     path: str
@@ -113,11 +113,11 @@ LAYER_MODULES: tuple[ObservedModule, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputForm:
-    """What follows the token dimension of an output.
+    """The dimensions after the token dimension of an output.
 
-    dims, shape: of the canonical tensor. local_shape: what this rank has of it. splits: which part that is. width: how
-    many numbers the module gives per token, where vocabulary padding follows the local part; else its size.
-    is_sliced: sequence parallelism leaves this rank a slice of the columns.
+    dims, shape: of the canonical tensor. local_shape: this rank's part. splits: the place of this part. width: how many
+    numbers the module gives per token, where vocabulary padding follows the local part; else its size. is_sliced:
+    sequence parallelism leaves this rank a slice of the columns.
     """
 
     dims: tuple[DimName, ...]
@@ -142,10 +142,10 @@ class ObservedOutput:
 
 
 def observed_outputs(model: TrainedModel) -> Iterator[ObservedOutput]:
-    """Everything that this rank's chunks show, in the order of computation within each.
+    """Yields every output of this rank's chunks, in the order of computation within each.
 
     Raises:
-        TraceError: the model's modules are not those of its configuration; lists all that differ.
+        TraceError: the model's modules are not its configuration's; lists all differences.
     """
     problems: dict[str, str] = {}
     fused = fused_norms(model)
@@ -254,7 +254,7 @@ def _split_form(
 
 
 def _output_form(model: TrainedModel) -> OutputForm:
-    """Logits without vocabulary padding, of which the last ranks have the most; or one value, on every rank."""
+    """Describes logits without vocabulary padding (the last ranks have most of it), or one value, on every rank."""
     if model.shape.has_value_head:
         return OutputForm(dims=("channel",), shape=(1,), local_shape=(1,), width=1)
     runtime, vocab_size = model.runtime, model.shape.vocab_size

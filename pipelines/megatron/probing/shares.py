@@ -1,4 +1,4 @@
-"""Which tokens of a step a module's output has, place by place, on one rank: what probes and grafts address it by.
+"""Finds a module's outputs among a step's tokens, place by place, on one rank; probes and grafts address tensors by it.
 
 Contract: nothing is communicated or computed with the values themselves; a micro-batch's share is worked out once.
 """
@@ -8,16 +8,59 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.trace.shards import ShardSpec, Split
+from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.observed import ObservedOutput, OutputForm
-from pipelines.megatron.probing.token_places import TokenIndex
 from pipelines.megatron.probing.watches import Gather
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenPlaces:
+    """Some tokens of a share, without padding.
+
+    cells: int64 ``[n]`` on the host, their places in the flattened ``[b · s]`` lines of the share. split: their places
+    in the token dimension of a canonical tensor whose local one has just these n tokens, in this order.
+    """
+
+    cells: torch.Tensor
+    split: Split
+
+    @property
+    def num_tokens(self) -> int:
+        """n."""
+        return len(self.cells)
+
+
+class TokenIndex:
+    """The canonical indices of a step's tokens. lengths: int64 ``[rows]``, the tokens of each row of the batch."""
+
+    def __init__(self, lengths: torch.Tensor) -> None:
+        self.lengths = tuple(lengths.tolist())
+        self.num_tokens = int(lengths.sum())
+        self._starts = np.concatenate([[0], np.cumsum(lengths.numpy())])
+
+    def places(self, own: OwnBatch, *, columns: slice = slice(None), response_only: bool = False) -> TokenPlaces:
+        """The share's tokens, in canonical order.
+
+        columns: of the share's s columns only these, as sequence parallelism splits them; cells are then those of
+        the flattened ``[b · len(columns)]``. response_only: only tokens whose target is a response token.
+        """
+        batch = own.batch
+        row_ids, positions = batch.row_ids[:, columns].cpu().numpy(), batch.positions[:, columns].cpu().numpy()
+        is_kept = row_ids >= 0
+        if response_only:
+            is_kept &= batch.response_mask[:, columns].cpu().numpy()
+        cells = np.flatnonzero(is_kept)
+        indices = self._starts[row_ids.ravel()[cells]] + positions.ravel()[cells]
+        order = np.argsort(indices, kind="stable")
+        blocks: tuple[Block, ...] = blocks_of_indices(indices[order].tolist())
+        return TokenPlaces(cells=torch.from_numpy(cells[order]), split=Split(dim=0, blocks=blocks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,10 +129,10 @@ class ShareBook:
 def select_tokens(
     output: ObservedOutput, tensor: torch.Tensor, gather: Gather | None, tokens: Tokens
 ) -> torch.Tensor | None:
-    """What an output has for a share's tokens, ``[n, *form.local_shape]``, or its gradient has.
+    """Selects an output's values for a share's tokens, ``[n, *form.local_shape]``, or its gradient's.
 
-    ``None`` where that is nothing: all padding, or a rank with none of the features. Elements are chosen, never
-    computed with. Raises ``TraceError`` where the output is of another size than the tables say.
+    ``None`` where there are none: all padding, or a rank with none of the features. Elements are chosen, never computed
+    with. Raises ``TraceError`` where the output is of another size than the tables say.
     """
     form, num_tokens = output.form, len(tokens.places)
     size = prod(form.local_shape)
@@ -108,7 +151,8 @@ def element_places(
 
 
 def gradient_scale(model: TrainedModel) -> float:
-    """What makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel`` does.
+    """Returns the factor that makes a rank's gradients parts of one sum over all ranks, as ``DistributedDataParallel``
+    has it.
 
     It divides by dp · cp where each rank's loss is a mean, over its own micro-batches (megatron-core 0.16.1,
     ``gradient_scaling_factor``).

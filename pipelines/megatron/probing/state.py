@@ -1,7 +1,7 @@
-"""What a rank holds of a model's gradients, parameters and optimizer state, where it lies, without communication.
+"""Reads this rank's gradients, parameters and optimizer state of a model where they lie, without communication.
 
-Contract: tensors are given as they are, not copied. With the distributed optimizer a rank has reduced, and holds the
-moments of, a flat range of each parameter: its spec says which. A buffer that is state of the model (persistent, of
+Contract: tensors are given as they are, not copied. With the distributed optimizer a rank has a reduced flat range of
+each parameter's gradient, and its moments: the spec says the range. A buffer of the model's state (persistent, of
 floats, as the bias of experts) is one more parameter, without gradient and moments: rules of its own move it.
 """
 
@@ -18,8 +18,8 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import ShardSpec
+from pipelines.megatron.layers.repairs import main_grad, main_param
 from pipelines.megatron.optimizer_state import MOMENTS, state_dtype
-from pipelines.megatron.parameter_marks import main_grad, main_param
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import LocalParameter
 
@@ -30,7 +30,7 @@ _NORM = "layernorm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePiece:
-    """What this rank holds of one tensor, as ``TraceEntry`` has it."""
+    """This rank's part of one tensor, as ``TraceEntry`` has it."""
 
     spec: ShardSpec
     tensor: torch.Tensor
@@ -38,12 +38,11 @@ class StatePiece:
 
 
 def read_state(model: TrainedModel, kind: TraceKind) -> Iterator[StatePiece]:
-    """The pieces of one kind: ``gradient``, ``initial`` or ``parameter``, ``weight``, ``optimizer``.
+    """Yields the pieces of one kind: ``gradient``, ``initial`` or ``parameter``, ``weight``, ``optimizer``.
 
-    gradient: main gradients. initial, parameter: in the precision in which parameters are updated, of bfloat16 ones the
-    optimizer's copy; and buffers, in that precision too. weight: bfloat16 parameters themselves; nothing in other
-    precisions. optimizer: Adam's moments, named ``{parameter}.exp_avg`` and ``{parameter}.exp_avg_sq``; 0 before the
-    first update.
+    gradient: main gradients. initial, parameter: in the precision of the update, for bfloat16 ones the optimizer's
+    copy; and buffers, in the same precision. weight: bfloat16 parameters themselves; nothing in other precisions.
+    optimizer: Adam's moments, named ``{parameter}.exp_avg`` and ``{parameter}.exp_avg_sq``; 0 before the first update.
     """
     for local in model.parameters():
         dims = _dims_of(local.spec, model)
@@ -108,7 +107,7 @@ def _moments(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> 
 def _updated(
     local: LocalParameter, optimizers: Sequence[MegatronOptimizer]
 ) -> Iterator[tuple[MegatronOptimizer, ShardSpec, torch.Tensor]]:
-    """The tensor that an optimizer updates in a parameter's place, flat where it is a range, and which optimizer."""
+    """Yields each optimizer with the tensor it updates in a parameter's place, flat where it is a range."""
     wide = local.parameter if _is_wide(local.parameter) else None
     for optimizer in optimizers:
         if optimizer.is_stub_optimizer:
@@ -143,7 +142,7 @@ def _is_wide(parameter: torch.Tensor) -> bool:
 
 
 def _dims_of(spec: ShardSpec, model: TrainedModel) -> tuple[DimName, ...]:
-    """What the dimensions of a parameter or buffer count, by its canonical name."""
+    """Names the dimensions of a parameter or buffer by its canonical name."""
     name = spec.name.removeprefix(model.shape.prefix)
     match len(spec.global_shape):
         case 1 if _ROUTER in name:

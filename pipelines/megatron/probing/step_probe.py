@@ -1,9 +1,9 @@
-"""Hands what a training step shows of itself to a sink, in the canonical form of the trace.
+"""Hands a training step's tensors to a sink, in the canonical form of the trace.
 
-Contract: reading changes nothing; tensors go to the sink at once, which copies what it keeps. Nothing is communicated,
-but for what training itself would gather later: with ``training.overlap_param_gather``, and where parameters or
-weights are selected, they are gathered right after each update, by every rank, also by one that writes nothing. On
-such a rank nothing else is done.
+Contract: reading changes nothing; tensors go to the sink at once, and it copies all it keeps. Nothing is communicated,
+except for an earlier gathering of parameters: with ``training.overlap_param_gather``, and where parameters or weights
+are selected, every rank gathers them right after each update, also one that writes nothing. Such a rank does nothing
+else.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceConfig, TraceKind
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
-from mock_scheduler.trace.selection import TraceSelection
+from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole
-from mock_scheduler.trace.sinks import open_sink
-from pipelines.clock import Clock
+from pipelines.batching.plan import MicroBatch
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.ledgers import CallLedger
 from pipelines.megatron.probing.module_probe import ModuleProbe
+from pipelines.megatron.probing.shares import TokenIndex, TokenPlaces
 from pipelines.megatron.probing.state import read_state
-from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.micro_batches import MicroBatch
+from pipelines.tracking import Clock
 
 _MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient")
 _AFTER_UPDATE: tuple[TraceKind, ...] = ("optimizer", "parameter", "weight")
 
 
 class StepProbe(TrainingProbe):
-    """What one rank traces of one step. Every rank makes its own; ``save`` ends the trace, ``abandon`` drops it.
+    """One rank's trace of one step. Every rank makes its own; ``save`` ends the trace, ``abandon`` drops it.
 
-    As a context manager it saves where the block succeeds and abandons where it raises. ``clock``: gets the seconds
-    that tracing takes, as ``trace``. ``selection``: what this rank was asked for, and what it found.
+    As a context manager it saves where the block succeeds and abandons where it raises. ``clock``: gets the seconds of
+    tracing, as ``trace``. ``selection``: this rank's kinds and globs, and their matches.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class StepProbe(TrainingProbe):
             self._add_tokens(kind, own, named, update=update, is_masked=True)
 
     def start_update(self, update: int, micro_batches: Sequence[MicroBatch]) -> None:
-        """Note on which of the step's rows the update is trained."""
+        """Notes the rows of the step in this update."""
         if self._sink is None:
             return
         with self._aside():
@@ -128,7 +127,7 @@ class StepProbe(TrainingProbe):
         return nullcontext() if self._module_probe is None else self._module_probe.watching(model, update)
 
     def computing(self, own: OwnBatch) -> AbstractContextManager[None]:
-        """Tell what the modules compute."""
+        """Tells the modules' probe of a forward pass."""
         return nullcontext() if self._module_probe is None else self._module_probe.computing(own)
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
@@ -185,7 +184,7 @@ class StepProbe(TrainingProbe):
             self._emit(entry)
 
     def _places_of(self, index: TokenIndex, own: OwnBatch, *, response_only: bool) -> TokenPlaces:
-        """The places of a micro-batch's share, which are the same whenever a step computes it."""
+        """Returns the places of a micro-batch's share; they are the same whenever a step computes it."""
         key = (own.batch.index, response_only)
         if key not in self._places:
             places = index.places(own, response_only=response_only)
@@ -198,12 +197,12 @@ class StepProbe(TrainingProbe):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """What the block computes is no part of the step: it is timed, and in no ledger and no log of operations."""
+        """Keeps the block out of the step: it is timed, and in no ledger and no log of operations."""
         with self._clock.measure("trace"), _disable_current_modes():
             yield
 
     def end_step(self) -> None:
-        """The training of the step is over: what is called from here on is in no ledger."""
+        """Ends the step's training: later calls are in no ledger."""
         self._entered.close()
 
     def save(self) -> None:
@@ -246,5 +245,5 @@ class StepProbe(TrainingProbe):
 
 
 def _nothing_of(config: TraceConfig) -> TraceSelection:
-    """The selection that selects nothing; its globs are the configuration's, which all ranks check together."""
+    """Builds a selection of nothing; its globs are the configuration's, and all ranks check them together."""
     return TraceSelection(config.model_copy(update={"level": "off"}))

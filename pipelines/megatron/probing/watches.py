@@ -1,15 +1,15 @@
-"""How the outputs of modules are got at: by forward hooks, and by wrapping a method where a module does not give them.
+"""Watches the outputs of modules: by forward hooks, and by wrapping a method where a module does not give them.
 
-Each watch is a context manager that tells ``see`` of every tensor that is computed in its block, with or without a
-graph. Where ``see`` gives another tensor back, the model and later watches go on with that one; else nothing changes.
-Behind the block nothing of it is left.
+Each watch is a context manager that tells ``see`` of every tensor computed in its block, with or without a graph. Where
+``see`` gives another tensor back, the model and later watches go on with it; else nothing changes. Behind the block
+nothing of it is left.
 
-A token's K chosen experts are ordered by their number, ascending, in every tensor that has slots: ``topk`` orders them
-by score, which two runs may round differently. The experts' outputs are taken where the all-to-all dispatcher has
-brought them back to the rank that owns the tokens (``combine_postprocess``, megatron-core 0.16.1 and 0.19.2), sorted by
-expert and then by token. They are already weighted by the router's probabilities, which Megatron multiplies into the
-experts' inner activations; their sum over the slots, with the shared experts', is the output of the layer's MLP.
-A linear layer's output is without the bias that it leaves to the next operation, which fuses the addition.
+A token's K chosen experts are ordered by their number, ascending, in every tensor with slots: ``topk`` orders them by
+score, and two runs may round scores differently. The experts' outputs are taken where the all-to-all dispatcher has
+brought them back to their tokens' rank (``combine_postprocess``, megatron-core 0.16.1 and 0.19.2), sorted by expert and
+then by token. They are already weighted by the router's probabilities, a factor of the experts' inner activations in
+Megatron; their sum over the slots, with the shared experts', is the output of the layer's MLP. A linear layer's output
+is without a bias left to the next operation, which fuses the addition.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def watch_probabilities(router: Router, see: See) -> Iterator[None]:
 
 @contextmanager
 def watch_choice(router: Router, see: See) -> Iterator[None]:
-    """See which experts were chosen, gathered to int64 ``[n, K]`` of a router's bool map ``[s · b, E]``."""
+    """See the chosen experts, gathered to int64 ``[n, K]`` of a router's bool map ``[s · b, E]``."""
 
     def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         see(output[1], lambda routing_map, places: chosen_experts(routing_map[places], router.topk))
@@ -94,7 +94,7 @@ def watch_choice(router: Router, see: See) -> Iterator[None]:
 
 @contextmanager
 def watch_expert_outputs(layer: ExpertLayer, see: See) -> Iterator[None]:
-    """See what each chosen expert gives to each token, gathered to ``[n, K, h]``, of a layer with experts."""
+    """See each chosen expert's output for each token, gathered to ``[n, K, h]``, of a layer with experts."""
     dispatcher = layer.token_dispatcher
     combine = dispatcher.combine_postprocess
     if isinstance(combine, _WatchedCombine):  # each later watch sees what the earlier ones put there

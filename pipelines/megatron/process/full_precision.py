@@ -1,9 +1,9 @@
 """Keeps a float64 run in float64 where Megatron-core (0.16.1, 0.19.2) narrows to float32 or knows no such type.
 
-Megatron's optimizers list the types they take and float64 is none of them; gradients are converted on the way to the
-optimizer, their norm is taken in float32, and so are the division by the number of tokens and the angles of the rotary
-embedding. A float64 run is there to
-tell rounding from a wrong computation: one step in float32 would leave 1e-8 of everything behind it.
+Megatron's optimizers list their types, and float64 is none of them. Gradients are converted on the way to the
+optimizer; their norm, the division by the number of tokens and the angles of the rotary embedding are float32. A
+float64 run is there to tell rounding from a wrong computation: one step in float32 would leave 1e-8 of everything
+behind it. Each repair can go when its function in Megatron computes in the dtype of its arguments.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Float64Mode(TorchFunctionMode):
 
 @functools.cache
 def _install() -> None:
-    """What a float64 run needs and no other is touched by; installed once, and left on."""
+    """Installs, once and for good, the changes that only float64 tensors meet."""
     copy = DistributedOptimizer._copy_model_grads_to_main_grads
 
     @functools.wraps(copy)
@@ -80,7 +80,7 @@ def wide_gradient_norm(
     norm_type: float = 2.0,
     grad_stats_parallel_group: dist.ProcessGroup | None = None,
 ) -> float:
-    """The 2-norm of float64 gradients, in float64; in the place of ``get_grad_norm_fp32``, which narrows to float32.
+    """Computes the 2-norm of float64 gradients in float64, in the place of the narrowing ``get_grad_norm_fp32``.
 
     Its error of 6e-8 would go through the clip factor into every parameter. Collective.
     """

@@ -50,7 +50,7 @@ def _is_cuda(device: object) -> bool:
 class HostDeviceMode(TorchFunctionMode):
     """Maps CUDA device arguments, ``cuda()`` and ``to("cuda")`` to the host.
 
-    ``Tensor.type()`` reports the CUDA name, on which ``DistributedOptimizer`` insists.
+    ``Tensor.type()`` reports the CUDA name: ``DistributedOptimizer`` insists on it.
     """
 
     def __torch_function__(
@@ -140,9 +140,9 @@ def _install_random_tracker() -> None:
 
 
 def _install_backward() -> None:
-    """Keep the mode on in backward passes, in which recomputation runs forward passes.
+    """Keeps the mode on in backward passes, since recomputation runs forward passes there.
 
-    torch hands ``backward`` to the mode as one function, and a mode is off inside of what it handles.
+    torch hands ``backward`` to the mode as one function, and a mode is off inside a function it handles.
     """
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
@@ -156,10 +156,10 @@ def _install_backward() -> None:
 
 
 def _install_split_sizes() -> None:
-    """Give the all-to-all its split sizes as NumPy integers.
+    """Gives the all-to-all its split sizes as NumPy integers.
 
-    The token dispatcher turns them into such only when it moves them from a GPU; here they would stay tensors, which
-    ``all_to_all_single`` refuses.
+    The token dispatcher converts them only when it moves them from a GPU; here they would stay tensors, and
+    ``all_to_all_single`` refuses tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 

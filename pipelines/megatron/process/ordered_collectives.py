@@ -1,12 +1,12 @@
-"""Sums over more than two ranks, made in the order of the ranks: ((r0 + r1) + r2) + r3, in the tensor's own dtype.
+"""Makes sums over more than two ranks in the order of the ranks: ((r0 + r1) + r2) + r3, in the tensor's own dtype.
 
-In which order gloo and NCCL add depends on sizes, algorithm and topology. Here each rank gets the others' parts, by an
-all-gather or an all-to-all, and adds them itself, so that one process can repeat the sum to the last bit.
+The order in which gloo and NCCL add depends on sizes, algorithm and topology. Here each rank gets the others' parts, by
+an all-gather or an all-to-all, and adds them itself, so one process can repeat the sum to the last bit.
 
-Contract: what torch's dispatcher sees is replaced, so it holds for every caller, from whichever module it imported the
-function, and in backward passes; a ledger entered inside sees the reduction that was asked for. Groups of one or two
-(two terms have one sum) and reductions of integers and of minimum or maximum are left to the library. A sum or product
-of more parts that cannot be ordered is refused. Every rank of a group must use the mode, or none.
+Contract: reductions are replaced behind torch's dispatcher, so the mode holds for every caller, from any module's
+import, and in backward passes; a ledger entered inside sees the original reduction. Groups of one or two (two terms
+have one sum) and reductions of integers and of minimum or maximum are left to the library. A sum or product of more
+parts that cannot be ordered is refused. Every rank of a group must use the mode, or none.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Runtime:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the micro-batches of an update must be a multiple of: dp, and pp for the interleaved schedule."""
+        """The divisor of an update's number of micro-batches: dp, and pp for the interleaved schedule."""
         return self.dp_size * (self.pp_size if self.num_chunks > 1 else 1)
 
     @property
@@ -108,7 +108,7 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def check_device(parallel: ParallelConfig) -> None:
-    """Refuse what only a GPU can run.
+    """Refuses layouts for GPUs alone on the CPU.
 
     Raises:
         LayoutError: expert tensor parallelism on the CPU, where gloo has no all-gather of uneven parts.
@@ -209,11 +209,11 @@ def _replica_group(parallel: ParallelConfig) -> dist.ProcessGroup | None:
 
 
 def leave_layout() -> None:
-    """Destroy Megatron's groups and those of ``build_layout``, so that another layout can follow. Every rank calls it.
+    """Destroys Megatron's groups and ``build_layout``'s, so another layout can follow. Every rank calls it.
 
-    Models of the layout end with it. Megatron only forgets its groups; each of gloo's has threads, of which one wakes a
-    hundred times a second, until nothing knows it any more. A model in ``DistributedDataParallel`` would know it for
-    good: the wrapper's gradient hooks hold it in a cycle through autograd's nodes, which Python cannot see.
+    Models of the layout end with it. Megatron only forgets its groups; each of gloo's has threads, one of them wakes a
+    hundred times a second, until nothing knows the group any more. A model in ``DistributedDataParallel`` would know it
+    for good: the wrapper's gradient hooks hold it in a cycle through autograd's nodes, invisible to Python.
     """
     for wrapper in [item for item in gc.get_objects() if type(item) is DistributedDataParallel]:
         wrapper.__dict__.clear()

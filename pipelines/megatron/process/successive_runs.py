@@ -1,6 +1,8 @@
-"""What runs that follow each other in one process group must not leave to the next, and whether they may go on.
+"""Lets runs follow each other in one process group: cleans the process up between them, and says whether one may
+follow.
 
-Contract: everything here is about this process, but ``has_ended_alike`` and ``is_group_whole``, which every rank calls.
+Contract: everything here is about this process, except ``has_ended_alike`` and ``is_group_whole``: every rank calls
+them.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ DONE_TIMEOUT = timedelta(minutes=2)
 
 @contextmanager
 def process_as_found() -> Iterator[None]:
-    """Give the process back as the block found it: environment, random states, flags of torch, warnings, caches.
+    """Gives the process back as the block found it: environment, random states, flags of torch, warnings, caches.
 
-    Megatron writes to the environment (``NVTE_*``), keeps losses of routers by name, and torch's compiler generalises
-    what it compiled at the second shape that it sees.
+    Megatron writes to the environment (``NVTE_*``) and keeps losses of routers by name, and torch's compiler
+    generalises its code at the second shape it sees.
     """
     environ = dict(os.environ)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -106,7 +108,7 @@ def has_ended_alike(number: int, exit_code: int) -> bool:
 
 
 def is_group_whole() -> bool:
-    """Whether the group of all ranks still reduces; what one of them failed at may have broken a connection."""
+    """Says whether the group of all ranks still reduces; a rank's failure may have broken a connection."""
     ones = torch.ones(1, dtype=torch.int64, device=compute_device())
     options = AllreduceOptions()
     options.timeout = FAILED_TIMEOUT

@@ -21,7 +21,8 @@ from mock_scheduler.cli import main
 from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError, StepNotFoundError
-from mock_scheduler.recording import Contract, RecordingReader
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.subset import load_train_step
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
@@ -225,8 +226,8 @@ def test_groups_are_doubled_until_the_divergence_shows(alignment: Alignment) -> 
     assert [group for _, group, _ in batch.group_sizes] == [1, 2]
     readme = (folder / "README.md").read_text()
     assert (
-        "With 1 of 4 groups it was run when it was extracted, and was identical: all equal\n"
-        "With 2 of 4 groups it was run when it was extracted, and was diverged: change still differs\n"
+        "The extraction ran it with 1 of 4 groups. The verdict was identical: all equal\n"
+        "The extraction ran it with 2 of 4 groups. The verdict was diverged: change still differs\n"
     ) in readme
     assert "1 of 4 groups: identical\n2 of 4 groups: diverged\n" in check.output.getvalue()
 
@@ -351,7 +352,7 @@ def test_unchecked_it_says_so(alignment: Alignment) -> None:
     check = FakeCheck()
     folder = extract(alignment, check, is_checked=False)
     assert check.groups == []
-    assert "It was not run when it was extracted (`--no-check`)" in (folder / "README.md").read_text()
+    assert "The extraction did not run it (`--no-check`)" in (folder / "README.md").read_text()
 
 
 def test_the_readme_says_what_it_shows_and_with_what(alignment: Alignment) -> None:
@@ -408,7 +409,7 @@ def test_installed_code_is_left_and_said() -> None:
     files = find_entry_files("pytest", OWN)
     assert (files.paths, files.left) == ((), "pytest is of an installed package")
     assert find_entry_files("pipelines.agentic", OWN).left == "pipelines.agentic is part of this project"
-    with pytest.raises(ConfigError, match=r"'no\.such\.module' is no Python module in the working directory"):
+    with pytest.raises(ConfigError, match=r"'no\.such\.module' is not a Python module in the working directory"):
         find_entry_files("no.such.module", OWN)
 
 
@@ -421,18 +422,18 @@ def test_groups_with_different_rewards_come_first() -> None:
 def test_what_cannot_be_extracted_is_refused(alignment: Alignment, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run_extract(tmp_path / "nowhere", "change", output=tmp_path / "small")
-    assert str(caught.value) == f"{tmp_path / 'nowhere'} is no folder of an alignment: there is no align.json in it"
+    assert str(caught.value) == f"{tmp_path / 'nowhere'} is not the folder of an alignment: it has no align.json"
     alignment.write()
     refusals: Mapping[str, str] = {
         "other": f"{alignment.root} has no candidate 'other'; its candidates are same (identical), change (diverged)",
-        "same": f"candidate 'same' of {alignment.root} is identical, not diverged: there is no divergence to "
-        "reproduce; diverged are change",
+        "same": f"candidate 'same' of {alignment.root} is identical, not diverged, so it has no divergence to "
+        "reproduce; the diverged candidates are change",
     }
     for name, message in refusals.items():
         with pytest.raises(ConfigError) as caught:
             run_extract(alignment.root, name, output=tmp_path / "small")
         assert str(caught.value) == message
-    with pytest.raises(ConfigError, match="--groups is 5; step 0 has 4 groups"):
+    with pytest.raises(ConfigError, match="--groups is 5, expected 1 to 4: the groups of step 0"):
         extract(alignment, num_groups=5)
     with pytest.raises(StepNotFoundError) as absent:
         extract(alignment, step=9)
@@ -448,8 +449,8 @@ def test_a_recording_that_is_gone_is_an_error(alignment: Alignment) -> None:
     with pytest.raises(RecordingError) as caught:
         extract(alignment)
     assert str(caught.value) == (
-        f"the recording of this alignment is gone: there is none at {root / 'recording'}; without its rollouts nothing "
-        "can be extracted. Run the alignment again"
+        f"the recording of this alignment is gone: there is none at {root / 'recording'}; extract needs its "
+        "rollouts, so run the alignment again"
     )
 
 
@@ -556,8 +557,8 @@ def test_the_check_reads_the_verdict_that_the_script_leaves(
     with pytest.raises(AlignmentError) as caught:
         run_reproduction(folder, "change")
     assert str(caught.value) == (
-        "the reproduction's script ended with exit code 5 and no result; --no-check makes it all the same. The last "
-        "lines of its output:\nit went wrong"
+        "the reproduction's script ended with exit code 5 and no result; --no-check makes the folder without "
+        "running it. The last lines of its output:\nit went wrong"
     )
 
 

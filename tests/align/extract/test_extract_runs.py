@@ -10,7 +10,8 @@ import pytest
 
 from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.support.files import load_json_object
-from tests.pipelines.tiny_runs import ROOT, run_cli, run_command, write_tiny_config
+from tests.pipelines.tiny_runs import ROOT, run_command, run_tiny, write_tiny_config
+from tests.programs import run_program
 
 CHANGE = "pg_clip=0.1"
 
@@ -24,7 +25,7 @@ def launch(configs: Path, root: Path, name: str, overrides: Sequence[str]) -> No
         f"rollout_mock.dump_dir={root / 'recording'}",
         "save_steps=1",
     ]
-    done = run_cli("launch", configs, [*common, *overrides], environ={"OMP_NUM_THREADS": "1"})
+    done = run_tiny(configs, [*common, *overrides])
     assert done.returncode == 0, done.stderr
 
 
@@ -41,11 +42,18 @@ def alignment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(folder: Path, overrides: Sequence[str], *, output: str) -> tuple[Mapping[str, float], Mapping[str, object]]:
-    """One side of a reproduction, in its folder: metrics of its last step, and what the run says of itself."""
-    arguments = ["-m", "mock_scheduler.cli", "launch", "config", "--config-path", ".", f"output_dir={output}"]
-    import_path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
-    done = run_command(["-c", launcher, str(folder), *arguments, *overrides], environ=import_path)
+    """One side of a reproduction, in its folder: metrics of its last step, and what the run says of itself.
+
+    The side without overrides is started by the command line, the other as the command line starts it.
+    """
+    options = [f"output_dir={output}", *overrides]
+    if overrides:
+        done = run_program("pipelines.agentic", ["--config-path", ".", "--config-name", "config", *options], cwd=folder)
+    else:
+        arguments = ["-m", "mock_scheduler.cli", "launch", "config", "--config-path", ".", *options]
+        import_path = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        launcher = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+        done = run_command(["-c", launcher, str(folder), *arguments], environ=import_path)
     assert done.returncode == 0, done.stderr
     lines = (folder / output / "metrics.jsonl").read_text().splitlines()
     metrics: dict[str, float] = json.loads(lines[-1])["metrics"]

@@ -9,7 +9,7 @@ import pytest
 
 from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, StatedBounds
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, OnlyIn
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.verdict.divergences import Divergence
@@ -26,7 +26,7 @@ EQUAL_UP_TO = "every other tensor equal"
 
 def first_at(step: int) -> Divergence:
     """What the comparison that came before said."""
-    finding = Finding(kind="gradient", step=step, update=0, name="w", message="w differs")
+    finding = Finding(kind="gradient", step=step, update=0, name="w", fact=OnlyIn(side="baseline"))
     return Divergence(step=step, update=0, kind="gradient", name="w", evidence=finding)
 
 
@@ -36,7 +36,7 @@ def find(
     *,
     runs: Runs | None = None,
     config: dict[str, Any] | None = None,
-    **options: Any,  # noqa: ANN401
+    **options: Any,
 ) -> tuple[Runs, Localisation]:
     """The localisation of a fault, and the runs that it took."""
     runs = runs or Runs(folder=folder, fault=fault)

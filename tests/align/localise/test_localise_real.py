@@ -12,7 +12,7 @@ from mock_scheduler.align.localise.localise import localise
 from mock_scheduler.align.plan.overrides import quote_override
 from mock_scheduler.align.plan.planned_run import PlannedRun
 from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.findings import Finding
+from mock_scheduler.compare.findings import Finding, OnlyIn
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
@@ -81,7 +81,7 @@ class Bench:
 
 
 def first_at(step: int) -> Divergence:
-    finding = Finding(kind="gradient", step=step, update=0, name="w", message="w differs")
+    finding = Finding(kind="gradient", step=step, update=0, name="w", fact=OnlyIn(side="baseline"))
     return Divergence(step=step, update=0, kind="gradient", name="w", evidence=finding)
 
 

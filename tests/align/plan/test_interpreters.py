@@ -78,13 +78,13 @@ def test_an_environment_without_torch_is_refused(tmp_path: Path) -> None:
     answer = '{"python": "3.12.1", "added": false, "versions": {"torch": null, "numpy": "2.0"}, "folders": []}'
     script = write_script(tmp_path / "python", f"echo '{answer}'")
     assert refusal(script) == (
-        f"python: {script} has no torch and no megatron-core, which every run needs; install it there"
+        f"python: {script} has no torch and no megatron-core; install torch and megatron-core there"
     )
 
 
 def test_what_is_no_python_is_refused(tmp_path: Path) -> None:
     script = write_script(tmp_path / "hello", "echo hello")
-    assert refusal(script) == f"python: {script} is no Python interpreter: it answered 'hello\\n'"
+    assert refusal(script) == f"python: {script} is not a Python interpreter: it answered 'hello\\n'"
     silent = write_script(tmp_path / "silent", "exit 3")
     assert refusal(silent).endswith("(exit code 3); the last lines of its stderr:\n  - (it wrote nothing to stderr)")
     text = tmp_path / "text"

@@ -74,16 +74,15 @@ def test_every_problem_of_a_matrix_is_said_at_once() -> None:
         "exclude": ["tp2.pack*", "dp*"],
     }
     assert problems_of(candidates=[{"name": "tp2"}, {"name": "baseline"}], matrix=matrix, reserved=("baseline",)) == [
-        "align.matrix.options.plain is ['seed=1'], but plain is the layout alone; give it [], or the option another "
-        "name",
+        "align.matrix.options.plain is ['seed=1'], but plain is the layout alone; set it to [], or rename the option",
         "align.matrix.layouts: 'xp3' is no layout: 'xp3' is no axis with a degree, as in tp2, nor sp; write it as "
         "tp2-sp-pp2; axes are tp, pp, vpp, cp, ep, etp, dp",
-        "align.matrix.layouts: 'tp2' is there more than once",
+        "align.matrix.layouts: 'tp2' is listed more than once",
         "align.matrix.layouts: 'pp2-tp2' and 'tp2-pp2' are the same layout",
-        "align.matrix.exclude: 'dp*' matches no candidate; they are tp2, tp2.packing, pp2-tp2, pp2-tp2.packing, "
-        "tp2-pp2, tp2-pp2.packing",
-        "align.candidates: 'baseline' cannot be a candidate's name",
-        "align.candidates: more than one is named 'tp2'",
+        "align.matrix.exclude: 'dp*' matches no candidate; the candidates are tp2, tp2.packing, pp2-tp2, "
+        "pp2-tp2.packing, tp2-pp2, tp2-pp2.packing",
+        "align.candidates: the alignment itself uses 'baseline'; give the candidate another name",
+        "align.candidates: more than one candidate is named 'tp2'",
     ]
 
 
@@ -94,9 +93,9 @@ def test_every_problem_of_a_matrix_is_said_at_once() -> None:
         ({"layouts": ["tp2", "pp2"], "exclude": ["*"]}, "align.matrix: all of its 2 candidates are excluded"),
         (
             {"options": {"packing": ["x=1"]}},
-            "align.matrix.options: there are no align.matrix.layouts to combine them with; tp1 is one",
+            "align.matrix.options has no layouts to combine with; add align.matrix.layouts, as in [tp1]",
         ),
-        ({"exclude": ["tp2"]}, "align.matrix.exclude: 'tp2' matches no candidate; they are none"),
+        ({"exclude": ["tp2"]}, "align.matrix.exclude: 'tp2' matches no candidate; the candidates are none"),
     ],
 )
 def test_a_product_that_is_empty_is_an_error_beside_a_list_too(matrix: dict[str, Any], problem: str) -> None:
@@ -105,7 +104,7 @@ def test_a_product_that_is_empty_is_an_error_beside_a_list_too(matrix: dict[str,
 
 def test_no_candidate_at_all_is_an_error() -> None:
     assert problems_of() == [
-        "there is no candidate: align.candidates and align.matrix are empty; give either, such as align.candidates: "
+        "there is no candidate: align.candidates and align.matrix are empty; fill one, as in align.candidates: "
         "[{name: tp2, overrides: [...]}] or align.matrix.layouts: [tp2]"
     ]
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.plan.changes import Changes
 from mock_scheduler.align.plan.interpreters import Interpreter
-from mock_scheduler.align.plan.plan import AlignPlan, PlannedRun, plan_alignment
-from mock_scheduler.align.plan.planned_run import group_runs
+from mock_scheduler.align.plan.plan import plan_alignment
+from mock_scheduler.align.plan.planned_run import AlignPlan, Changes, PlannedRun, group_runs
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import build_loader, load_config
 from pipelines.program import PROGRAM
@@ -146,7 +145,8 @@ def test_kinds_that_are_needed_are_traced_beside_those_that_are_configured(tmp_p
         (
             "perturbation: {seed: 1}\norder: {emulate: {data_parallel_size: 2}}\n",
             [],
-            "an alignment sets these in runs of its own; take order.emulate='tp1 pp1 dp2', perturbation.seed='1' out",
+            "an alignment sets order.emulate='tp1 pp1 dp2', perturbation.seed='1' itself; remove it from the "
+            "configuration",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_candidate_cannot_set_what_only_the_whole_alignment_has(tmp_path: Path
 @pytest.mark.parametrize("name", ["baseline", "recording", "proofs", "align.json", "align.html", "align.junit.xml"])
 def test_names_that_the_alignment_needs_are_taken(tmp_path: Path, name: str) -> None:
     assert refusal(tmp_path, f"  candidates: [{{name: {name}}}]\n") == (
-        f"align.candidates: '{name}' cannot be a candidate's name"
+        f"align.candidates: the alignment itself uses '{name}'; give the candidate another name"
     )
 
 
@@ -258,14 +258,14 @@ def test_all_that_keeps_an_alignment_from_being_planned_is_said_at_once(tmp_path
     assert lines[:3] == [
         "nothing was run:",
         "an alignment run sets trace.level, perturbation.seed itself; remove it from the command line",
-        "an alignment sets these in runs of its own; take order.emulate='tp1 pp1 dp2' out",
+        "an alignment sets order.emulate='tp1 pp1 dp2' itself; remove it from the configuration",
     ]
     rest = "\n".join(lines[3:])
     places = [
         rest.index(part)
         for part in (
             "align.matrix.layouts: 'xp2' ",
-            "align.candidates: more than one is named 'tp2'",
+            "align.candidates: more than one candidate is named 'tp2'",
             "the recording to replay cannot be used: ",
             "candidate 'tp2': an alignment run sets rollout_mock.mode itself; remove it from its overrides",
             "candidate 'gone': entry: there is no Python module 'no_such_module' in ",

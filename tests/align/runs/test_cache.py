@@ -145,19 +145,19 @@ def forget(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (edit("config.yaml", b"seed: 2\n"), "config.yaml is not as it was when it completed"),
-        (edit("metrics.jsonl", b"{ }\n"), "metrics.jsonl is not as it was when it completed"),
-        (flip_in_header, "trace/step_000001/rank_00000.part_000.safetensors is not as it was when it completed"),
-        (truncate, "trace/step_000000/rank_00000.part_000.safetensors is not as it was when it completed"),
-        (forget("run.json"), "run.json is not there any more"),
+        (edit("config.yaml", b"seed: 2\n"), "config.yaml has changed since the run completed"),
+        (edit("metrics.jsonl", b"{ }\n"), "metrics.jsonl has changed since the run completed"),
+        (flip_in_header, "trace/step_000001/rank_00000.part_000.safetensors has changed since the run completed"),
+        (truncate, "trace/step_000000/rank_00000.part_000.safetensors has changed since the run completed"),
+        (forget("run.json"), "run.json is gone"),
         (
             forget("trace/step_000001/rank_00000.part_000.safetensors"),
-            "trace/step_000001/rank_00000.part_000.safetensors is not there any more",
+            "trace/step_000001/rank_00000.part_000.safetensors is gone",
         ),
-        (edit("trace/step_000001/extra", b""), "trace/step_000001/extra was not there when it completed"),
+        (edit("trace/step_000001/extra", b""), "trace/step_000001/extra is new since the run completed"),
         (
             forget("fingerprint.json"),
-            "there is no fingerprint.json: it did not complete, or its files were changed",
+            "there is no fingerprint.json: the run did not complete, or its files were changed",
         ),
         (
             edit("fingerprint.json", b"{"),
@@ -180,7 +180,7 @@ def test_an_edited_or_newer_fingerprint_is_never_taken(run: PlannedRun) -> None:
     assert reason_of(run) == "fingerprint.json does not match its digest"
     del document["digest"]
     path.write_text(json.dumps(seal({**document, "format_version": 4})))
-    assert reason_of(run) == "fingerprint.json is of version 4, expected 3"
+    assert reason_of(run) == "fingerprint.json has version 4, expected 3"
 
 
 def test_hidden_files_and_logs_do_not_count(run: PlannedRun) -> None:

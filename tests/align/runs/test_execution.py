@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.align.runs.execution import Outcome, Watch, execute_runs
+from mock_scheduler.align.runs.execution import Watch, execute_runs
+from mock_scheduler.align.runs.progress import Outcome
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.sessions import RunStatus, write_status
 from mock_scheduler.run_folder.finished_run import RunFailure

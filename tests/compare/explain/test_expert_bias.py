@@ -15,16 +15,16 @@ from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.pairing.pairs import TracePair
 from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.update import UpdateDirections
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.compare.stated import stated
+from tests.rank_traces import save_rank_trace
 
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 BIAS = "decoder.layers.1.mlp.router.expert_bias"

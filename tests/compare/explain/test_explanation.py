@@ -8,10 +8,11 @@ import torch
 
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
+from mock_scheduler.verdict.wording.residuals import describe_residual
 from tests.compare.stated import stated
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -38,7 +39,7 @@ def test_a_gradient_of_the_step_before_is_stale(tmp_path: Path) -> None:
     found = differences(write(tmp_path / "a", [first, second]), write(tmp_path / "b", [first, first]))
     assert found[0].residual is None
     assert found[1].residual is not None
-    assert (found[1].residual.kind, found[1].residual.text) == (
+    assert (found[1].residual.kind, describe_residual(found[1].residual)) == (
         "stale",
         "candidate is the baseline's tensor of the update before",
     )
@@ -88,6 +89,6 @@ def test_a_doubled_change_of_a_parameter_is_no_number_of_the_layout(tmp_path: Pa
         folders.append(tmp_path / name)
     (found,) = differences(*folders)
     assert found.residual is not None
-    assert found.residual.text == (
+    assert describe_residual(found.residual) == (
         "of the change by the update: candidate is 2.000 times the baseline, as another learning rate makes it"
     )

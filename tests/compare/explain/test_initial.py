@@ -11,6 +11,7 @@ from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
+from mock_scheduler.verdict.wording.findings import describe_finding
 from tests.compare.stated import stated
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -34,7 +35,7 @@ def write(folder: Path, ranks: list[Pieces]) -> Path:
 
 
 def messages(baseline: Path, candidate: Path) -> list[str]:
-    return [item.message for item in compare_trace_folders(baseline, candidate, bounds=stated()).findings]
+    return [describe_finding(item) for item in compare_trace_folders(baseline, candidate, bounds=stated()).findings]
 
 
 def looks_like(tmp_path: Path, baseline: Mapping[str, torch.Tensor], candidate: list[Pieces]) -> str:

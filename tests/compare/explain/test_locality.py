@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.compare.differences import Locality
 from mock_scheduler.compare.explain.locality import find_localities, parameter_dims
+from mock_scheduler.compare.residuals import Locality
 from mock_scheduler.trace.entries import DimName
+from mock_scheduler.verdict.wording.residuals import describe_locality
 
 
 def noisy_pair(*shape: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,16 +38,17 @@ def test_one_token_in_thousands_is_found_where_the_whole_differs_by_little() -> 
         first=2017,
         last=2017,
         share=pytest.approx(share),
-        fraction=1 / 4096,
-        text=f"token 2,017 holds {100 * share:.1f} % of the difference (1 of 4,096 tokens)",
+        num_indices=1,
+        dim_size=4096,
     )
+    assert describe_locality(found) == f"token 2,017 holds {100 * share:.1f} % of the difference (1 of 4,096 tokens)"
 
 
 def test_neighbouring_tokens_are_one_locality() -> None:
     baseline, candidate = noisy_pair(4096, 8, noise=1e-6)
     candidate[40:56] *= 1.01
     (found,) = find_localities(baseline, candidate, dims=("token", "channel"))
-    assert found.text == "tokens 40 to 55 hold 100.0 % of the difference (16 of 4,096 tokens)"
+    assert describe_locality(found) == "tokens 40 to 55 hold 100.0 % of the difference (16 of 4,096 tokens)"
     assert (found.first, found.last, found.fraction) == (40, 55, 16 / 4096)
 
 
@@ -55,7 +57,7 @@ def test_one_head_is_found_among_tokens_and_channels_that_share_its_difference()
     candidate[:, 3] = baseline[:, 3] * (1.0 + 0.1)
     found = find_localities(baseline, candidate, dims=("token", "head", "channel"))
     assert parts_of(found) == [("head", 3, 3)]
-    assert re.fullmatch(r"head 3 holds 99\.\d % of the difference \(1 of 8 heads\)", found[0].text)
+    assert re.fullmatch(r"head 3 holds 99\.\d % of the difference \(1 of 8 heads\)", describe_locality(found[0]))
 
 
 def test_one_head_of_one_token_is_found_in_both_dimensions() -> None:
@@ -76,7 +78,7 @@ def test_one_vocabulary_row_is_found_where_most_rows_are_zero() -> None:
     assert find_localities(baseline, candidate, dims=("vocab", "channel")) == ()
     candidate[17] = 0.0
     (found,) = find_localities(baseline, candidate, dims=("vocab", "channel"))
-    assert found.text == "vocabulary row 17 holds 100.0 % of the difference (1 of 1,000 vocabulary rows)"
+    assert describe_locality(found) == "vocabulary row 17 holds 100.0 % of the difference (1 of 1,000 vocabulary rows)"
 
 
 def test_a_difference_where_the_baseline_is_zero_is_found() -> None:
@@ -90,9 +92,12 @@ def test_half_of_the_rows_are_named_as_the_piece_of_one_rank(rest: float) -> Non
     baseline, candidate = noisy_pair(64, 32, noise=rest)
     candidate[32:] *= 0.5
     (found,) = find_localities(baseline, candidate, dims=("row", "column"), boundaries={0: [0, 32]})
-    assert found.text == "rows 32 to 63 hold 100.0 % of the difference (32 of 64 rows): just the piece of one rank"
+    assert (
+        describe_locality(found)
+        == "rows 32 to 63 hold 100.0 % of the difference (32 of 64 rows): just the piece of one rank"
+    )
     (found,) = find_localities(baseline, candidate, dims=("row", "column"))
-    assert found.text == "rows 32 to 63 hold 100.0 % of the difference (32 of 64 rows)"
+    assert describe_locality(found) == "rows 32 to 63 hold 100.0 % of the difference (32 of 64 rows)"
 
 
 def test_a_piece_that_differs_by_noise_of_another_size_is_found_as_a_whole() -> None:
@@ -101,7 +106,7 @@ def test_a_piece_that_differs_by_noise_of_another_size_is_found_as_a_whole() -> 
     candidate[96:128] += 1e-4 * noisy_pair(32, 1, noise=0.0, seed=3)[0]
     boundaries = {0: list(range(0, 256, 32))}
     (found,) = find_localities(baseline, candidate, dims=("token", "channel"), boundaries=boundaries)
-    assert found.text.endswith("(32 of 256 tokens): just the piece of one rank")
+    assert describe_locality(found).endswith("(32 of 256 tokens): just the piece of one rank")
     assert (found.first, found.last) == (96, 127)
     assert found.share == pytest.approx(1.0, abs=5e-3)
 
@@ -131,14 +136,14 @@ def test_tokens_at_the_boundary_of_a_chunk_are_said_to_be_there(part: slice, tex
     baseline, candidate = noisy_pair(64, 8, noise=1e-7)
     candidate[part] = 0.0
     (found,) = find_localities(baseline, candidate, dims=("token", "channel"), boundaries={0: [0, 16, 32, 48]})
-    assert found.text == text
+    assert describe_locality(found) == text
 
 
 def test_tokens_far_apart_are_one_locality() -> None:
     baseline, candidate = noisy_pair(4096, 8, noise=1e-6)
     candidate[3:4000:100] *= 1.5
     (found,) = find_localities(baseline, candidate, dims=("token", "channel"))
-    assert found.text == "40 of 4,096 tokens, between 3 and 3,903, hold 100.0 % of the difference"
+    assert describe_locality(found) == "40 of 4,096 tokens, between 3 and 3,903, hold 100.0 % of the difference"
     assert (found.first, found.last, found.fraction) == (3, 3903, 40 / 4096)
 
 

@@ -11,12 +11,13 @@ import torch
 from mock_scheduler.compare.explain import parts as parts_module
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.residuals import describe_residual
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 from tests.compare.stated import stated
 
@@ -71,7 +72,7 @@ def judge(baseline: Path, candidate: Path) -> tuple[Verdict, tuple[TensorDiffere
 def residual_text(baseline: Path, candidate: Path) -> str:
     _, exceeding = judge(baseline, candidate)
     assert exceeding[0].residual is not None
-    return exceeding[0].residual.text
+    return describe_residual(exceeding[0].residual)
 
 
 def test_gradients_that_were_not_summed_over_tensor_parallel_ranks_are_called_so(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_copies_that_are_noise_look_like_nothing(tmp_path: Path) -> None:
 
 
 def test_of_large_tensors_evenly_spaced_elements_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "_MOST_ELEMENTS", 20)
+    monkeypatch.setattr(parts_module, "SAMPLE_ELEMENTS", 20)
     own = [noise(0), noise(1)]
     baseline = write_baseline(tmp_path / "a", {NORM: own[0] + own[1]})
     ranks = [(place, {NORM: own[place.global_rank]}) for place in places(tp=2)]

@@ -5,17 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.compare.explain.permutations import Holders, block_size, describe_order
+from mock_scheduler.compare.explain.permutations import Holders, block_size, find_blocks, find_holders_fault
+from mock_scheduler.compare.residuals import Reorder
+from mock_scheduler.trace.entries import DimName
+from mock_scheduler.verdict.wording.residuals import describe_reorder
 
 STRAIGHT = torch.arange(24)
 
 
-def held(*indices: list[int], axis: str = "tp", parts: str = "gate and up are", num_parts: int = 2) -> Holders:
+def describe_order(order: torch.Tensor, dim: DimName, holders: Holders | None) -> str:
+    return describe_reorder(Reorder(dim=dim, order=find_blocks(order), holders=find_holders_fault(order, holders)))
+
+
+def held(*indices: list[int], axis: str = "tp", num_parts: int = 2) -> Holders:
     return Holders(
         axis=axis,
         names=tuple(f"{axis}{place}" for place in range(len(indices))),
         indices=tuple(torch.tensor(item) for item in indices),
-        parts=parts,
+        part_names=("gate", "up") if num_parts == 2 else (),
         num_parts=num_parts,
     )
 
@@ -50,7 +57,7 @@ def runs(*ranges: range) -> list[int]:
     ],
 )
 def test_an_order_is_described_by_its_blocks(order: torch.Tensor, text: str) -> None:
-    assert describe_order(order, "rows", None) == text
+    assert describe_order(order, "row", None) == text
 
 
 @pytest.mark.parametrize(
@@ -64,7 +71,7 @@ def test_blocks_are_the_largest_that_move_as_a_whole(order: list[int], size: int
 def test_two_shards_in_each_others_place_are_told_with_their_ranks() -> None:
     order = STRAIGHT.view(3, 8)[[0, 2, 1]].reshape(-1)
     holders = held(runs(range(8)), runs(range(8, 16)), runs(range(16, 24)), num_parts=1)
-    assert describe_order(order, "columns", holders) == (
+    assert describe_order(order, "column", holders) == (
         "candidate has columns 8 to 15 and 16 to 23 of the baseline exchanged: the shards of tp1 and tp2 are swapped, "
         "each holds the other's part"
     )
@@ -74,7 +81,7 @@ def test_swapped_shards_of_several_parts_are_told() -> None:
     """Each rank holds a half of gate rows 0 to 11 and of up rows 12 to 23."""
     holders = held(runs(range(6), range(12, 18)), runs(range(6, 12), range(18, 24)))
     order = torch.tensor(runs(range(6, 12), range(6), range(18, 24), range(12, 18)))
-    assert describe_order(order, "rows", holders) == (
+    assert describe_order(order, "row", holders) == (
         "candidate has 24 of 24 rows of the baseline in another order, in blocks of 6: the shards of tp0 and tp1 are "
         "swapped, each holds the other's part"
     )
@@ -82,7 +89,7 @@ def test_swapped_shards_of_several_parts_are_told() -> None:
 
 def test_shards_that_went_round_are_told_with_whose_each_is() -> None:
     holders = held(runs(range(8)), runs(range(8, 16)), runs(range(16, 24)), num_parts=1)
-    assert describe_order(STRAIGHT.roll(-8), "rows", holders) == (
+    assert describe_order(STRAIGHT.roll(-8), "row", holders) == (
         "candidate has the rows of the baseline rotated: it begins with 8 of 24: shards are at the wrong rank, tp0 "
         "that of tp1, tp1 that of tp2, tp2 that of tp0"
     )
@@ -93,7 +100,7 @@ def test_parts_that_were_cut_in_one_piece_are_told() -> None:
     holders = held(runs(range(6), range(12, 18)), runs(range(6, 12), range(18, 24)))
     order = torch.tensor(runs(range(6), range(12, 18), range(6, 12), range(18, 24)))
     assert order[holders.in_turn].tolist() == STRAIGHT.tolist()
-    assert describe_order(order, "rows", holders) == (
+    assert describe_order(order, "row", holders) == (
         "candidate has rows 6 to 11 and 12 to 17 of the baseline exchanged: it was cut over tp in one piece, where "
         "gate and up are each cut over tp"
     )
@@ -101,9 +108,9 @@ def test_parts_that_were_cut_in_one_piece_are_told() -> None:
 
 def test_one_piece_that_was_cut_in_parts_is_told() -> None:
     """Rank 0 got rows 0 to 5 and 12 to 17, in the place of 0 to 11."""
-    holders = held(runs(range(12)), runs(range(12, 24)), parts="", num_parts=1)
+    holders = held(runs(range(12)), runs(range(12, 24)), num_parts=1)
     order = torch.tensor(runs(range(6), range(12, 18), range(6, 12), range(18, 24)))
-    assert describe_order(order, "rows", holders) == (
+    assert describe_order(order, "row", holders) == (
         "candidate has rows 6 to 11 and 12 to 17 of the baseline exchanged: 2 parts of it were each cut over tp, where "
         "it is cut in one piece"
     )
@@ -112,11 +119,9 @@ def test_one_piece_that_was_cut_in_parts_is_told() -> None:
 def test_an_order_within_shards_has_no_word_of_ranks() -> None:
     holders = held(runs(range(12)), runs(range(12, 24)), num_parts=1)
     order = torch.tensor([1, 0, *range(2, 24)])
-    assert describe_order(order, "rows", holders) == "candidate has rows 0 and 1 of the baseline exchanged"
+    assert describe_order(order, "row", holders) == "candidate has rows 0 and 1 of the baseline exchanged"
 
 
 def test_holders_of_another_number_of_rows_have_no_word() -> None:
     order = STRAIGHT.roll(12)
-    assert describe_order(order, "rows", held(runs(range(5)), runs(range(5, 10)))) == describe_order(
-        order, "rows", None
-    )
+    assert describe_order(order, "row", held(runs(range(5)), runs(range(5, 10)))) == describe_order(order, "row", None)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mock_scheduler.compare.explain.ratios import CommonScale, find_common_scale, format_ratio
+from mock_scheduler.compare.explain.ratios import CommonScale, find_common_scale
 from mock_scheduler.compare.explain.residual import classify_residual
 from mock_scheduler.compare.measure.figures import compute_figures
 from mock_scheduler.compare.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.verdict.wording.residuals import describe_residual, format_ratio
 
 
 def values(count: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +32,7 @@ def test_a_ratio_below_the_rounding_of_bfloat16_is_found(scale: float, text: str
     exact = values(4096)
     found = classify_residual(exact.bfloat16(), (scale * exact).bfloat16())
     assert found is not None
-    assert (found.kind, found.text) == ("ratio", text)
+    assert (found.kind, describe_residual(found)) == ("ratio", text)
     assert found.value == pytest.approx(scale, abs=2e-4)
 
 
@@ -56,7 +57,7 @@ def test_what_is_left_within_the_bound_of_noise_leaves_a_ratio() -> None:
     candidate = 1.03 * baseline + 0.02 * baseline.norm() / orthogonal.norm() * orthogonal
     found = classify_residual(baseline, candidate, bound=0.021)
     assert found is not None
-    assert found.text == "candidate is 1.03 times the baseline but for noise"
+    assert describe_residual(found) == "candidate is 1.03 times the baseline but for noise"
     assert classify_residual(baseline, candidate, bound=0.019) is None
 
 
@@ -68,7 +69,7 @@ def test_zeros_below_the_rounding_of_bfloat16_are_found() -> None:
     candidate[:100] = 0.0
     found = classify_residual(baseline, candidate)
     assert found is not None
-    assert (found.kind, found.text) == ("zeroed", "candidate is zero in 100 elements of 4,096")
+    assert (found.kind, describe_residual(found)) == ("zeroed", "candidate is zero in 100 elements of 4,096")
 
 
 def gradient(name: str, slope: float, seed: int) -> TensorDifference:
@@ -110,7 +111,7 @@ def test_a_ratio_too_near_to_1_is_that_of_the_gradients() -> None:
     common = CommonScale(ratio=1.0005, error=2e-5, num_tensors=27)
     found = classify_residual(*sides, common=common)
     assert found is not None
-    assert found.text == (
+    assert describe_residual(found) == (
         "candidate is 1.0005 times the baseline but for rounding, as the median of the 27 gradients of the update is"
     )
     assert classify_residual(*sides, common=replace(common, ratio=1.01)) is None

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.compare.differences import Residual, ResidualKind
+from mock_scheduler.compare.explain.ratios import name_factor
 from mock_scheduler.compare.explain.residual import classify_residual
-from mock_scheduler.compare.measure.factors import name_factor
+from mock_scheduler.compare.residuals import Residual, ResidualKind
+from mock_scheduler.verdict.wording.residuals import describe_residual
 
 LAYOUT = {"tp": 2, "dp": 4, "micro-batches": 8}
 
@@ -23,7 +24,7 @@ def rounded(tensor: torch.Tensor, *, relative: float = 1e-5, seed: int = 9) -> t
 
 def check(found: Residual | None, kind: ResidualKind, value: float, text: str) -> None:
     assert found is not None
-    assert (found.kind, found.text) == (kind, text)
+    assert (found.kind, describe_residual(found)) == (kind, text)
     assert found.value == pytest.approx(value, rel=1e-4)
     assert found.explained == pytest.approx(1.0, abs=1e-3)
 
@@ -70,7 +71,7 @@ def test_a_ratio_of_a_scalar_is_found_where_it_is_one_of_the_layout() -> None:
     norm = torch.tensor(0.731)
     found = classify_residual(norm, norm * 2, layout=LAYOUT)
     assert found is not None
-    assert found.text == "candidate is 2.000 times the baseline: tp"
+    assert describe_residual(found) == "candidate is 2.000 times the baseline: tp"
     assert classify_residual(norm, norm * 1.7, layout=LAYOUT) is None
     assert classify_residual(norm, norm * 1.002, layout=LAYOUT) is None
 
@@ -167,7 +168,7 @@ def test_one_element_is_found() -> None:
     candidate = rounded(candidate, relative=1e-6)
     found = classify_residual(baseline, candidate)
     assert found is not None
-    assert found.text == f"one of 512 elements holds 100.0 % of the difference: {found.value:.6g}"
+    assert describe_residual(found) == f"one of 512 elements holds 100.0 % of the difference: {found.value:.6g}"
     assert found.value == pytest.approx(0.5, abs=1e-5)
 
 
@@ -264,7 +265,10 @@ def test_of_a_large_tensor_evenly_spaced_elements_are_looked_at() -> None:
     check(found, "ratio", 2, "candidate is 2.000 times the baseline: tp (seen in 1,024,000 of 5,120,000 elements)")
     found = classify_residual(baseline, baseline.flip(0), dims=("row", "column"))
     assert found is not None
-    assert found.text == "candidate has the rows of the baseline reversed (seen in 1,025,000 of 5,120,000 elements)"
+    assert (
+        describe_residual(found)
+        == "candidate has the rows of the baseline reversed (seen in 1,025,000 of 5,120,000 elements)"
+    )
 
 
 @settings(deadline=None, max_examples=80)

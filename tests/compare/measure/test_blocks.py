@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.compare.bounds.bounds import TensorBound
+from mock_scheduler.compare.bounds.bound import TensorBound
 from mock_scheduler.compare.measure import blocks
 from mock_scheduler.compare.measure.blocks import map_blocks, split_blocks, split_chunks
 from mock_scheduler.compare.measure.distance import compare_updates

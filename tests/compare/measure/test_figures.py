@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.compare.differences import Figures, WorstElement
-from mock_scheduler.compare.measure.figures import CHUNK_ELEMENTS, compute_figures
+from mock_scheduler.compare.measure.figures import compute_figures
+from mock_scheduler.compare.tensors import Figures, WorstElement
+from mock_scheduler.compare.thresholds import CHUNK_ELEMENTS
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NAN, INF = math.nan, math.inf

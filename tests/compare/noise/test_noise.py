@@ -12,20 +12,20 @@ import torch
 
 from mock_scheduler.compare.bounds.measured import NoiseBounds
 from mock_scheduler.compare.bounds.tensor_noise import TensorNoise
-from mock_scheduler.compare.differences import Figures
 from mock_scheduler.compare.noise.building import measure_noise
 from mock_scheduler.compare.noise.drift import Series, measure_drift
 from mock_scheduler.compare.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.compare.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
 from mock_scheduler.compare.noise.slopes import judge_slopes, robust_z
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.compare.tensors import Figures, TensorDifference
 from mock_scheduler.compare.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.bounds import describe_bounds, describe_suspicion
 from mock_scheduler.verdict.wording.verdicts import describe_reason
+from tests.rank_traces import save_rank_trace
 
 WEIGHT = TraceKey(step=0, update=0, kind="gradient", name="decoder.layers.0.mlp.linear_fc1.weight")
 HIDDEN = "decoder.layers.0"
@@ -79,7 +79,7 @@ def test_where_one_run_needs_more_of_the_others_a_candidate_may_differ_by_more()
     assert noise.tensor(calm).relative == 3 * 0.02
     assert noise.tensor(tail).relative == 8 * 0.04
     assert noise.tensor(other).relative == 8 * 0.02
-    assert "3 times (of parameter up to 8 times) the largest difference" in noise.describe()
+    assert "3 times (of parameter up to 8 times) the largest difference" in describe_bounds(noise)
     rare = bounds({tail: TensorNoise(relative=(1e-5, 1e-5, 0.04)), other: TensorNoise(relative=(0.0, 0.0, 0.02))})
     assert rare.factors == {("parameter", 0, 0): 9.0}
     assert rare.tensor(replace(other, update=1)).relative == math.inf
@@ -100,9 +100,11 @@ def test_each_perturbed_run_is_held_to_the_others() -> None:
         metric_values={(3, "loss"): 8.0, (3, "kl"): 0.0},
     )  # fmt: skip
     assert noise.held_out == (0, 0, 2)
-    assert noise.describe().endswith("Of these 3 runs, each held to the others, 1 is beyond its bounds, in 2 figures.")
+    assert describe_bounds(noise).endswith(
+        "Of these 3 runs, each held to the others, 1 is beyond its bounds, in 2 figures."
+    )
     calm = replace(noise, tensors={key(1): noise.tensors[key(1)]}, metrics={}, metric_values={})
-    assert calm.describe().endswith("Of these 3 runs, each held to the others, none is beyond its bounds.")
+    assert describe_bounds(calm).endswith("Of these 3 runs, each held to the others, none is beyond its bounds.")
     assert bounds({key(0): TensorNoise(relative=(0.01, 0.04))}).held_out == ()
 
 
@@ -155,11 +157,11 @@ def test_a_scale_error_far_below_the_noise_is_found_and_named_and_an_honest_run_
     assert summary.num_looked_at == 12
     (suspicion,) = judge_slopes(*slopes_of(3e-3), numbers={})[0]
     assert (suspicion.test, suspicion.step, suspicion.update, suspicion.name) == ("slope", 0, 0, "")
-    assert suspicion.text.startswith(
+    assert describe_suspicion(suspicion).startswith(
         "step 0, update 0: the candidate's gradients together are 1.003 times the baseline's"
     )
     (suspicion,) = judge_slopes(*slopes_of(0.02), numbers={"tokens": 1.02})[0]
-    assert "1.02 times the baseline's (tokens)" in suspicion.text
+    assert "1.02 times the baseline's (tokens)" in describe_suspicion(suspicion)
 
 
 def test_slopes_that_move_together_in_perturbed_runs_do_so_in_honest_ones() -> None:
@@ -190,7 +192,7 @@ def test_a_scale_behind_an_equal_forward_pass_needs_no_noise_to_be_found() -> No
     (suspicion,) = judge_behind_equal_forward(behind(scaled), noise, numbers={})
     assert (suspicion.test, suspicion.step, suspicion.update, suspicion.name) == ("slope", 0, 0, "")
     assert suspicion.value == pytest.approx(3e-3, rel=0.01)
-    assert "gradients together are 1.00" in suspicion.text
+    assert "gradients together are 1.00" in describe_suspicion(suspicion)
     assert judge_behind_equal_forward(behind(scaled, equal=False), noise, numbers={}) == []
     assert judge_behind_equal_forward(behind(scaled)[1:], noise, numbers={}) == []  # no forward pass was compared
 
@@ -207,7 +209,7 @@ def test_one_scaled_gradient_behind_an_equal_forward_pass_is_named_and_one_that_
     slopes[5] = 1.003
     (suspicion,) = judge_behind_equal_forward(behind(slopes), noise, numbers={})
     assert suspicion.name == key(5).name
-    assert "is 1.003 times the baseline's and differs by nothing else" in suspicion.text
+    assert "is 1.003 times the baseline's and differs by nothing else" in describe_suspicion(suspicion)
     assert judge_behind_equal_forward(behind(slopes, relative=0.02), noise, numbers={}) == []
 
 
@@ -216,13 +218,13 @@ def test_one_tensor_of_another_scale_is_named() -> None:
     differences[5] = difference(key(5), 1.01)
     (suspicion,) = judge_slopes(differences, noise, numbers={})[0]
     assert suspicion.name == key(5).name
-    assert "is 1.01 times the baseline's" in suspicion.text
+    assert "is 1.01 times the baseline's" in describe_suspicion(suspicion)
 
 
 def test_a_bias_of_one_sign_is_a_drift_unless_perturbed_runs_drift_as_far() -> None:
     """Sixteen steps of half the noise, all up: 4 sigma. Perturbed runs go up and down, or one goes up too."""
     fair = tuple((-1.0) ** step for step in range(16))
-    series = Series(name="loss", changes=(0.5,) * 16, noise=(fair, fair), smallest=(0.0,) * 16, what="metric loss")
+    series = Series(name="loss", changes=(0.5,) * 16, noise=(fair, fair), smallest=(0.0,) * 16)
     drift = measure_drift(series)
     assert (drift.sigma, drift.mean, drift.noise_mean, drift.is_one_way) == (4.0, 0.5, 0.0, True)
     assert not measure_drift(replace(series, noise=(fair, (1.0,) * 16))).is_one_way

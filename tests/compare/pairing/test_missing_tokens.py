@@ -18,6 +18,7 @@ from mock_scheduler.trace.sketch.files import SketchSink
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.divergences import describe_evidence
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
 from tests.compare.stated import stated
 
@@ -78,7 +79,7 @@ def test_ranks_that_hold_the_same_rows_are_a_divergence_that_names_the_rows_that
 def test_a_row_that_is_dropped_is_a_divergence_without_ranks_that_are_alike(tmp_path: Path) -> None:
     baseline = write(tmp_path / "a", [ALL])
     found = compare(baseline, write(tmp_path / "b", [range(5), range(5, 9)]))
-    assert [item.message for item in found.findings] == [
+    assert [describe_finding(item) for item in found.findings] == [
         "input of tokens at step 0, update 0: 1 of 10 tokens are held by no rank, the first is position 0 of row "
         "g1/e1; pieces come from global rank 0, 1",
         f"activation of {LAYER} at step 0, update 0: 1 of 10 tokens are held by no rank, the first is position 0 of "
@@ -89,7 +90,7 @@ def test_a_row_that_is_dropped_is_a_divergence_without_ranks_that_are_alike(tmp_
 def test_ranks_of_one_dp_place_that_hold_the_same_rows_are_not_blamed(tmp_path: Path) -> None:
     baseline = write(tmp_path / "a", [ALL])
     found = compare(baseline, write(tmp_path / "b", [range(9), range(9)], axis="tp"))
-    assert found.findings[0].message.endswith("; pieces come from global rank 0, 1")
+    assert describe_finding(found.findings[0]).endswith("; pieces come from global rank 0, 1")
 
 
 def test_what_both_hold_is_still_compared(tmp_path: Path) -> None:
@@ -140,4 +141,4 @@ def test_sketches_say_that_elements_are_held_by_nobody(tmp_path: Path) -> None:
 
 def test_whole_tensors_held_against_sketches_say_which_tokens(tmp_path: Path) -> None:
     found = compare(write(tmp_path / "a", [ALL], is_sketch=True), write(tmp_path / "b", [range(5), range(5)]))
-    assert found.findings[0].message.endswith("global ranks 0 and 1 hold the same rows")
+    assert describe_finding(found.findings[0]).endswith("global ranks 0 and 1 hold the same rows")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from mock_scheduler.compare.pairing.order import execution_order, order_keys
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.kinds import TraceKind
 
 LAYER = "decoder.layers.1"
 PARAMETERS = [

@@ -7,6 +7,7 @@ import pytest
 
 from mock_scheduler.compare.walk.metrics import compare_metrics, differ, load_metrics
 from mock_scheduler.errors import TraceError
+from mock_scheduler.verdict.wording.findings import describe_finding
 from tests.compare.stated import stated
 
 BOUNDS = stated(metric=1e-3)
@@ -55,7 +56,7 @@ def test_what_is_missing_on_either_side_is_found_and_named() -> None:
     baseline = {0: {"a": 1.0, "b": 1.0}, 1: {"a": 1.0}}
     candidate = {0: {"a": 1.0, "c": 1.0}, 2: {"a": 1.0}}
     comparison = compare_metrics(baseline, candidate, bounds=BOUNDS)
-    assert [finding.message for finding in comparison.findings] == [
+    assert [describe_finding(finding) for finding in comparison.findings] == [
         "step 1 was logged by the baseline but not by the candidate",
         "step 2 was logged by the candidate but not by the baseline",
         "metric b was logged by the baseline but not by the candidate at 1 of 1 step, first at step 0",

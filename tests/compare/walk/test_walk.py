@@ -12,6 +12,7 @@ import torch
 from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.trace.entries import (
@@ -25,12 +26,12 @@ from mock_scheduler.trace.entries import (
 )
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
 from mock_scheduler.trace.sketch.files import SketchSink
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.replicas import check_replicas
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_note, describe_reasons
 from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.compare.stated import stated
 
@@ -169,7 +170,7 @@ def test_rows_of_one_side_are_findings_and_shared_rows_are_compared(tmp_path: Pa
     short = short.with_tensor("input", "tokens", run.tensors["input", "tokens"][:5])
     short = replace(short, footer=StepFooter(rows=rows, update_rows=((0, 1),)))
     found = compare_with(tmp_path, short)
-    assert [item.message for item in found.findings] == [
+    assert [describe_finding(item) for item in found.findings] == [
         "2 rows of 3 of step 0 are in the baseline only: train/g0/e1; train/g1/e0",
         "1 row of 2 of step 0 is in the candidate only: train/g9/e9",
         "update 0 of step 0 trains on other rows: 2 only in the baseline, 1 only in the candidate",
@@ -192,7 +193,7 @@ def test_another_dtype_is_a_finding_and_still_has_figures(tmp_path: Path) -> Non
     output = run.tensors["activation", LAYER].to(torch.bfloat16)
     found = compare_with(tmp_path, run.with_tensor("activation", LAYER, output))
     (finding,) = found.findings
-    assert finding.message == (
+    assert describe_finding(finding) == (
         f"activation of {LAYER} at step 0, update 0 has dtype float32 in the baseline and bfloat16 in the candidate"
     )
     difference = next(item for item in found.differences if item.key.name == LAYER)
@@ -205,7 +206,7 @@ def test_a_tensor_that_a_run_was_not_told_to_trace_makes_it_incomparable_and_say
     candidate = replace(make_run().without("activation", LAYER), footer=footer)
     found = compare_with(tmp_path, candidate)
     (finding,) = found.findings
-    assert finding.message == (
+    assert describe_finding(finding) == (
         "1 tensor of kind activation of the baseline is not traced by the candidate: its trace.kinds are initial, "
         "input, gradient, parameter"
     )
@@ -219,9 +220,15 @@ def test_what_a_model_does_not_show_is_listed_and_no_divergence(tmp_path: Path) 
     footer = StepFooter(rows=ROWS, update_rows=((0, 1, 2),), unobserved=unobserved)
     found = compare_with(tmp_path, replace(make_run().without("activation", LAYER), footer=footer))
     (missing,) = found.not_compared
-    assert (missing.name, missing.sides, missing.reason) == (LAYER, ("candidate",), "fused into the next layer")
-    assert found.notes == (f"no activation was compared at all: {LAYER} is not shown by both runs",)
-    assert judge(found).kind is VerdictKind.IDENTICAL
+    assert (missing.name, missing.sides, describe_reasons(missing)) == (
+        LAYER,
+        ("candidate",),
+        "fused into the next layer",
+    )
+    assert list(map(describe_note, found.notes)) == [
+        f"no activation was compared at all: {LAYER} is not shown by both runs"
+    ]
+    assert judge(found).verdict is VerdictKind.IDENTICAL
 
 
 def test_a_trace_of_some_ranks_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -230,7 +237,9 @@ def test_a_trace_of_some_ranks_is_compared_as_far_as_it_goes(tmp_path: Path) -> 
     assert found.findings == ()
     gradient = next(item for item in found.differences if item.key.kind == "gradient")
     assert (gradient.num_elements, gradient.num_absent, gradient.bit_equal) == (24, 24, True)
-    assert any("24 elements only in the baseline, 0 only in the candidate" in note for note in found.notes)
+    assert any(
+        "24 elements only in the baseline, 0 only in the candidate" in describe_note(note) for note in found.notes
+    )
 
 
 def test_a_lost_file_is_an_error_that_names_the_rank(tmp_path: Path) -> None:
@@ -260,7 +269,7 @@ def test_a_shard_in_place_of_another_is_found_on_the_rank_that_has_it(tmp_path: 
 def test_a_range_of_steps_is_compared_alone(tmp_path: Path) -> None:
     first = replace(make_run(), steps=2).write(tmp_path / "a")
     second = make_run().write(tmp_path / "b")
-    assert [item.message for item in compare(first, second).findings] == [
+    assert [describe_finding(item) for item in compare(first, second).findings] == [
         "step 1 was traced by the baseline but not by the candidate"
     ]
     found = compare(first, second, Selection(steps=StepRanges.parse("0")))

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from mock_scheduler.config.problems import validation_problems
-from mock_scheduler.correction.config.rules import CorrectionSpec, Level, Rule
+from mock_scheduler.correction.config.rules import Action, CorrectionSpec, Level, Rule
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
@@ -58,7 +58,7 @@ def cut(level: Level, upper: float) -> Rule:
 
 
 def outside(level: Level, lower: float, upper: float) -> Rule:
-    action = "reject_token" if level == "token" else "reject_sequence"
+    action: Action = "reject_token" if level == "token" else "reject_sequence"
     return Rule(level=level, action=action, lower=lower, upper=upper, name=level)
 
 

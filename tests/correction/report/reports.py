@@ -12,7 +12,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.config.instruments import TraceConfig, TraceKind
+from mock_scheduler.config.instruments import TraceConfig, TraceKind, TraceLevel
 from mock_scheduler.correction.comparable import VALID_COLUMN
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
@@ -21,8 +21,8 @@ from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import CorrectionReport, TrainingSide
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
+from mock_scheduler.trace.selection import open_sink
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.sinks import open_sink
 from tests.batches import SAMPLING, make_row
 from tests.recording.builders import make_info
 from tests.report.recordings import record
@@ -112,7 +112,7 @@ def write_trace(
     train_logprobs: torch.Tensor,
     *,
     step: int = 0,
-    level: str = "full",
+    level: TraceLevel = "full",
     kind: TraceKind = "score",
     name: str = "old_logprobs",
 ) -> None:

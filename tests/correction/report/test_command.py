@@ -104,7 +104,7 @@ def test_a_run_that_traced_none_of_the_steps_is_refused(tmp_path: Path) -> None:
     dump_dir, run_dir = record_scored(tmp_path, make_steps()[:1])
     record(dump_dir, {5: make_step((0.0,), (0.0,)).batch})
     assert refusal(dump_dir, run=run_dir, steps="5") == (
-        f"{run_dir} has traced none of the recorded steps to look at, 5; it has 0"
+        f"{run_dir} has a trace of none of the recorded steps 5; it has 0"
     )
 
 
@@ -174,7 +174,7 @@ def test_a_response_token_that_nothing_predicts_is_refused(tmp_path: Path) -> No
         (["--run", "nowhere"], "nowhere does not exist"),
         (["--config-name", "nothing"], "config path is not a folder"),
         (["--worst", "-1"], "Invalid value for '--worst'"),
-        (["--html", "-"], "--html: - is no file, and a page is not printed; name one, as in --html page.html"),
+        (["--html", "-"], "--html: - is not a file; name one, as in --html page.html"),
     ],
 )
 def test_bad_input_is_one_clear_message_and_exit_code_5(
@@ -227,7 +227,7 @@ def test_the_recordings_contract_is_read_where_no_run_says() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("[1, 2]", "is no configuration: it has no keys"),
+        ("[1, 2]", "is not a configuration: it has no keys"),
         ("a: [", "cannot be read"),
         ("algorithm: {rollout_correction: {rollout_iss: token}}", "has a rollout correction that cannot be read"),
     ],

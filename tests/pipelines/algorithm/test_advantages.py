@@ -21,8 +21,8 @@ from pipelines.algorithm.advantages import (
     compute_token_rewards,
     whiten,
 )
-from pipelines.algorithm.prepare import prepare_advantages
 from pipelines.algorithm.rewards import normalize_rewards
+from pipelines.algorithm.training_values import prepare_advantages
 from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_batch, make_row
 

@@ -25,9 +25,10 @@ from pipelines.algorithm.losses import (
     compute_metric_means,
     compute_policy_loss,
 )
+from pipelines.batching.plan import LossAggMode, MicroBatch
 from pipelines.config.training import TrainingConfig
-from pipelines.micro_batches import LossAggMode, MicroBatch, build_step_plan
 from tests.batches import SAMPLING, make_row
+from tests.pipelines.step_plans import build_step_plan
 
 LOSS_TYPES: tuple[LossType, ...] = ("ppo_clip", "reinforce", "ratio")
 F, T = False, True
@@ -71,7 +72,7 @@ def named(output: PolicyLossOutput) -> dict[str, float]:
     return dict(zip(METRIC_SUMS, output.metrics.tolist(), strict=True))
 
 
-def gradient_of(inputs: PolicyLossInputs, config: PolicyLossConfig, loss: LossFunction = compute_policy_loss) -> Any:  # noqa: ANN401
+def gradient_of(inputs: PolicyLossInputs, config: PolicyLossConfig, loss: LossFunction = compute_policy_loss) -> Any:
     """Of the total with respect to the new logprobs, as a list."""
     (gradient,) = torch.autograd.grad(loss(inputs, config).total, inputs.new_logprobs)
     return gradient[0].tolist()
@@ -416,7 +417,7 @@ NOWHERE = [math.nan, math.inf, -math.inf, 3e38, -3e38, 100.0, 0.0]
 def test_nothing_under_the_masks_enters_a_value_or_a_gradient(
     loss: LossFunction,
     loss_type: LossType,
-    term_mask: Any,  # noqa: ANN401
+    term_mask: Any,
     rollout_kl_coef: float,
     fills: list[float],
     states: list[str],
@@ -600,8 +601,8 @@ def direct_mean(sequences: list[list[float]], counted: list[list[float]], mode: 
 )
 def test_parts_of_any_split_sum_to_the_mean_over_sequences(
     lengths: list[list[int]],
-    mode: Any,  # noqa: ANN401
-    rs_denominator: Any,  # noqa: ANN401
+    mode: Any,
+    rs_denominator: Any,
     size: int,
     data: st.DataObject,
 ) -> None:

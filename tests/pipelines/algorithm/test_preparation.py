@@ -16,7 +16,7 @@ from pipelines.algorithm.correction import (
     correction_spec,
     with_known_logprobs,
 )
-from pipelines.algorithm.preparation import ResponseScores, ValueMaker, needed_scores
+from pipelines.algorithm.training_values import ResponseScores, ValueMaker, needed_scores
 from pipelines.config.schema import PipelineConfig
 from tests.batches import make_batch
 

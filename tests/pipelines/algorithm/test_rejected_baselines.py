@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.config.rules import LoneSurvivor
 from pipelines.algorithm.advantages import AdvantageConfig, AdvantageInputs, compute_advantages
-from pipelines.algorithm.prepare import prepare_advantages
+from pipelines.algorithm.training_values import prepare_advantages
 from pipelines.config.schema import PipelineConfig
 from tests.batches import SAMPLING, make_row
 
@@ -49,7 +49,7 @@ def inputs_of(
     )
 
 
-def advantages_of(inputs: AdvantageInputs, **config: Any) -> list[float]:  # noqa: ANN401
+def advantages_of(inputs: AdvantageInputs, **config: Any) -> list[float]:
     return compute_advantages(
         inputs, AdvantageConfig(**{"adv_estimator": "grpo", "method": "mean", **config})
     ).advantages.tolist()
@@ -176,9 +176,9 @@ def rejections(draw: st.DrawFn) -> AdvantageInputs:
 )
 def test_the_reward_of_a_rejected_trajectory_changes_nothing(
     inputs: AdvantageInputs,
-    estimator: Any,  # noqa: ANN401
-    method: Any,  # noqa: ANN401
-    grouping: Any,  # noqa: ANN401
+    estimator: Any,
+    method: Any,
+    grouping: Any,
     reward: float,
 ) -> None:
     rejected = inputs.rejected_trajectories()
@@ -195,7 +195,7 @@ def test_the_reward_of_a_rejected_trajectory_changes_nothing(
 
 @settings(deadline=None)
 @given(inputs=rejections(), estimator=st.sampled_from(["grpo", "rloo", "reinforce_plus_plus"]))
-def test_keeping_every_token_is_the_same_as_correcting_nothing(inputs: AdvantageInputs, estimator: Any) -> None:  # noqa: ANN401
+def test_keeping_every_token_is_the_same_as_correcting_nothing(inputs: AdvantageInputs, estimator: Any) -> None:
     assert inputs.kept is not None
     config = AdvantageConfig(adv_estimator=estimator, whiten_advantages=True, lone_survivor="zero")
     all_kept = compute_advantages(replace(inputs, kept=torch.ones_like(inputs.kept)), config)
@@ -225,7 +225,7 @@ def test_a_trajectory_of_several_rows_is_rejected_as_a_whole() -> None:
     batch = RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=None)
     config = PipelineConfig(exp_name="x", reward_normalization={"method": "mean"})
 
-    def prepared(kept: list[bool] | None, **arguments: Any) -> tuple[list[float], dict[str, float]]:  # noqa: ANN401
+    def prepared(kept: list[bool] | None, **arguments: Any) -> tuple[list[float], dict[str, float]]:
         found, metrics = prepare_advantages(
             batch,
             config,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from pipelines.algorithm.rewards import clip_rewards, compute_turn_returns, normalize_rewards
-from pipelines.algorithm.trajectories import build_trajectory_table, find_turn_ends
+from pipelines.batching.trajectories import build_trajectory_table, find_turn_ends
 from tests.batches import SAMPLING, make_row
 
 F, T = False, True

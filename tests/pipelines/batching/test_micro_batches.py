@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError
+from pipelines.batching.checks import check_plan
+from pipelines.batching.placement import place_step
+from pipelines.batching.plan import MicroBatch, StepPlan, Update
+from pipelines.batching.values import compute_loss_weights, fill_step, response_values, with_values
 from pipelines.config.training import TrainingConfig
-from pipelines.micro_batches import (
-    MicroBatch,
-    StepPlan,
-    Update,
-    build_step_plan,
-    check_plan,
-    compute_loss_weights,
-    fill_step,
-    place_step,
-    response_values,
-    with_values,
-)
+from tests.pipelines.step_plans import build_step_plan
 from tests.recording.builders import SAMPLING, make_row
 
 T, F = True, False
@@ -296,7 +289,7 @@ def test_weights_and_rejections_go_where_their_tokens_are() -> None:
         ("seq-mean-token-mean", "kept", [1.0] * 4 + [0.0] * 5),
     ],
 )
-def test_loss_weights_by_hand(mode: Any, rs_denominator: Any, expected: list[float]) -> None:  # noqa: ANN401
+def test_loss_weights_by_hand(mode: Any, rs_denominator: Any, expected: list[float]) -> None:
     """Trajectories of 1 + 3 (two rows), 2, 3 and 0 response tokens, two trajectories to an update."""
     batch = make_batch(3, 5, 4, 5, 2, turns=(2, 1, 1, 1))
     kept = torch.tensor([T, F, T, T, F, F, F, F, F])

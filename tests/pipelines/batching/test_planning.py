@@ -13,15 +13,15 @@ from mock_scheduler.errors import ConfigError, LayoutError
 from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.checkpoint import (
+from pipelines.megatron.model import padded_vocab_size
+from pipelines.megatron.process.runtime import check_world_size
+from pipelines.megatron.run_state import (
     RunState,
     check_same_settings,
     checkpoint_folder,
     fixed_settings,
     read_run_state,
 )
-from pipelines.megatron.model import padded_vocab_size
-from pipelines.megatron.process.runtime import check_world_size
 from pipelines.megatron.weights import canonical_initial_weight
 from pipelines.run import planned_requests
 

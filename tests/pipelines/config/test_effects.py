@@ -10,7 +10,7 @@ from typing import Annotated
 
 import pytest
 
-from mock_scheduler.align.plan.changes import change_kind
+from mock_scheduler.align.plan.planned_run import change_kind
 from mock_scheduler.config.base import ConfigSection, Decides, effects_of
 from mock_scheduler.support.digests import JSON
 from pipelines.config.loading import load_config
@@ -18,7 +18,7 @@ from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.keys import keys_in_effect
-from pipelines.megatron.checkpoint import fixed_settings
+from pipelines.megatron.run_state import fixed_settings
 from pipelines.remote import service_contract
 
 ROOT = Path(__file__).parents[3]

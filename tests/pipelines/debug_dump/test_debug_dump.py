@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
+from mock_scheduler.adapters.nexrl.comparison.report import compare_dumps
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.files import load_content, save_content
 from mock_scheduler.adapters.nexrl.names import FileKey, find_files
@@ -18,9 +18,9 @@ from mock_scheduler.compare_debug_dumps import main as compare
 from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
-from pipelines.debug_dump.composite import CompositeProbe, combine
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
-from tests.pipelines.tiny_runs import DETERMINISTIC, read_json, run_cli, run_command, write_tiny_config
+from pipelines.megatron.probing.interface import NO_PROBE, CompositeProbe, TrainingProbe, combine
+from tests.pipelines.tiny_runs import read_json, run_cli, write_tiny_config
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for all runs
 
@@ -71,7 +71,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path = root / "cases.json"
     path.write_text(json.dumps(listed), encoding="utf-8")
-    finished = run_command(["-m", "tests.pipelines.several_runs", str(path)], environ=DETERMINISTIC)
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout.splitlines()[-1]) == [0, 0, 0, 0, 5, 5, 5, 5], finished.stderr
     return root

@@ -16,19 +16,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mock_scheduler.config.layout import ParallelConfig
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.layers.expert_router import (
-    LayoutInvariantRouter,
-    RouterLedger,
-    RouterSums,
-    all_reduce_router_sums,
-    attach_router_ledger,
-)
+from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, attach_router_ledger
 from pipelines.megatron.layers.experts import (
     RowMoELayer,
     expert_mlp_spec,
     moe_config_fields,
     padding_mask_argument,
 )
+from pipelines.megatron.layers.router_ledger import RouterLedger, RouterSums, all_reduce_router_sums
 from pipelines.megatron.process.host_device import define_router_gemm
 from tests.plain_experts import choose, router_losses
 

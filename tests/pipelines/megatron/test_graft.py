@@ -16,15 +16,15 @@ from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceE
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import whole
-from pipelines.clock import Clock
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource, put_elements
 from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.probing.module_probe import ModuleProbe
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import TokenIndex
 from pipelines.megatron.probing.watches import watch_expert_outputs
 from pipelines.observation import StepObservation
+from pipelines.tracking import Clock
 from tests.dist.conftest import launch
 from tests.dist.traced_steps import SHORT
 from tests.merged_traces import Merged, different_bits, distances, merge_step, tensor_of
@@ -54,17 +54,17 @@ class OneRank:
         return [payload]
 
 
-def batch_of(identities: Sequence[str] = IDENTITIES, lengths: Sequence[int] = (4, 4)) -> Any:  # noqa: ANN401
+def batch_of(identities: Sequence[str] = IDENTITIES, lengths: Sequence[int] = (4, 4)) -> Any:
     return SimpleNamespace(identities=identities, lengths=torch.tensor(lengths))
 
 
 def train(
     folder: Path,
-    model: Any,  # noqa: ANN401 - a model's stand-in
+    model: Any,
     batches: Sequence[OwnBatch] = PADDED,
     *,
     graft: TrainingProbe | None = None,
-    batch: Any = None,  # noqa: ANN401
+    batch: Any = None,
 ) -> Merged:
     """One update, traced as the pipeline does it, with ``graft`` before the trace; the whole trace."""
     batch, graft = batch or batch_of(), graft or TrainingProbe()
@@ -90,12 +90,12 @@ def train(
     return merge_step(folder)
 
 
-def graft_of(trace_dir: Path, *names: str, **values: Any) -> GraftProbe:  # noqa: ANN401 - keys of the section
+def graft_of(trace_dir: Path, *names: str, **values: Any) -> GraftProbe:
     config = GraftConfig(trace_dir=str(trace_dir), names=list(names), **values)
     return GraftProbe(one_rank(), GraftSource(config))
 
 
-def with_other_weight(**options: Any) -> Any:  # noqa: ANN401 - a model's stand-in
+def with_other_weight(**options: Any) -> Any:
     """Layer 1's queries, keys and values are computed by weights 3 % larger."""
     model = tiny_model(**options)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def with_other_weight(**options: Any) -> Any:  # noqa: ANN401 - a model's stand-
     return model
 
 
-def with_other_backward() -> Any:  # noqa: ANN401 - a model's stand-in
+def with_other_backward() -> Any:
     """The same forward pass; the gradient that the last norm hands back is 1.5 times as large."""
     model = tiny_model()
     norm = model.chunks[0].decoder.final_layernorm
@@ -277,7 +277,7 @@ class NoDump:
         """No probe."""
 
 
-def observation_of(folder: Path, trace_dir: Path, **graft: Any) -> StepObservation:  # noqa: ANN401
+def observation_of(folder: Path, trace_dir: Path, **graft: Any) -> StepObservation:
     values = {
         "exp_name": "grafted",
         "output_dir": str(folder),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.initial_weights import Shape, compute_initial_weights_digest, parameter_shapes
-from pipelines.megatron.weights import canonical_initial_weight
-from tests.pipelines.tiny_runs import DETERMINISTIC, ROOT
+from pipelines.megatron.weights import Shape, canonical_initial_weight, compute_initial_weights_digest, parameter_shapes
+from tests.pipelines.tiny_runs import ROOT
+from tests.programs import run_program
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "parameters.json").read_text(encoding="utf-8"))
 
@@ -48,7 +45,7 @@ def test_the_listed_parameters_are_the_golden_ones(variant: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, dict[str, Shape]]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Shape]]:
     """Names and shapes of really built models, which need Megatron's process groups and so a process of their own."""
     lines = [
         PipelineConfig(
@@ -56,16 +53,9 @@ def built() -> dict[str, dict[str, Shape]]:
         ).model_dump_json()
         for model in VARIANTS.values()
     ]
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.pipelines.list_parameters"],
-        cwd=ROOT,
-        env={**os.environ, **DETERMINISTIC},
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=200.0,
-        check=False,
-    )
+    path = tmp_path_factory.mktemp("models") / "configs.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    finished = run_program("tests.pipelines.list_parameters", [str(path)])
     assert finished.returncode == 0, finished.stderr
     listed = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("[[")]
     return {
@@ -171,7 +161,7 @@ def test_one_bit_of_one_weight_changes_the_digest(monkeypatch: pytest.MonkeyPatc
             weight.view(torch.int32).view(-1)[-1] ^= 1
         return weight
 
-    monkeypatch.setattr("pipelines.megatron.initial_weights.canonical_initial_weight", flipped)
+    monkeypatch.setattr("pipelines.megatron.weights.canonical_initial_weight", flipped)
     assert digest() != clean
 
 

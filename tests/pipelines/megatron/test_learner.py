@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from pipelines.algorithm.kl import AdaptiveKl
-from pipelines.algorithm.preparation import ValueMaker
+from pipelines.algorithm.training_values import ValueMaker
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.algorithm import CriticConfig
 from pipelines.config.schema import PipelineConfig
+from pipelines.megatron.layers.router_ledger import router_weight
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.router_metrics import router_weight
 from pipelines.megatron.trainer import needs_reference
-from pipelines.micro_batches import MicroBatch, build_step_plan
 from tests.batches import make_batch
+from tests.pipelines.step_plans import build_step_plan
 
 HOST = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def test_replicas_share_the_micro_batches_of_an_update_between_them(dp_size: int
     owned = []
     for dp_rank in range(dp_size):
         learner = object.__new__(Learner)
-        learner.runtime, learner._emulated_shares = runtime(dp_rank, dp_size), 1
+        learner.runtime, learner._num_shares = runtime(dp_rank, dp_size), 1
         owned.append([own.batch.index for own in learner._owned(batches)])
     assert owned == [list(range(dp_rank, 4, dp_size)) for dp_rank in range(dp_size)]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.optimizer import LearningRateSchedule, build_lr_schedule
+from pipelines.megatron.trained_model import LearningRateSchedule, build_lr_schedule
 
 
 def schedule_of(**training: object) -> LearningRateSchedule:

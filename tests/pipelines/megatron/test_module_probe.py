@@ -14,7 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from safetensors.torch import load_file
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
-from benchmarks.layouts.rows import random_batch
+from benchmarks.layouts.training import random_batch
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
@@ -23,7 +23,7 @@ from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import place_shard
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.probing.module_probe import ModuleProbe
-from pipelines.megatron.probing.token_places import TokenIndex
+from pipelines.megatron.probing.shares import TokenIndex
 from pipelines.megatron.probing.watches import (
     chosen_experts,
     watch_choice,
@@ -44,7 +44,7 @@ BOUND = 1e-12
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of one process."""
-    return traced_steps(tmp_path_factory, 1)
+    return traced_steps(tmp_path_factory, "modules")
 
 
 @functools.cache
@@ -94,7 +94,7 @@ class Collected:
         return {(entry.kind, entry.spec.name) for entry in self.entries}
 
 
-def build_probe(collected: Collected, **config: Any) -> ModuleProbe:  # noqa: ANN401 - keys of the section
+def build_probe(collected: Collected, **config: Any) -> ModuleProbe:
     kinds = {"kinds": ["activation", "router", "logits", "activation_gradient"], **config}
     probe = ModuleProbe(one_rank(), TraceSelection(TraceConfig(level="full", **kinds)), collected)
     probe.start_step(TokenIndex(torch.tensor([4, 4])))
@@ -105,7 +105,7 @@ PADDED = [own(0, [[0, 1, 2, 3, -1]]), own(1, [[4, 5, 6, 7, -1]])]
 TOGETHER = [own(0, [[4, 5, 6, 7, -1, -1], [0, 1, 2, 3, -1, -1]])]
 
 
-def train(probe: ModuleProbe, model: Any, batches: list[OwnBatch]) -> None:  # noqa: ANN401 - a model's stand-in
+def train(probe: ModuleProbe, model: Any, batches: list[OwnBatch]) -> None:
     """All forward passes, then all backward passes in the same order; the loss is a sum over real tokens."""
     losses = []
     with probe.watching(model, 0):
@@ -382,12 +382,12 @@ SCORES = torch.tensor([[1.0, 4.0, 3.0, 2.0], [8.0, 5.0, 6.0, 7.0], [9.0, 9.5, 1.
 CHOSEN = [[1, 2], [0, 3], [0, 1]]
 
 
-def seen_by(watch: Any, watched: Any, compute: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401 - a watch and its module
+def seen_by(watch: Any, watched: Any, compute: Any) -> Iterator[torch.Tensor]:
     """What a watch shows of the second and the first token, in this order."""
     shown: list[torch.Tensor] = []
     places = torch.tensor([1, 0])
 
-    def see(tensor: torch.Tensor, gather: Any) -> None:  # noqa: ANN401 - a gather or None
+    def see(tensor: torch.Tensor, gather: Any) -> None:
         shown.append(tensor[places] if gather is None else gather(tensor, places))
 
     with watch(watched, see):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelines.config.environments import GeneratingArgs
-from pipelines.megatron.sampling import process_logits, sample_tokens
+from pipelines.megatron.logprobs import process_logits, sample_tokens
 
 LARGEST = 1.0 - 2.0**-53
 PLAIN = GeneratingArgs()

@@ -59,7 +59,7 @@ def test_persistent_buffers_of_floats_are_state_under_their_canonical_names(pref
     assert all(item.spec.splits == () and item.spec.flat_range is None for item in found.values())
 
 
-def model_of(dtype: torch.dtype) -> Any:  # noqa: ANN401 - stands for a TrainedModel
+def model_of(dtype: torch.dtype) -> Any:
     shape = ModelShape(model=MODEL, vocab_size=16)
     return SimpleNamespace(
         shape=shape,

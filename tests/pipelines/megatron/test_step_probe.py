@@ -20,16 +20,16 @@ from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection
-from pipelines.clock import Clock
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
-from pipelines.megatron.probing.selection import check_patterns, check_trace_ranks
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch, build_step_plan
-from pipelines.observation import StepObservation
+from pipelines.observation import StepObservation, check_patterns, check_trace_ranks
+from pipelines.tracking import Clock
 from tests.batches import make_batch
+from tests.pipelines.step_plans import build_step_plan
 
 HOST = torch.device("cpu")
 # make_batch: rows of 3, 4, 5, 6, 3, ... tokens, of which the first two are the prompt.
@@ -240,13 +240,14 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
 ) -> None:
     """Parts that were written before stayed: the step was refused as traced already, and never whole."""
     config = trace_of(kinds=["input"], part_bytes=1 << 16)
-    batch = make_batch(4, 2000)  # tokens, int64: 36,000 · 8 bytes, in several parts
+    batch = make_batch(4, 800)  # tokens, int64: 14,400 · 8 bytes, in several parts
+    training: dict[str, object] = {"micro_batch_size": 64, "global_batch_size": 128}
 
     def step() -> None:
         with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
-            probe.start_step(batch, own_of(micro_batches_of(FIXED, batch=batch), runtime_of()), [])
+            probe.start_step(batch, own_of(micro_batches_of(training, batch=batch), runtime_of()), [])
             assert probe._sink is not None
-            probe._sink._wait()  # type: ignore[attr-defined]
+            probe._sink._jobs.flush()  # type: ignore[attr-defined]
             assert list(tmp_path.rglob("*.safetensors"))
             if fails_when == "training":
                 raise RuntimeError("out of memory")
@@ -260,7 +261,7 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
-        probe.start_step(batch, own_of(micro_batches_of(FIXED, batch=batch), runtime_of()), [])
+        probe.start_step(batch, own_of(micro_batches_of(training, batch=batch), runtime_of()), [])
     with open_trace(tmp_path) as reader:
         assert torch.equal(reader.merge(TraceKey(step=0, update=0, kind="input", name="tokens")).tensor, batch.tokens)
 
@@ -270,7 +271,7 @@ def test_what_a_probe_computes_is_in_no_log_of_operations(tmp_path: Path) -> Non
     names: list[str] = []
 
     class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
+        def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
             names.append(str(func))
             return func(*args, **(kwargs or {}))  # type: ignore[operator]
 

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.trace.shards import Block, Split
+from pipelines.batching.plan import MicroBatch
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.places import OwnBatch, own_batch
-from pipelines.megatron.probing.token_places import TokenIndex, TokenPlaces
+from pipelines.megatron.probing.shares import TokenIndex, TokenPlaces
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.micro_batches import MicroBatch, build_step_plan
 from tests.batches import make_batch
+from tests.pipelines.step_plans import build_step_plan
 
 # Rows of 3, 4, 5, 6 tokens, of which the first two are the prompt: tokens 0-2, 3-6, 7-11, 12-17.
 BATCH = make_batch(2, 2)

@@ -14,7 +14,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import JsonColumn, TensorColumn
-from mock_scheduler.recording.step.container import decode_step
+from mock_scheduler.recording.step.step_file import decode_step
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.rollout.cached_policy import place_tokens

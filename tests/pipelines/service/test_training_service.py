@@ -15,16 +15,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mock_scheduler.adapters.nexrl.comparison.dumps import compare_dumps
-from mock_scheduler.adapters.nexrl.comparison.report import describe_verdict
+from mock_scheduler.adapters.nexrl.comparison.report import compare_dumps, describe_verdict
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError, ServiceError
-from mock_scheduler.recording.step.container import decode_step
-from mock_scheduler.remote.client import TrainingClient
-from mock_scheduler.remote.protocol import encode_datums, with_values
+from mock_scheduler.recording.step.step_file import decode_step
+from mock_scheduler.remote import TrainingClient, encode_datums, with_values
 from pipelines.config.loading import load_config
 from tests.pipelines.conftest import TinyAlignment
-from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_command, write_tiny_config
+from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_tiny, write_tiny_config
+from tests.programs import run_program
 
 SERVICE_STARTS_S = 240.0
 
@@ -65,7 +64,7 @@ def _wait_for_url(path: Path, process: subprocess.Popen[bytes]) -> str:
 
 def train_there(configs: Path, folder: Path, recording: Path, url: str, *more: str) -> subprocess.CompletedProcess[str]:
     mock = ["rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={recording}"]
-    return run_cli("launch", configs, [*mock, f"output_dir={folder}", f"training_service.url={url}", *more])
+    return run_tiny(configs, [*mock, f"output_dir={folder}", f"training_service.url={url}", *more])
 
 
 def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment, tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
         "prepared_trajectories",
         "training_metrics",
     ]
-    compared = run_command(["-m", "mock_scheduler.cli", "compare", str(baseline), str(folder)])
+    compared = run_program("mock_scheduler.cli", ["compare", str(baseline), str(folder)])
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert compared.stdout.startswith("identical: remote against baseline")
 
@@ -180,7 +179,7 @@ def test_scores_of_a_service_make_the_same_advantages(tmp_path: Path) -> None:
             dump = [*REMOTE_DUMP, f"debug.dump_dir={dumps['api_dump']}"]
             finished = train_there(configs, folder, recording, url, *algorithm, *dump)
             assert finished.returncode == 0, finished.stderr
-        compared = run_command(["-m", "mock_scheduler.cli", "compare", str(tmp_path / "own"), str(folder)])
+        compared = run_program("mock_scheduler.cli", ["compare", str(tmp_path / "own"), str(folder)])
         assert compared.returncode == 0, compared.stdout + compared.stderr
         assert compared.stdout.startswith("rounding" if layout else "identical")
         for step in range(2):

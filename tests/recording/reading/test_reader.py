@@ -9,8 +9,9 @@ import pytest
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepNotFoundError
-from mock_scheduler.recording import RecordingReader, open_storage
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
+from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import SAMPLING, make_batch, make_row
 from tests.recording.step_recordings import cut, record, record_shards, request
@@ -260,13 +261,6 @@ def test_a_plan_for_a_shard_verifies_its_own_rows(tmp_path: Path) -> None:
     reader.check_plan([request()], verify=True, shard=RowShard(index=0, count=2))
     with pytest.raises(CorruptRecordingError, match=r"shard_00001-of-00002\.safetensors: tensor 'terminations'"):
         reader.check_plan([request()], verify=True, shard=RowShard(index=1, count=2))
-
-
-def test_a_plan_tells_how_far_it_is(tmp_path: Path) -> None:
-    record(tmp_path, [0, 1])
-    told: list[tuple[int, int]] = []
-    RecordingReader(str(tmp_path)).check_plan([request(0), request(1)], progress=lambda *counts: told.append(counts))
-    assert told == [(1, 2), (2, 2)]
 
 
 def test_what_a_plan_verified_is_verified_again_when_it_is_loaded(tmp_path: Path) -> None:

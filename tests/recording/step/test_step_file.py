@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import CorruptRecordingError
-from mock_scheduler.recording.step.container import encode_step
-from mock_scheduler.recording.step.step_file import StepFile
+from mock_scheduler.recording.step.step_file import StepFile, encode_step
 from tests.recording.builders import SAMPLING, make_batch, make_identity, make_info, make_row
 from tests.recording.step_bytes import (
     CountingSource,

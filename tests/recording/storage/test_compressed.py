@@ -10,9 +10,10 @@ import torch
 import zstandard
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording import RecordingReader, WriterOptions
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.storage.compressed import open_compressed
+from mock_scheduler.recording.storage.byte_sources import open_compressed
+from mock_scheduler.recording.writing.opening import WriterOptions
 from tests.recording.recordings import record, request
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import RecordingError, StepExistsError
-from mock_scheduler.recording import RecordingReader, RecordingWriter, WriterOptions
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import make_batch, make_info

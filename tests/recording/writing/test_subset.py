@@ -9,7 +9,8 @@ import pytest
 
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.errors import RecordingError, StepNotFoundError
-from mock_scheduler.recording import RecordingReader, collect_provenance
+from mock_scheduler.recording.manifest import collect_provenance
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.subset import RECORDER_KEYS, load_train_step, select_groups, write_subset
 from mock_scheduler.scheduler import RolloutRequest
 from tests.recording.builders import make_batch, make_contract, make_info

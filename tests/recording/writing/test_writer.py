@@ -13,8 +13,9 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.errors import ContractError, CorruptRecordingError, RecordingError, StepExistsError
-from mock_scheduler.recording import RecordingReader, WriterOptions, WrittenStep
+from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.recording.writing.opening import WriterOptions, WrittenStep
 from tests.recording.builders import SAMPLING, make_batch, make_contract, make_info, make_rows
 from tests.recording.processes import run_in_child
 from tests.recording.recordings import files_of, loaded, open_writer, plan, record, request, write

@@ -12,7 +12,6 @@ from mock_scheduler.report.comparison.error_path import (
     MAX_COLUMNS,
     MAX_POINTS,
     MAX_ROWS,
-    bound_ratio,
     find_error_path,
     find_place,
     layer_grids,
@@ -20,6 +19,7 @@ from mock_scheduler.report.comparison.error_path import (
     step_grid,
 )
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.verdict.wording.tensors import bound_ratio
 from tests.report.comparisons import FAULT, diverged, identical, incomparable, make_difference, make_tensors, rounding
 
 

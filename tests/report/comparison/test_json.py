@@ -81,8 +81,14 @@ def test_the_first_divergence_is_there_with_all_that_was_found(tmp_path: Path) -
             {"global_rank": 1, "coordinates": {"tp": 1, "pp": 0, "dp": 0}},
         ],
     }
-    assert difference["localities"][0]["text"] == "98 % of it in channels 32 to 63 of 64: the second shard of tp2"
-    assert difference["residual"]["value"] == 0.5
+    assert (
+        difference["localities"][0]["text"]
+        == "channels 32 to 63 hold 98.0 % of the difference (32 of 64 channels): just the piece of one rank"
+    )
+    assert (difference["residual"]["value"], difference["residual"]["text"]) == (
+        -1.0,
+        "the part of tp1 is missing from the candidate",
+    )
 
 
 def test_tiers_and_steps_are_counted_by_kind(tmp_path: Path) -> None:
@@ -98,8 +104,10 @@ def test_tiers_and_steps_are_counted_by_kind(tmp_path: Path) -> None:
     assert tensors["groups"]["gradient"]["num_compared"] == 78
     conflict = tensors["candidate_replica_conflicts"][0]
     assert (conflict["axes"], conflict["num_elements"]) == (["tp"], 64)
-    assert tensors["ledgers"][1]["difference"].startswith("rank 1, call 12")
-    assert tensors["notes"] == ["the candidate's rank 3 wrote no activations"]
+    assert tensors["ledgers"][1]["difference"].startswith(
+        "step 0, global rank 1 (tp1 pp0 dp0): collective call 12 is all_reduce"
+    )
+    assert tensors["notes"] == ["the ledger of random calls was not compared: only the candidate traced it"]
 
 
 def test_a_sketch_keeps_its_error_bars_and_what_to_do_next(tmp_path: Path) -> None:

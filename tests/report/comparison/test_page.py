@@ -13,7 +13,7 @@ import pytest
 
 from mock_scheduler.compare.walk.metrics import compare_metrics
 from mock_scheduler.display import pages
-from mock_scheduler.display.figures import MAX_STEPS
+from mock_scheduler.display.pages import MAX_STEPS
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.comparison.page import render_comparison_page, write_comparison_page
 from mock_scheduler.run_folder.inputs import ComparedInput
@@ -93,8 +93,8 @@ def test_a_divergence_has_its_sentence_on_top_and_every_section(tmp_path: Path) 
     assert '<section class="verdict bad">' in page
     for expected in (
         "Every tensor of step 0, update 0, in which the runs first part, in the order in which it is computed.",
-        "where 98 % of it in channels 32 to 63 of 64: the second shard of tp2",
-        "looks like a partial sum of tp is missing",
+        "where channels 32 to 63 hold 98.0 % of the difference (32 of 64 channels): just the piece of one rank",
+        "looks like the part of tp1 is missing from the candidate",
         "sample train/g0/e1/v3/t0 token 5, element [17, 40]: 0.125 in the baseline, 0.1281 in the candidate",
         "and 251 more (as many as 1,000 with --json)",
         "in the candidate: decoder.layers.0.input_layernorm.weight: ranks tp0 and tp1 hold different gradients",

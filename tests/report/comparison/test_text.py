@@ -10,20 +10,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
-from mock_scheduler.report.comparison.view import (
-    count_tiers,
+from mock_scheduler.report.comparison.view import count_tiers, name_sides
+from mock_scheduler.trace.entries import LedgerCall, TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.tensors import (
     describe_margin,
     describe_ranks,
     format_relative,
     format_slope,
-    name_sides,
+    format_times,
 )
-from mock_scheduler.trace.entries import TraceKey
-from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
-from mock_scheduler.verdict.wording.numbers import format_times
 from tests.report.comparisons import (
     SENTENCE,
     TP0,
@@ -91,8 +90,8 @@ def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path
         "      looks like  a partial sum of tp is missing",
         "      worst       sample train/g0/e1/v3/t0 token 5, element [17, 40]: 0.125 in the baseline, 0.1281 in the "
         "candidate;",
-        "                  held by the baseline's global rank 0 (tp0 pp0 dp0) and the candidate's global rank 0 "
-        "(tp0 pp0 dp0),",
+        "                  held by global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), "
+        "global rank 1",
     ]
     assert "  and 291 more (with --json)" in lines
 
@@ -106,10 +105,11 @@ def test_everything_beside_the_tensors_is_said(tmp_path: Path) -> None:
         "different gradients at step 0 (64 elements, by up to 0.25)\n",
         "Choice of experts\n  router of decoder.layers.1.mlp.router at step 0, update 0: rounding chose other experts "
         "for 2 of 64 tokens, between logits that are at most 3.0e-07 apart\n",
-        "Calls\n  collective at step 0: rank 1, call 12: all_reduce of 64 in the baseline, all_gather of 64 in the "
-        "candidate\n  random: all 12 calls of 1 step on 2 ranks equal\n",
+        "Calls\n  collective at step 0: step 0, global rank 1 (tp1 pp0 dp0): collective call 12 is all_reduce of 64 "
+        "float32 over ranks 0, 1 in the baseline, and all_gather of 64 float32 over ranks 0, 1 in the candidate\n"
+        "  random: all 12 calls of 1 step on 2 ranks equal\n",
         "Not compared\n  activation of decoder.layers.0.input_layernorm, not in the candidate: fused into the linear "
-        "layer after it\n  the candidate's rank 3 wrote no activations\n",
+        "layer after it\n  the ledger of random calls was not compared: only the candidate traced it\n",
     ):
         assert expected in text
 
@@ -177,11 +177,11 @@ def test_the_reason_does_not_repeat_the_sentence(tmp_path: Path) -> None:
 
 def test_ranks_are_named_once_where_both_runs_have_the_same() -> None:
     assert describe_ranks((TP0,), (TP0,)) == "global rank 0 (tp0 pp0 dp0) in both runs"
-    assert describe_ranks((TP0,), ()) == "the baseline's global rank 0 (tp0 pp0 dp0)"
+    assert describe_ranks((TP0,), ()) == "global rank 0 (tp0 pp0 dp0) in the baseline"
     assert describe_ranks((), ()) == ""
     many = describe_ranks((TP0, TP1) * 3, (TP1,))
-    assert many.count("global rank") == 4
-    assert "and 3 more and the candidate's global rank 1 (tp1 pp0 dp0)" in many
+    assert many.count("global rank") == 5
+    assert "and 2 more in the baseline and global rank 1 (tp1 pp0 dp0) in the candidate" in many
 
 
 def test_two_sides_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
@@ -214,13 +214,24 @@ def test_numbers_are_short_and_lose_no_meaning() -> None:
     assert describe_margin(make_difference(KEY, 1e-3, tolerance=0.0)) == "beyond its bound of 0.0e+00"
 
 
+#: The candidate's rank 1 draws once more.
+DREW_MORE = LedgerDifference(
+    position=3,
+    calls=(None, LedgerCall(operation="normal_", group=(), dtype="float32", num_elements=8)),
+    num_calls=(3, 4),
+    places=(TP1,),
+)
+
+
 def render_replicas(result: ReplicaResult) -> str:
     output = io.StringIO()
     print_replicas(result, Console(file=output, width=200), files={})
     return output.getvalue()
 
 
-def make_replicas(*, num_conflicts: int = 0, copies: int = 40, difference: str | None = None) -> ReplicaResult:
+def make_replicas(
+    *, num_conflicts: int = 0, copies: int = 40, difference: LedgerDifference | None = None
+) -> ReplicaResult:
     conflict = ReplicaConflict(key=KEY, first=TP0, second=TP1, num_elements=1, max_abs=0.5)
     ledger = LedgerComparison(kind="random", step=0, num_ranks=2, num_calls=3, difference=difference)
     return ReplicaResult(
@@ -239,12 +250,14 @@ def test_replicas_that_agree_disagree_or_do_not_exist() -> None:
         "  12 tensors of 2 steps in /runs/a; copies by axis: tp 40, dp 0\n"
         "\nCalls\n  random: all 3 calls of 1 step on 2 ranks equal\n"
     )
-    assert render_replicas(make_replicas(num_conflicts=6, difference="rank 1 drew more")) == (
+    assert render_replicas(make_replicas(num_conflicts=6, difference=DREW_MORE)) == (
         "replicas disagree: in 6 tensors and the calls of 1 step\n"
         "  12 tensors of 2 steps in /runs/a; copies by axis: tp 40, dp 0\n"
         "\nReplicas\n"
-        + "  output_layer.weight: ranks tp0 and tp1 hold different gradients at step 0 (1 element, by up to 0.5)\n" * 5
-        + "  and 1 more (with --json)\n\nCalls\n  random at step 0: rank 1 drew more\n"
+        + "  output_layer.weight: ranks tp0 and tp1 hold different gradients at step 0 (1 element, by up to 0.5)\n"
+        * 5
+        + "  and 1 more (with --json)\n\nCalls\n  random at step 0: step 0, global rank 1 (tp1 pp0 dp0): "
+        "random call 3 is absent (3 in all) in the baseline, and normal_ of 8 float32 in the candidate\n"
     )
     text = render_replicas(make_replicas(copies=0))
     assert text.startswith("nothing compared: no element of this trace is held twice\n")

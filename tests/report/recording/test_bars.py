@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mock_scheduler.recording.inspection.histogram import Bar
-from mock_scheduler.report.recording.view import draw_bars
+from mock_scheduler.report.recording.description import draw_bars
 
 BARS = (Bar(low=-1.0, high=-1.0, count=1), Bar(low=0.5, high=0.5, count=1600), Bar(low=2.0, high=2.0, count=400))
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from mock_scheduler import cli
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.display.progress_bar import show_progress
+from mock_scheduler.display.terminal import show_progress
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage

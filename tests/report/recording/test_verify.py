@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler import cli
-from mock_scheduler.commands.verify import run_verify
+from mock_scheduler.commands.recordings import run_verify
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage

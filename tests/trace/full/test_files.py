@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import seal
 from mock_scheduler.trace.entries import DimName, LedgerCall, StepFooter, Unobserved
 from mock_scheduler.trace.full.files import METADATA_KEY, remove_steps_from
 from mock_scheduler.trace.full.reader import open_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from tests.trace.builders import (

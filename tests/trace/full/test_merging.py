@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
-from mock_scheduler.trace.kinds import TRACE_KINDS
 from mock_scheduler.trace.replicas import ReplicaConflict
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
 from tests.trace.builders import (

@@ -10,12 +10,12 @@ import mock_scheduler.trace.full.writing as writing
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import StepFooter, TraceSink
-from mock_scheduler.trace.full.files import save_rank_trace
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
+from mock_scheduler.trace.selection import open_sink
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.trace.sinks import open_sink
 from mock_scheduler.trace.sketch.files import SketchSink
+from tests.rank_traces import save_rank_trace
 from tests.trace.builders import LOGPROBS, NORM, entry, key, place, refused, save_one, token_piece
 
 

@@ -11,16 +11,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import canonical_json, compute_tensor_digest, open_sealed, seal
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import save_rank_trace
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split, whole
 from mock_scheduler.trace.sketch.files import SketchSink, has_full, has_sketches, sketch_path
 from mock_scheduler.trace.sketch.opening import METADATA_KEY
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import difference, sketch_of
+from tests.rank_traces import save_rank_trace
 
 W = "decoder.layers.0.mlp.linear_fc1.weight"
 ROWS = RowTable(identities=("a", "b", "c"), lengths=(3, 2, 4))

@@ -13,13 +13,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
-from mock_scheduler.trace.kinds import TraceKind
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.consequence.clip import CLIP_STATES, clip_states
+from mock_scheduler.verdict.consequence.consequence import CLIP_STATES, clip_states
 from mock_scheduler.verdict.consequence.consequence import find_consequence as find_consequence_by
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, ClipFlip, Consequence
 from mock_scheduler.verdict.wording.consequence import describe_consequence
@@ -303,7 +303,7 @@ def test_traces_without_a_common_step_are_an_error(tmp_path: Path) -> None:
             "pg_clip: much\ndual_clip: true\n",
             "pg_clip is 'much', expected a number; dual_clip is True, expected a number",
         ),
-        ("- 1\n", "is no configuration: it has no keys"),
+        ("- 1\n", "is not a configuration: it has no keys"),
         ("a: [\n", "cannot be read: "),
     ],
 )

@@ -14,7 +14,7 @@ from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
 from pipelines.config.loading import load_clip_rule
-from tests.pipelines.tiny_runs import run_cli, write_tiny_config
+from tests.pipelines.tiny_runs import run_tiny, write_tiny_config
 
 CLIPS = {"baseline": 0.2, "candidate": 0.1}
 
@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
             f"trace.kinds=[{','.join(CONSEQUENCE_KINDS)}]",
             f"pg_clip={CLIPS[name]}",
         ]
-        done = run_cli("launch", configs, overrides, environ={"OMP_NUM_THREADS": "1"})
+        done = run_tiny(configs, overrides)
         assert done.returncode == 0, done.stderr
     return {name: root / name for name in CLIPS}
 

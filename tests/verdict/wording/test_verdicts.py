@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.noise.suspicions import Suspicion
+from mock_scheduler.compare.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
 from mock_scheduler.compare.tensors import TensorComparison
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.reasons import (
@@ -31,21 +31,23 @@ from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.verdicts import describe_beside_proofs, describe_reason, write_headline
 
-SENTENCE = "a parameter differs by 2.57e-06 (bound 2.2e-06)"
+HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
+SENTENCE = "parameter of w at step 0, update 0 has shape [2] in the baseline and [3] in the candidate"
+SENTENCE_ELSEWHERE = "parameter of w at step 0, update 0 was traced by the baseline but not by the candidate"
 NOTHING = TensorComparison(
     steps=(), differences=(), findings=(), baseline_conflicts=(), candidate_conflicts=(), notes=()
 )
 REST = "beyond their bounds: 0 of 0 tensors"
 
 
-def divergence(message: str = SENTENCE) -> Divergence:
-    finding = Finding(kind="parameter", step=0, update=0, name="w", message=message)
+def divergence(fact: Fact = HERE) -> Divergence:
+    finding = Finding(kind="parameter", step=0, update=0, name="w", fact=fact)
     return Divergence(step=0, update=0, kind="parameter", name="w", evidence=finding)
 
 
-def beyond(message: str = SENTENCE) -> Verdict:
+def beyond(fact: Fact = HERE) -> Verdict:
     """A comparison with one difference beyond its bound."""
-    return Verdict(kind=VerdictKind.DIVERGED, why=BeyondBounds(), first=divergence(message), tensors=NOTHING)
+    return Verdict(kind=VerdictKind.DIVERGED, why=BeyondBounds(), first=divergence(fact), tensors=NOTHING)
 
 
 EQUALITY = Proof(
@@ -86,9 +88,14 @@ def test_what_noise_leaves_open_is_said_and_no_other_proof_takes_its_place() -> 
 
 
 def test_a_suspicion_is_the_headline_of_what_is_within_its_bounds() -> None:
-    slope = Suspicion(test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, text="gradients are 0.9991")
+    scaled = ScaledGradients(ratio=0.9991, factor=None, num_tensors=12, z=-6.5, noise_z=1.5)
+    slope = Suspicion(test="slope", step=0, update=0, name="", value=9e-4, limit=1e-4, fact=scaled)
     found = Verdict(kind=VerdictKind.SUSPECT, why=NotExplainedByNoise(), suspicions=(slope,), proofs=(EQUALITY,))
-    assert write_headline(found) == "within its bounds, and yet gradients are 0.9991"
+    assert write_headline(found) == (
+        "within its bounds, and yet step 0, update 0: the candidate's gradients together are 0.9991 times the "
+        "baseline's (median of 12 slopes; z -6.5, of perturbed runs at most 1.5), where noise makes at most 1.0e-04 of "
+        "it"
+    )
 
 
 def test_what_is_beyond_an_estimate_is_not_called_within_its_bounds() -> None:
@@ -99,16 +106,16 @@ def test_what_is_beyond_an_estimate_is_not_called_within_its_bounds() -> None:
 
 def test_nothing_is_left_of_a_reason_that_is_sentence_and_proofs() -> None:
     """``in its own precision:`` stood there, with nothing behind it."""
-    elsewhere = divergence("in float64 elsewhere")
-    own = referee("refuted", compared=beyond("in float64 elsewhere"))
+    elsewhere = divergence(ELSEWHERE)
+    own = referee("refuted", compared=beyond(ELSEWHERE))
     why = RefutedBy(proof="referee")
     found = Verdict(kind=VerdictKind.DIVERGED, why=why, first=elsewhere, proofs=(EQUALITY, NOISE, own))
     assert describe_beside_proofs(found) == ""
     shrinks = "in float64 it does not shrink as rounding does: the largest difference is 1.0e-09 in float64 and 1.0e-09"
     assert describe_proof(own, said=elsewhere) == f"{shrinks} here; first divergence: as said above"
     assert describe_reason(found) == (
-        f"{shrinks} here; first divergence: in float64 elsewhere; against the baseline: first divergence: {SENTENCE}; "
-        f"{REST}"
+        f"{shrinks} here; first divergence: {SENTENCE_ELSEWHERE}; against the baseline: first divergence: "
+        f"{SENTENCE}; {REST}"
     )
 
 
@@ -129,7 +136,7 @@ def test_a_reference_that_is_none_is_said_beside_the_proofs() -> None:
 
 def test_the_first_divergence_is_said_once_and_what_follows_is_not_taken_for_it() -> None:
     assert describe_proof(NOISE, said=divergence()) == f"first divergence: as said above; {REST}"
-    assert describe_proof(NOISE, said=divergence("another")) == f"first divergence: {SENTENCE}; {REST}"
+    assert describe_proof(NOISE, said=divergence(ELSEWHERE)) == f"first divergence: {SENTENCE}; {REST}"
     assert describe_rest(beyond()) == REST
 
 

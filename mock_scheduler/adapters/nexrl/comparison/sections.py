@@ -19,7 +19,7 @@ from mock_scheduler.adapters.nexrl.comparison.tables import DumpFile, SampleNumb
 from mock_scheduler.adapters.nexrl.comparison.values import Difference, Tolerance, compare_tensors
 from mock_scheduler.adapters.nexrl.files import Content, load_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey, find_files
-from mock_scheduler.adapters.nexrl.pieces import Piece, merge_pieces, read_piece
+from mock_scheduler.adapters.nexrl.parameters import Piece, merge_pieces, read_piece
 from mock_scheduler.errors import TraceError
 
 FORWARD = Wanted(masks=("response_mask",), tensors=("log_probs", "entropy"))

@@ -1,0 +1,220 @@
+"""Carries out an alignment from Python: a baseline, its candidates, and a verdict for each."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from mock_scheduler.align.plan.plan import plan_alignment
+from mock_scheduler.align.prove.alignment import AlignmentRunner
+from mock_scheduler.align.prove.proof_runs import order_reductions
+from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
+from mock_scheduler.align.runs.run_store import RunCache, RunStore, open_folder
+from mock_scheduler.api.compare import Verdict
+from mock_scheduler.display.pages import render_summary
+from mock_scheduler.errors import ExitCode
+from mock_scheduler.program import find_program
+from mock_scheduler.report.alignment.builder import build_view
+from mock_scheduler.report.alignment.ci import write_junit
+from mock_scheduler.report.alignment.page import write_alignment_page
+from mock_scheduler.report.alignment.view import AlignmentView
+from mock_scheduler.report.json_file import save_result
+from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.run_folder.inputs import ComparedInput
+from mock_scheduler.support.run_files import ALIGN_FILE
+from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
+from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult
+from mock_scheduler.verdict.wording.verdicts import describe_proved_by
+
+PAGE_FILE = "align.html"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alignment:
+    """A finished alignment: one baseline, several candidates, a verdict for each. A notebook shows its table.
+
+    Attributes:
+        result: Every fact: overrides, runs, proofs, localisation, consequence and seconds of each candidate.
+        view: The same as its reports lay it out.
+    """
+
+    result: AlignmentResult
+    view: AlignmentView
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder with runs, recording and reports."""
+        return self.result.output_dir
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of the gravest verdict."""
+        return self.result.exit_code
+
+    @property
+    def passes(self) -> bool:
+        """Whether every candidate passes."""
+        return self.result.passes
+
+    @property
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """The verdicts by the names of the candidates, in their order."""
+        return {candidate.name: self._verdict(candidate) for candidate in self.result.candidates}
+
+    def __getitem__(self, name: str) -> Verdict:
+        return self.verdicts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.verdicts)
+
+    def __len__(self) -> int:
+        return len(self.result.candidates)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the alignment as one page that opens offline; raises ``AlignmentError`` where it cannot."""
+        write_alignment_page(self.view, Path(path))
+
+    def save_json(self, path: str | Path) -> None:
+        """Write every fact as one JSON object (``align.json``); raises ``AlignmentError`` where it cannot."""
+        save_result(self.result, self.view, Path(path))
+
+    def save_junit(self, path: str | Path) -> None:
+        """Write the verdicts as JUnit XML; raises ``AlignmentError`` where it cannot."""
+        write_junit(self.view, Path(path))
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+    def _repr_html_(self) -> str:
+        return render_summary(
+            f"Alignment of {self.view.config_name}: {self.view.headline}",
+            [("folder", str(self.output_dir)), ("baseline", self.result.baseline.layout)],
+            tone="good" if self.passes else "bad",
+            columns=("candidate", "layout", "verdict", "proved by", "found"),
+            table=[
+                (item.name, item.layout, item.verdict.kind.value, describe_proved_by(item.verdict), verdict.headline)
+                for item, verdict in zip(self.result.candidates, self.verdicts.values(), strict=True)
+            ],
+        )
+
+    def _verdict(self, candidate: CandidateResult) -> Verdict:
+        comparison = ComparisonResult(
+            baseline=_side(self.result.baseline, self.result.baseline.output_dir),
+            candidate=_side(candidate.run, self.output_dir / candidate.name),
+            bounds=self.result.bounds,
+            verdict=candidate.verdict,
+        )
+        return Verdict.of(comparison)
+
+
+def align(
+    config_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | Path = "configs",
+    output_dir: str | Path | None = None,
+    recording: str | Path | None = None,
+    overwrite: bool = False,
+    is_quiet: bool = True,
+) -> Alignment:
+    """Record a baseline, replay it under every candidate of a configuration, and give a verdict for each.
+
+    Runs are started as processes of their own, as ``mock-scheduler align`` starts them. ``align.json`` and
+    ``align.html`` are written into the alignment's folder. A finished run there is taken again where an equal one would
+    be made.
+
+    Args:
+        config_name: The name of a YAML file in ``config_path``, without ``.yaml``.
+        overrides: Further keys, such as ``["max_steps=2"]``, in Hydra's grammar.
+        output_dir: The folder of the alignment; ``None``: as the configuration says.
+        recording: A recording for the baseline to replay too; ``None``: the baseline records.
+        overwrite: Run everything anew.
+        is_quiet: Print nothing of the runs' progress.
+
+    Raises:
+        ConfigError: The configuration cannot be aligned; nothing has run then.
+        AlignmentError: The baseline failed.
+    """
+    return run_alignment(
+        config_name,
+        Path(config_path),
+        overrides,
+        output_dir=None if output_dir is None else Path(output_dir),
+        recording_dir=None if recording is None else Path(recording),
+        overwrite=overwrite,
+        console=Console(file=io.StringIO()) if is_quiet else Console(),
+    )
+
+
+def run_alignment(
+    config_name: str,
+    config_path: Path,
+    overrides: Sequence[str],
+    *,
+    output_dir: Path | None,
+    recording_dir: Path | None,
+    overwrite: bool,
+    console: Console,
+    make_launch: MakeLaunch = make_process_launch,
+) -> Alignment:
+    """Plan, run and prove; ``align.json`` is saved anew after every stage, so an interrupt loses nothing.
+
+    Arguments and errors are as in ``align``.
+    """
+    program = find_program(config_name, config_path)
+    load = program.build_loader(config_name, config_path)
+    wants_consequence = load(overrides).align.proofs.consequence
+    plan = plan_alignment(
+        load,
+        program=program,
+        overrides=overrides,
+        output_dir=output_dir,
+        recording_dir=recording_dir,
+        trace_kinds=CONSEQUENCE_KINDS if wants_consequence else (),
+    )
+    plan = order_reductions(plan, load=load)
+    reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
+    with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
+        open_folder(plan.output_dir, fresh=overwrite)
+        runner = AlignmentRunner(
+            plan=plan,
+            config_name=config_name,
+            load=load,
+            store=RunStore(
+                launch=make_launch(config_name, config_path),
+                cache=RunCache(recording_dir=plan.recording_dir),
+                console=console,
+                share=plan.baseline.config.align.share_processes,
+                at_once=plan.baseline.config.align.at_once,
+            ),
+            save=reports.save,
+            console=console,
+        )
+        result = runner.run()
+        view = reports.view
+        assert view is not None  # a result that has ended was saved
+        write_alignment_page(view, plan.output_dir / PAGE_FILE)
+    return Alignment(result=result, view=view)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Reports:
+    """Saves the result so far. ``view``: of the last result, built once for all reports, since it reads traces."""
+
+    result_path: Path
+    view: AlignmentView | None = None
+
+    def save(self, result: AlignmentResult) -> None:
+        """Write it to ``result_path``; before its end without the parts read from folders."""
+        self.view = build_view(result, is_full=result.times is not None)
+        save_result(result, self.view, self.result_path)
+
+
+def _side(run: RunSummary | None, path: Path) -> ComparedInput:
+    name = path.name if run is None else run.name
+    return ComparedInput(name=name, path=path, kind="run", level="full", run=run)

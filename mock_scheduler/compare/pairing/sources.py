@@ -1,0 +1,68 @@
+"""Traces as a comparison reads them, and traces of whole tensors read as sketches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.trace.sketch.reader import MergedSketch
+from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
+
+
+class LedgerSource(Protocol):
+    """A trace with ledgers."""
+
+    def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
+        """Returns the footer of each rank of a step, by global rank."""
+
+
+class StepSource(LedgerSource, Protocol):
+    """A trace of any level."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+
+    def is_complete(self, step: int) -> bool:
+        """Whether all ranks wrote it."""
+
+    def keys(self, step: int) -> frozenset[TraceKey]:
+        """Returns every tensor of a step."""
+
+
+class SketchSource(StepSource, Protocol):
+    """A trace with sketches."""
+
+    def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
+        """Returns the sketch of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
+
+
+class FullAsSketches:
+    """A trace of whole tensors, read as sketches of ``num_buckets``."""
+
+    def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
+        self._reader = reader
+        self._num_buckets = num_buckets
+        self.merge = reader.merge
+        self.is_complete = reader.is_complete
+        self.keys = reader.keys
+        self.footers = reader.footers
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The traced steps, ascending."""
+        return self._reader.steps
+
+    def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
+        """Returns the sketch of the merged tensor; the merge finds unequal copies."""
+        merged = self._reader.merge(key, may_lack_tokens=may_lack_tokens)
+        return MergedSketch(
+            sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),
+            dtype=merged.tensor.dtype,
+            global_shape=tuple(merged.tensor.shape),
+            conflicts=(),
+            dims=merged.dims,
+            is_masked=self._reader.is_masked(key),
+            missing=merged.missing,
+        )

@@ -1,1 +1,0 @@
-"""Training behind HTTP: the protocol of a training service, and its client."""

@@ -1,0 +1,235 @@
+"""Says why tensors could not be compared, and where calls differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mock_scheduler.compare.findings import (
+    CopiesDiffer,
+    Fact,
+    Finding,
+    KindNotCompared,
+    LacksParameter,
+    LacksTokens,
+    LedgerNotCompared,
+    NonFinite,
+    NotCompared,
+    Note,
+    NotFinite,
+    NotLogged,
+    NotSelected,
+    NotShown,
+    NotTraced,
+    NotWritten,
+    OnlyIn,
+    OtherCount,
+    OtherDtype,
+    OtherLengths,
+    OtherNumUpdates,
+    OtherPlaces,
+    OtherShape,
+    OtherStart,
+    OtherUpdateRows,
+    OtherWeight,
+    PartlyWritten,
+    RowsOnlyIn,
+    SketchTokensNotCompared,
+    SketchWeightsNotCompared,
+    other_side,
+)
+from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
+from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.trace.entries import LedgerCall, TraceKey
+from mock_scheduler.verdict.wording.residuals import describe_residual
+
+_NUM_NAMED = 3
+_SAME_START = "both runs must start from the same weights, to the last bit"
+
+
+def describe_finding(finding: Finding) -> str:
+    """Says what is missing or cannot be subtracted, and where: ``gradient of w at step 0, update 0 has shape …``."""
+    fact = finding.fact
+    match fact:
+        case RowsOnlyIn() | OtherLengths() | OtherNumUpdates() | OtherUpdateRows():
+            return _describe_rows(fact, finding.step)
+        case NotLogged():
+            return _describe_not_logged(fact, finding)
+        case NotSelected(side=side, num_tensors=count, reason=reason):
+            what = count_of(count, f"tensor of kind {finding.kind}", f"tensors of kind {finding.kind}")
+            verb = "is" if count == 1 else "are"
+            return f"{what} of the {other_side(side)} {verb} not traced by the {side}: {_describe_setting(reason)}"
+        case LacksTokens(missing=missing):
+            return f"{_name_subject(finding)}: {missing}"
+        case _:
+            return f"{_name_subject(finding)} {_describe_fact(fact)}"
+
+
+def describe_note(note: Note) -> str:
+    """Says how a comparison is limited."""
+    match note:
+        case LedgerNotCompared(kind=kind, only=only):
+            why = "the two runs have different layouts" if only is None else f"only the {only} traced it"
+            return f"the ledger of {kind} calls was not compared: {why}"
+        case PartlyWritten(key=key, places=places):
+            return f"{key.describe()} {_describe_places(places)}, as some ranks wrote no trace"
+        case SketchTokensNotCompared(step=step):
+            return f"step {step}: sketches of tokens were not compared, as the rows are not in the same order"
+        case SketchWeightsNotCompared():
+            return "weights are not compared at level sketch: their rounding is judged bit by bit"
+        case KindNotCompared(kind=kind, names=names):
+            verb = "is" if len(names) == 1 else "are"
+            listed = list_some(names, _NUM_NAMED, ", ")
+            return f"no {kind.replace('_', ' ')} was compared at all: {listed} {verb} not shown by both runs"
+
+
+def describe_reasons(item: NotCompared) -> str:
+    """Says why a tensor was not compared."""
+    return "; ".join(_describe_absence(reason) for reason in item.reasons)
+
+
+def describe_ledger(ledger: LedgerComparison) -> str:
+    """Says the first unequal call; empty where all are equal."""
+    found = ledger.difference
+    if found is None:
+        return ""
+    if found.group:
+        names = [place.describe() for place in found.places]
+        return f"step {ledger.step}: {_describe_calls(f'group {list(found.group)}, collective', found, names)}"
+    text = _describe_calls(f"{ledger.kind} call", found, ("the baseline", "the candidate"))
+    return f"step {ledger.step}, {found.places[0].describe()}: {text}"
+
+
+def describe_selection(selection: Selection) -> str:
+    """Says the selection of tensors: ``steps 5, kinds logits, names decoder.*``; empty where it is everything."""
+    parts = [] if selection.steps is None else [f"steps {selection.steps}"]
+    if selection.kinds is not None:
+        kinds = (kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in selection.kinds)
+        parts.append(f"kinds {', '.join(kinds)}")
+    if selection.patterns != ("*",):
+        parts.append(f"names {', '.join(selection.patterns)}")
+    return ", ".join(parts)
+
+
+def _name_subject(finding: Finding) -> str:
+    kind = next((kind for kind in TRACE_KINDS if kind == finding.kind), None)
+    if kind is None or finding.update is None:
+        return finding.name
+    return TraceKey(step=finding.step, update=finding.update, kind=kind, name=finding.name).describe()
+
+
+def _describe_fact(fact: Fact) -> str:
+    match fact:
+        case OnlyIn(side=side):
+            return f"was traced by the {side} but not by the {other_side(side)}"
+        case OtherShape(baseline=mine, candidate=other):
+            return f"has shape {list(mine)} in the baseline and {list(other)} in the candidate"
+        case OtherDtype(baseline=mine, candidate=other):
+            return f"has dtype {mine} in the baseline and {other} in the candidate"
+        case OtherCount(baseline=mine, candidate=other):
+            return f"has {mine:,} elements in the baseline and {other:,} in the candidate"
+        case OtherPlaces() as places:
+            return _describe_places(places)
+        case NotFinite() as broken:
+            return _describe_broken(broken)
+        case CopiesDiffer(side=side, conflict=conflict):
+            return f"has copies in the {side} that differ: {conflict.describe()}"
+        case OtherStart() as start:
+            return f"differs: {_describe_start(start)}{_SAME_START}"
+        case LacksParameter(needed_by="update"):
+            return "was traced without the parameter before it, so its update cannot be judged"
+        case LacksParameter():
+            return "was traced without the parameter that it is rounded from"
+        case OtherWeight(side=side):
+            return f"is not the rounded parameter in the {side}: the model computes with other weights"
+    raise TypeError(f"{type(fact).__name__} is no fact of one tensor")
+
+
+def _describe_places(places: OtherPlaces) -> str:
+    mine = count_of(places.num_baseline, places.what)
+    return (
+        f"is defined at other {places.what}s: {mine} only in the baseline, {places.num_candidate} only in the candidate"
+    )
+
+
+def _describe_broken(broken: NotFinite) -> str:
+    mine, other = (_count_broken(side) for side in (broken.baseline, broken.candidate))
+    if mine == other:
+        return f"has {mine} in both runs"
+    if mine and other:
+        return f"has {mine} in the baseline and {other} in the candidate"
+    return f"has {mine} in the baseline" if mine else f"has {other} in the candidate"
+
+
+def _count_broken(side: NonFinite | None) -> str:
+    if side is None:
+        return ""
+    counts = (("NaN", side.num_nan), ("infinity", side.num_infinite))
+    return " and ".join(f"{what} in {count} of {side.num_elements} elements" for what, count in counts if count)
+
+
+def _describe_start(start: OtherStart) -> str:
+    if start.residual is not None:
+        return f"{describe_residual(start.residual)}; "
+    return f"candidate is the baseline's {start.same_as}; " if start.same_as is not None else ""
+
+
+def _describe_not_logged(fact: NotLogged, finding: Finding) -> str:
+    sides = f"was logged by the {other_side(fact.absent)} but not by the {fact.absent}"
+    if fact.num_missing is None:
+        return f"{finding.name} {sides}"
+    steps = f"at {fact.num_missing} of {count_of(fact.num_steps, 'step')}, first at step {finding.step}"
+    return f"metric {finding.name} {sides} {steps}"
+
+
+def _describe_rows(fact: RowsOnlyIn | OtherLengths | OtherNumUpdates | OtherUpdateRows, step: int) -> str:
+    match fact:
+        case RowsOnlyIn(side=side, num_rows=count, num_all=total, first=first):
+            verb = "is" if count == 1 else "are"
+            rows = f"{count_of(count, 'row')} of {total} of step {step} {verb} in the {side} only"
+            return f"{rows}: {_list_first(first, count)}"
+        case OtherLengths(num_rows=count, first=first):
+            named = [f"{row.identity} has {_describe_lengths(row.baseline, row.candidate)}" for row in first]
+            verb = "has" if count == 1 else "have"
+            rows = f"{count_of(count, 'row')} of step {step} {verb} another length"
+            return f"{rows}: {_list_first(named, count)}; their first tokens are compared"
+        case OtherNumUpdates(baseline=mine, candidate=other):
+            return f"step {step} has {count_of(mine, 'update')} in the baseline and {other} in the candidate"
+        case OtherUpdateRows(update=update, num_baseline=mine, num_candidate=other):
+            sides = f"{mine} only in the baseline, {other} only in the candidate"
+            return f"update {update} of step {step} trains on other rows: {sides}"
+
+
+def _describe_lengths(mine: int, other: int) -> str:
+    return f"{mine} tokens in the baseline and {other} in the candidate"
+
+
+def _list_first(first: Sequence[str], count: int) -> str:
+    more = count - len(first)
+    return "; ".join([*first, *([f"and {more:,} more"] if more else [])])
+
+
+def _describe_absence(reason: NotShown | NotWritten) -> str:
+    if isinstance(reason, NotShown):
+        return reason.reason
+    return f"only global ranks {', '.join(map(str, reason.ranks))} wrote this trace"
+
+
+def _describe_setting(reason: NotTraced) -> str:
+    verb = "is" if reason.setting == "exclude" else "are"
+    return f"its trace.{reason.setting} {verb} {', '.join(reason.values)}"
+
+
+def _describe_calls(what: str, found: LedgerDifference, names: Sequence[str]) -> str:
+    """Says ``collective 3 is all_reduce of 64 float32 over ranks 0, 1 in …, and absent (2 in all) in …``."""
+    sides = [
+        f"absent ({count} in all)" if call is None else _describe_call(call)
+        for call, count in zip(found.calls, found.num_calls, strict=True)
+    ]
+    return f"{what} {found.position} is {sides[0]} in {names[0]}, and {sides[1]} in {names[1]}"
+
+
+def _describe_call(call: LedgerCall) -> str:
+    group = f" over ranks {', '.join(map(str, call.group))}" if call.group else ""
+    return f"{call.operation} of {call.num_elements:,} {call.dtype}{group}"
