@@ -30,40 +30,6 @@ from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy
 from pipelines.rollout.messages import ForwardPass, ReplicaChannel
 
-
-@contextmanager
-def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Rounds every floating parameter to ``dtype`` in the block, and restores its bits after it.
-
-    Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
-    checkpoint. A value beyond ``dtype`` becomes infinite. However the block is left, the bits come back into the same
-    storage, so its other users (gradient buffers, an optimizer's main parameters) see them as before. Costs a copy of
-    the parameters. It does not communicate; all parameters must have been gathered.
-    """
-    parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
-    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    try:
-        for parameter in parameters:
-            if parameter.is_floating_point():
-                originals.append((parameter, parameter.detach().clone()))
-                _assign(parameter, _round(parameter.detach(), dtype))
-        yield
-    finally:
-        # The other way round, so parameters with shared storage end with the bits of the first of them.
-        while originals:
-            _assign(*originals.pop())
-
-
-@torch.no_grad()
-def _assign(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    parameter.copy_(values)
-
-
-def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    narrow = values.float() if values.dtype is torch.float64 else values
-    return narrow.to(dtype).to(values.dtype)
-
-
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 
 
@@ -203,3 +169,36 @@ class PolicyEngine:
         received = torch.zeros(2, num_rows, dtype=torch.float64, device=runtime.device)
         dist.recv(received, src=dist.get_global_rank(group, runtime.pp_size - 1), group=group)
         return received.cpu()
+
+
+@contextmanager
+def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Rounds every floating parameter to ``dtype`` in the block, and restores its bits after it.
+
+    Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
+    checkpoint. A value beyond ``dtype`` becomes infinite. However the block is left, the bits come back into the same
+    storage, so its other users (gradient buffers, an optimizer's main parameters) see them as before. Costs a copy of
+    the parameters. It does not communicate; all parameters must have been gathered.
+    """
+    parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
+    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    try:
+        for parameter in parameters:
+            if parameter.is_floating_point():
+                originals.append((parameter, parameter.detach().clone()))
+                _assign(parameter, _round(parameter.detach(), dtype))
+        yield
+    finally:
+        # The other way round, so parameters with shared storage end with the bits of the first of them.
+        while originals:
+            _assign(*originals.pop())
+
+
+@torch.no_grad()
+def _assign(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    parameter.copy_(values)
+
+
+def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow = values.float() if values.dtype is torch.float64 else values
+    return narrow.to(dtype).to(values.dtype)

@@ -32,22 +32,6 @@ from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
 from pipelines.seeds import derive_uniform
 
 
-def gather_rows(
-    rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
-) -> RolloutBatch:
-    """Gathers all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
-
-    Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
-    """
-    if ranks.world_size == 1:
-        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
-    # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
-    own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
-    parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")
-    gathered = [row for part in parts if part for row in decode_step(part)[0].rows()]
-    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size)
-
-
 def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
     """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
 
@@ -204,3 +188,19 @@ def _exchange_info(request: RolloutRequest) -> StepInfo:
         run_id="exchange",
         policy_version=request.policy_version,
     )
+
+
+def gather_rows(
+    rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
+) -> RolloutBatch:
+    """Gathers all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
+
+    Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
+    """
+    if ranks.world_size == 1:
+        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
+    # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
+    own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
+    parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")
+    gathered = [row for part in parts if part for row in decode_step(part)[0].rows()]
+    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size)

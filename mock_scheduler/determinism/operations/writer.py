@@ -31,56 +31,6 @@ _FACTORS = (-4658895280553007687, -7723592293110705685)
 _SHIFTS = (30, 27, 31)
 
 
-def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor with one element in place of each dimension that only repeats the same memory."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def host_digest(tensor: torch.Tensor) -> str:
-    """Digests a strided CPU tensor: the first 8 bytes of SHA-256. Copies only a tensor that is not contiguous."""
-    plain = tensor if tensor.is_contiguous() else unrepeated(tensor.detach()).contiguous()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.detach().resolve_conj().resolve_neg()
-    # Read in place: a view as bytes and a NumPy array would cost more than the hash of a small tensor.
-    size_bytes = plain.numel() * plain.element_size()
-    data = (ctypes.c_char * size_bytes).from_address(plain.data_ptr()) if size_bytes else b""
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def device_digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Digests a strided tensor on any device to an int64 scalar there, and waits for nothing.
-
-    Each element's bits and its position are mixed by the finaliser of splitmix64, and the results are added modulo
-    2^64. Elements wider than 64 bits count as several.
-    """
-    # A sum of integers is exact in any order, so the order of a GPU's threads does not matter.
-    flat = unrepeated(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    bits = flat.view(_BIT_DTYPES[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _BLOCK_ELEMENTS):
-        total += _mix(bits[start : start + _BLOCK_ELEMENTS], start).sum()
-    return total
-
-
-def _mix(bits: torch.Tensor, start: int) -> torch.Tensor:
-    words = torch.arange(start + 1, start + 1 + bits.numel(), dtype=torch.int64, device=bits.device)
-    words.mul_(_POSITION).bitwise_xor_(bits.to(torch.int64))
-    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
-        # torch shifts with the sign; the mask makes it a shift of unsigned words, which loses no information.
-        words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
-    return words
-
-
-def as_hex(digest: int) -> str:
-    """Spells a device digest, read back as a signed number, in 16 hexadecimal digits."""
-    return f"{digest & 0xFFFFFFFFFFFFFFFF:016x}"
-
-
 _RECORDS_AT_ONCE = 512
 
 
@@ -168,3 +118,53 @@ def _read_back(entries: list[TensorEntry]) -> None:
         digests = torch.stack([entry.digest for entry in waiting if isinstance(entry.digest, torch.Tensor)]).tolist()
         for entry, digest in zip(waiting, digests, strict=True):
             entry.digest = as_hex(digest)
+
+
+def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with one element in place of each dimension that only repeats the same memory."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def host_digest(tensor: torch.Tensor) -> str:
+    """Digests a strided CPU tensor: the first 8 bytes of SHA-256. Copies only a tensor that is not contiguous."""
+    plain = tensor if tensor.is_contiguous() else unrepeated(tensor.detach()).contiguous()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.detach().resolve_conj().resolve_neg()
+    # Read in place: a view as bytes and a NumPy array would cost more than the hash of a small tensor.
+    size_bytes = plain.numel() * plain.element_size()
+    data = (ctypes.c_char * size_bytes).from_address(plain.data_ptr()) if size_bytes else b""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def device_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Digests a strided tensor on any device to an int64 scalar there, and waits for nothing.
+
+    Each element's bits and its position are mixed by the finaliser of splitmix64, and the results are added modulo
+    2^64. Elements wider than 64 bits count as several.
+    """
+    # A sum of integers is exact in any order, so the order of a GPU's threads does not matter.
+    flat = unrepeated(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(_BIT_DTYPES[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _BLOCK_ELEMENTS):
+        total += _mix(bits[start : start + _BLOCK_ELEMENTS], start).sum()
+    return total
+
+
+def _mix(bits: torch.Tensor, start: int) -> torch.Tensor:
+    words = torch.arange(start + 1, start + 1 + bits.numel(), dtype=torch.int64, device=bits.device)
+    words.mul_(_POSITION).bitwise_xor_(bits.to(torch.int64))
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        # torch shifts with the sign; the mask makes it a shift of unsigned words, which loses no information.
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+    return words
+
+
+def as_hex(digest: int) -> str:
+    """Spells a device digest, read back as a signed number, in 16 hexadecimal digits."""
+    return f"{digest & 0xFFFFFFFFFFFFFFFF:016x}"

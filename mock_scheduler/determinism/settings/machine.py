@@ -13,60 +13,51 @@ from mock_scheduler.determinism.settings.setting import Between, Kind, ReadAt, S
 from mock_scheduler.support.packages import DISTRIBUTIONS
 
 _cpu = partial(Setting, between_runs=Between.REPORTED, read_at=ReadAt.TORCH_IMPORT)
+_python = partial(Setting, read_at=ReadAt.INTERPRETER, reader="Python")
+_MKL_GUIDE, _DISPATCHER = "oneMKL developer guide", "oneDNN documentation, CPU dispatcher control"
 _SPLIT_SUMS = "a sum is split over the threads, so their number must be fixed"
 _CODE_PATH = "it selects the code path of products; keep it equal"
 
 _THREADS: tuple[Setting, ...] = (
-    Setting(
+    _python(
         name="PYTHONHASHSEED",
         pattern=r"\d+",
         recommended="0",
         exported=True,
         between_runs=Between.MUST_MATCH,
-        read_at=ReadAt.INTERPRETER,
-        reader="Python",
         source="Python documentation, PYTHONHASHSEED",
         remedy="without a fixed number the order of sets of strings differs between processes",
     ),
-    Setting(
+    _python(
         name="python.hash_randomization",
         kind=Kind.FLAG,
         between_runs=Between.MUST_MATCH,
-        read_at=ReadAt.INTERPRETER,
-        reader="Python",
         source="Python documentation, sys.flags.hash_randomization",
         remedy="False proves that PYTHONHASHSEED=0 came before the interpreter",
     ),
-    Setting(
+    _python(
         name="python.string_hash",
         kind=Kind.FLAG,
         between_runs=Between.REPORTED,
-        read_at=ReadAt.INTERPRETER,
-        reader="Python",
         source="Python documentation, PYTHONHASHSEED",
         remedy="the hash of one string: differs where ranks or runs started with other seeds",
     ),
-    Setting(
-        name="OMP_NUM_THREADS",
-        pattern=r"[1-9]\d*",
-        recommended="1",
-        exported=True,
-        between_runs=Between.MUST_MATCH,
-        read_at=ReadAt.TORCH_IMPORT,
-        reader="OpenMP",
-        source="measured: LayerNorm gradients on CPU change with the number of threads",
-        remedy=_SPLIT_SUMS,
-    ),
-    Setting(
-        name="MKL_NUM_THREADS",
-        pattern=r"[1-9]\d*",
-        recommended="1",
-        exported=True,
-        between_runs=Between.MUST_MATCH,
-        read_at=ReadAt.TORCH_IMPORT,
-        reader="MKL",
-        source="oneMKL developer guide, MKL_NUM_THREADS",
-        remedy=_SPLIT_SUMS,
+    *(
+        Setting(
+            name=name,
+            pattern=r"[1-9]\d*",
+            recommended="1",
+            exported=True,
+            between_runs=Between.MUST_MATCH,
+            read_at=ReadAt.TORCH_IMPORT,
+            reader=reader,
+            source=source,
+            remedy=_SPLIT_SUMS,
+        )
+        for name, reader, source in (
+            ("OMP_NUM_THREADS", "OpenMP", "measured: LayerNorm gradients on CPU change with the number of threads"),
+            ("MKL_NUM_THREADS", "MKL", "oneMKL developer guide, MKL_NUM_THREADS"),
+        )
     ),
     Setting(
         name="torch.num_threads",
@@ -96,29 +87,14 @@ _KERNELS: tuple[Setting, ...] = (
         source="measured: default changes torch.randn, and avx2 against avx512 changes softmax",
         remedy="it selects the vector kernels; keep it equal",
     ),
-    _cpu(
-        name="MKL_CBWR",
-        reader="MKL",
-        source="oneMKL developer guide, conditional numerical reproducibility; measured: changes bits",
-        remedy=_CODE_PATH,
-    ),
-    _cpu(
-        name="MKL_ENABLE_INSTRUCTIONS",
-        reader="MKL",
-        source="oneMKL developer guide, instruction set specific dispatching",
-        remedy=_CODE_PATH,
-    ),
-    _cpu(
-        name="ONEDNN_MAX_CPU_ISA",
-        reader="oneDNN",
-        source="oneDNN documentation, CPU dispatcher control; measured: changes bfloat16 products on CPU",
-        remedy=_CODE_PATH,
-    ),
-    _cpu(
-        name="DNNL_MAX_CPU_ISA",
-        reader="oneDNN",
-        source="oneDNN documentation, CPU dispatcher control, older name",
-        remedy=_CODE_PATH,
+    *(
+        _cpu(name=name, reader=reader, source=source, remedy=_CODE_PATH)
+        for name, reader, source in (
+            ("MKL_CBWR", "MKL", f"{_MKL_GUIDE}, conditional numerical reproducibility; measured: changes bits"),
+            ("MKL_ENABLE_INSTRUCTIONS", "MKL", f"{_MKL_GUIDE}, instruction set specific dispatching"),
+            ("ONEDNN_MAX_CPU_ISA", "oneDNN", f"{_DISPATCHER}; measured: changes bfloat16 products on CPU"),
+            ("DNNL_MAX_CPU_ISA", "oneDNN", f"{_DISPATCHER}, older name"),
+        )
     ),
     _cpu(
         name="ONEDNN_DEFAULT_FPMATH_MODE",
