@@ -22,9 +22,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mock_scheduler.align.plan.overrides import quote_override
-from mock_scheduler.align.plan.plan import plan_alignment
-from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.alignment.plan.overrides import quote_override
+from mock_scheduler.alignment.plan.plan import plan_alignment
+from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan

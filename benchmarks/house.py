@@ -147,7 +147,7 @@ def _count_thresholds(sources: Sources) -> int:
     return sum(
         isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value not in _PLAIN_NUMBERS
         for name, tree in sources.trees.items()
-        if name.startswith("mock_scheduler.compare") and not name.endswith(".thresholds")
+        if name.startswith("mock_scheduler.comparison") and not name.endswith(".thresholds")
         for node in ast.walk(tree)
     )
 

@@ -6,9 +6,7 @@ no torch. ``docs/api.md`` lists them with their docstrings, and ``docs/python.md
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mock_scheduler.support.version import VERSION
@@ -54,7 +52,7 @@ PUBLIC_NAMES: dict[str, dict[str, str]] = {
         "VerdictKind": "mock_scheduler.verdict.verdict",
         "Divergence": "mock_scheduler.verdict.divergences",
         "Proof": "mock_scheduler.verdict.verdict",
-        "Suspicion": "mock_scheduler.compare.noise.suspicions",
+        "Suspicion": "mock_scheduler.comparison.noise.suspicions",
         "Localisation": "mock_scheduler.verdict.localisation",
         "Consequence": "mock_scheduler.verdict.consequence.figures",
         "Alignment": "mock_scheduler.api.align",
@@ -102,7 +100,7 @@ if TYPE_CHECKING:
     from mock_scheduler.batch import SamplingParams as SamplingParams
     from mock_scheduler.batch import Termination as Termination
     from mock_scheduler.batch import Trajectory as Trajectory
-    from mock_scheduler.compare.noise.suspicions import Suspicion as Suspicion
+    from mock_scheduler.comparison.noise.suspicions import Suspicion as Suspicion
     from mock_scheduler.correction import Correction as Correction
     from mock_scheduler.correction import correct as correct
     from mock_scheduler.errors import AlignmentError as AlignmentError
@@ -153,15 +151,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
-
-
-class _Door(ModuleType):
-    """Keeps the functions ``compare`` and ``align`` visible beside the packages of the same names."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # The import system binds a package to its parent, in the place of the function.
-        if not (name in _MODULES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Door

@@ -20,7 +20,7 @@ _OPTION = "--mock-scheduler-html"
 
 
 class AssertAligned(Protocol):
-    """The signature of the fixture: that of ``mock_scheduler.compare``."""
+    """The signature of the fixture: that of ``mock_scheduler.comparison``."""
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ LONGEST_FIRST = (
     "tests/dist/test_layouts.py",
     "tests/dist/test_ordered_collectives.py",
     "tests/pipelines/environments/test_workers.py",
-    "tests/align/extract/test_extract_runs.py",
+    "tests/alignment/extract/test_extract_runs.py",
     "tests/pipelines/test_modes.py",
     "tests/faults/test_injected.py",
     "tests/recording/test_crashes.py",

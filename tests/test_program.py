@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import mock_scheduler
-from mock_scheduler.align.minimise.space import build_space
-from mock_scheduler.align.plan.interpreters import Interpreter
-from mock_scheduler.align.plan.plan import plan_alignment
-from mock_scheduler.align.plan.planned_run import AlignPlan, group_runs
+from mock_scheduler.alignment.minimise.space import build_space
+from mock_scheduler.alignment.plan.interpreters import Interpreter
+from mock_scheduler.alignment.plan.plan import plan_alignment
+from mock_scheduler.alignment.plan.planned_run import AlignPlan, group_runs
 from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError

@@ -1,13 +1,11 @@
-"""An asynchronous loop whose train and validation batches come together: async_scheduler.py --dump-dir DIR"""
+"""Gathers train and validation batches in an asynchronous loop: async_scheduler.py --dump-dir DIR"""
 
 import argparse
 import asyncio
 
 from single_controller import MyScheduler
 
-from mock_scheduler import build_async_scheduler
-from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler import RolloutBatch, RolloutRequest, build_async_scheduler
 
 
 class MyAsyncScheduler:
@@ -33,7 +31,7 @@ async def train(mode: str, dump_dir: str) -> None:
     async with build_async_scheduler(config, MyAsyncScheduler, {"model": "toy", "vocab_size": 100}) as scheduler:
         for step in range(2):
             await scheduler.update_weights(step)
-            # Adoption, line 2: the requests say which step and kind they are.
+            # Adoption, line 2: the requests name step and kind.
             train_batch, val_batch = await asyncio.gather(
                 scheduler.get_batch(RolloutRequest(global_step=step, batch_size=8)),
                 scheduler.get_batch(RolloutRequest(global_step=step, batch_size=4, mode="val")),

@@ -1,13 +1,11 @@
-"""One scheduler per process: four record their own rows, two replay them: one_per_rank.py --dump-dir DIR"""
+"""Records with four ranks that own their rows, and replays with two: one_per_rank.py --dump-dir DIR"""
 
 import argparse
 import multiprocessing
 
 from single_controller import MyScheduler
 
-from mock_scheduler import build_scheduler
-from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler import RolloutBatch, RolloutRequest, RowShard, build_scheduler
 
 Work = tuple[str, str, RowShard]
 
@@ -28,7 +26,7 @@ class MyRankScheduler:
 def train_rank(work: Work) -> str:
     mode, dump_dir, shard = work
     config = {"enable": True, "mode": mode, "dump_dir": dump_dir}
-    # Adoption, line 1: every rank says which part is its own; one run id makes their shards one recording.
+    # Adoption, line 1: each rank names its own part; one run id makes their shards one recording.
     scheduler = build_scheduler(config, lambda: MyRankScheduler(shard), {"model": "toy"}, shard=shard, run_id="example")
     with scheduler:
         # Adoption, line 2: the request counts the whole batch.

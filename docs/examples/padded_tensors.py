@@ -1,14 +1,12 @@
-"""A scheduler of padded tensors, here verl's, replayed to the bit: padded_tensors.py --dump-dir DIR"""
+"""Records a scheduler of padded tensors, here verl's, and replays it to the bit: padded_tensors.py --dump-dir DIR"""
 
 import argparse
 import hashlib
 
 import torch
 
-from mock_scheduler import build_scheduler
+from mock_scheduler import RolloutRequest, SamplingParams, build_scheduler
 from mock_scheduler.adapters.padded import VERL, PaddedCodec
-from mock_scheduler.batch.trajectory import SamplingParams
-from mock_scheduler.scheduler import RolloutRequest
 
 PROMPT, RESPONSE = 6, 10  # widths
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
@@ -39,7 +37,7 @@ def train(mode: str, dump_dir: str) -> None:
     # Adoption, line 1: the codec knows the framework's layout.
     scheduler = build_scheduler(config, MyPaddedScheduler, {"model": "toy"}, codec=PaddedCodec(VERL, sampling=SAMPLING))
     with scheduler:
-        # Adoption, line 2: the request says which step this is; the answer is the framework's own batch.
+        # Adoption, line 2: the request names this step; the answer is the framework's own batch.
         batch = scheduler.get_batch(RolloutRequest(global_step=0, batch_size=8, group_size=4))
     print(f"{mode} logprobs {hashlib.sha256(batch['rollout_log_probs'].numpy()).hexdigest()[:16]}, {batch['uid']}")
     print(scheduler.ledger.render())

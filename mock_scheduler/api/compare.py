@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ConfigError

@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import TraceError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.plan.plan import RECORDING_NAME
-from mock_scheduler.align.runs.execution import MakeLaunch, make_process_launch
+from mock_scheduler.alignment.plan.plan import RECORDING_NAME
+from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mock_scheduler.align.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
+from mock_scheduler.alignment.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor

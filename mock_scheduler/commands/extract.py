@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.align.extract.entry import find_entry_files
-from mock_scheduler.align.extract.extraction import CheckReproduction, Extraction, run_reproduction
-from mock_scheduler.align.extract.folder import SCRIPT_FILE, choose_weights
-from mock_scheduler.align.extract.source import read_diverged
+from mock_scheduler.alignment.extract.entry import find_entry_files
+from mock_scheduler.alignment.extract.extraction import CheckReproduction, Extraction, run_reproduction
+from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights
+from mock_scheduler.alignment.extract.source import read_diverged
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_metrics
+from mock_scheduler.comparison.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_metrics
 from mock_scheduler.determinism.operations import OperationLog, find_operation_logs
 from mock_scheduler.doctor.causes import Cause, find_cause
 from mock_scheduler.doctor.comparison import StepComparison, compare_step

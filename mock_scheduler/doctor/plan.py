@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.align.plan.overrides import format_override, has_module, override_keys, quote_override
-from mock_scheduler.align.plan.planned_run import PlannedRun
+from mock_scheduler.alignment.plan.overrides import format_override, has_module, override_keys, quote_override
+from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import ConfigLoader, Program, RunConfig

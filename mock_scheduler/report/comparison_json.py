@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.findings import Finding, NotCompared
-from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
-from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference, TensorGroup
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import Finding, NotCompared
+from mock_scheduler.comparison.noise.suspicions import Suspicion, TestSummary
+from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, TensorGroup
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison.view import count_tiers
 from mock_scheduler.support.digests import JSON

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from mock_scheduler.compare.walk.metrics import MetricLog, load_metrics
+from mock_scheduler.comparison.walk.metrics import MetricLog, load_metrics
 from mock_scheduler.display.pages import axis_title, finite_or_none, plain_layout, render_page, soft_font, write_page
 from mock_scheduler.display.terminal import shortest_names
 from mock_scheduler.errors import ConfigError

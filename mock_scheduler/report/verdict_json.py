@@ -41,7 +41,7 @@ A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``sou
 
 from __future__ import annotations
 
-from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison_json import (
     bounded,

@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.compare.walk.metrics import load_metrics
-from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.walk.metrics import load_metrics
+from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges

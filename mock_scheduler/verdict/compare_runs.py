@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.tensors import JUDGED_KINDS
-from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
-from mock_scheduler.compare.walk.steps import OnKey
-from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.tensors import JUDGED_KINDS
+from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.comparison.walk.steps import OnKey
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.noise.files import check_baseline, find_noise, load_noise
-from mock_scheduler.compare.noise.theory import TheoryBounds, build_theory_bounds
+from mock_scheduler.comparison.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.comparison.noise.files import check_baseline, find_noise, load_noise
+from mock_scheduler.comparison.noise.theory import TheoryBounds, build_theory_bounds
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.errors import ConfigError

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mock_scheduler.compare.findings import Note
-from mock_scheduler.compare.noise.judging import first_hidden_step
-from mock_scheduler.compare.tensors import ExpertFlips, TensorComparison, TensorDifference
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.comparison.findings import Note
+from mock_scheduler.comparison.noise.judging import first_hidden_step
+from mock_scheduler.comparison.tensors import ExpertFlips, TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence

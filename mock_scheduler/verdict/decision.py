@@ -9,13 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.noise.judging import judge_noise
-from mock_scheduler.compare.noise.suspicions import NoiseVerdict
-from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison
-from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.noise.judging import judge_noise
+from mock_scheduler.comparison.noise.suspicions import NoiseVerdict
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison
+from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.divergences import Divergence, count_before, find_divergences
 from mock_scheduler.verdict.reasons import (

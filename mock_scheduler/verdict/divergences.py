@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.compare.findings import DifferenceKind, Finding
-from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.residuals import Locality, Residual
-from mock_scheduler.compare.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.comparison.findings import DifferenceKind, Finding
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.residuals import Locality, Residual
+from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.verdict.reasons import (
     BIT_EQUAL,
     PROOF_NAMES,

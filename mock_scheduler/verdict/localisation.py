@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.pairing.selection import Selection
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 

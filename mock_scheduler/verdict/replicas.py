@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from mock_scheduler.compare.pairing.ledgers import check_groups
-from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.compare.tensors import LedgerComparison
-from mock_scheduler.compare.walk.steps import OnKey
-from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.comparison.pairing.ledgers import check_groups
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.tensors import LedgerComparison
+from mock_scheduler.comparison.walk.steps import OnKey
+from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.run_folder.inputs import ComparedInput, check_steps, find_trace
 from mock_scheduler.trace.entries import RankPlace

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.tensors import LedgerComparison
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.run_folder.finished_run import RunSummary

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.noise.suspicions import Suspicion, TestSummary
-from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.noise.suspicions import Suspicion, TestSummary
+from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence

@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from mock_scheduler.align.plan.planned_run import PlannedRun
-from mock_scheduler.align.runs.execution import LaunchRuns
+from mock_scheduler.alignment.plan.planned_run import PlannedRun
+from mock_scheduler.alignment.runs.execution import LaunchRuns
 from mock_scheduler.commands.doctor import run_doctor
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations

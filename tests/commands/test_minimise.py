@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mock_scheduler.align.minimise.trials import only_candidate, remember
-from mock_scheduler.align.plan.plan import plan_alignment
+from mock_scheduler.alignment.minimise.trials import only_candidate, remember
+from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions
 from mock_scheduler.commands.minimise import MinimiseOptions, align_once, run_minimise

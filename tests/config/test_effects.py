@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import pytest
 from pydantic import Field
 
-from mock_scheduler.align.plan.planned_run import Changes, change_kind, find_changes
+from mock_scheduler.alignment.plan.planned_run import Changes, change_kind, find_changes
 from mock_scheduler.config.base import ConfigSection, Decides, effects_of
 
 

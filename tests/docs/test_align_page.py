@@ -12,8 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from mock_scheduler.align.plan.plan import RECORDING_NAME, RESERVED_NAMES, plan_alignment
-from mock_scheduler.align.plan.planned_run import PROOFS_NAME
+from mock_scheduler.alignment.plan.plan import RECORDING_NAME, RESERVED_NAMES, plan_alignment
+from mock_scheduler.alignment.plan.planned_run import PROOFS_NAME
 from mock_scheduler.cli import app
 from mock_scheduler.config.layout import LAYOUT_AXES
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER

@@ -45,9 +45,3 @@ def test_every_option_method_and_field_is_explained() -> None:
     assert {name for name in fields if f"`{name}`" not in TEXT} == set()
     methods = {name for name in vars(RolloutScheduler) if not name.startswith("_")}
     assert {name for name in methods if f"`{name}(" not in TEXT} == set()
-
-
-def test_links_of_the_pages_lead_somewhere() -> None:
-    for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -16,7 +16,7 @@ import pytest
 import mock_scheduler as ms
 from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.compare import CompareOptions
-from tests.align.test_align import NORM, FakeLauncher
+from tests.alignment.test_align import NORM, FakeLauncher
 from tests.commands.test_compare import Runs
 from tests.recording.recordings import record
 
@@ -111,7 +111,7 @@ def test_the_fixture_passes_equal_runs_and_fails_the_others_with_the_verdict(che
 
 def test_packages_do_not_hide_the_functions_of_their_names() -> None:
     """``ms.compare`` was the package after anything had imported it, as ``ms.open_trace`` does."""
-    code = "import mock_scheduler.align, mock_scheduler as ms; ms.open_trace; print(ms.compare, ms.align)"
+    code = "import mock_scheduler.alignment, mock_scheduler as ms; ms.open_trace; print(ms.compare, ms.align)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert re.fullmatch(r"<function compare at \w+> <function align at \w+>\n", done.stdout)
 

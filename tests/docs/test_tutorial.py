@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from mock_scheduler.align.plan.plan import plan_alignment
+from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.cli import app
 from mock_scheduler.config.align import AlignConfig, MatrixConfig, ProofsConfig
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.layouts.cases import parallel_of
-from mock_scheduler.compare.bounds.bounds import EXACT
-from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.comparison.bounds.bounds import EXACT
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace

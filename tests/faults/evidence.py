@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.compare.bounds.bounds import EXACT, UNBOUNDED
-from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.noise.judging import judge_noise
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.comparison.bounds.bounds import EXACT, UNBOUNDED
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.noise.judging import judge_noise
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.verdict.divergences import Divergence, find_divergences
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
 from mock_scheduler.verdict.wording.findings import describe_finding

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.compare import findings
-from mock_scheduler.compare.measure.figures import compute_figures
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.comparison import findings
+from mock_scheduler.comparison.measure.figures import compute_figures
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.divergences import Divergence
 from tests.faults.catalogue import find_fault

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.noise.building import measure_noise
-from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.divergences import count_before, find_divergences
 from mock_scheduler.verdict.verdict import VerdictKind

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.align.plan.plan import plan_alignment
+from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.determinism.environment import check_settings
 from pipelines.config.loading import load_config
 from pipelines.environments.registry import build_tokenizer

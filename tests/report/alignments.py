@@ -16,10 +16,10 @@ import torch
 import yaml
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.compare.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
-from mock_scheduler.compare.walk.metrics import compare_metrics, load_metrics
-from mock_scheduler.compare.walk.traces import compare_trace_folders
+from mock_scheduler.comparison.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
+from mock_scheduler.comparison.noise.suspicions import ScaledGradients, Suspicion
+from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.recording.contract import Contract, ContractField, Rule

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.compare.findings import Finding, LedgerNotCompared, NotCompared, NotShown, OnlyIn
-from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.residuals import Locality, PartialSums, Residual
-from mock_scheduler.compare.tensors import (
+from mock_scheduler.comparison.findings import Finding, LedgerNotCompared, NotCompared, NotShown, OnlyIn
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.residuals import Locality, PartialSums, Residual
+from mock_scheduler.comparison.tensors import (
     ExpertFlips,
     Figures,
     LedgerComparison,
@@ -21,7 +21,7 @@ from mock_scheduler.compare.tensors import (
     TensorDifference,
     WorstElement,
 )
-from mock_scheduler.compare.walk.metrics import MetricLog, compare_metrics
+from mock_scheduler.comparison.walk.metrics import MetricLog, compare_metrics
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, TraceKey
@@ -30,7 +30,7 @@ from mock_scheduler.verdict.divergences import Divergence, count_before
 from mock_scheduler.verdict.reasons import BeyondBounds, BitEqual, OtherRollouts, WithinBounds
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
-from tests.compare.stated import stated
+from tests.comparison.stated import stated
 
 BOUNDS = stated()
 FAULT = "decoder.layers.2.self_attention.linear_proj"

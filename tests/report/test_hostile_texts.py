@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from mock_scheduler.compare.walk.metrics import MetricLog
+from mock_scheduler.comparison.walk.metrics import MetricLog
 from mock_scheduler.correction.report.page import render_correction_page
 from mock_scheduler.display import pages
 from mock_scheduler.report.alignment.builder import build_view

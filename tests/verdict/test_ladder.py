@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.compare.findings import Fact, Finding, OnlyIn, OtherShape
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence

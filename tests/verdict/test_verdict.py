@@ -14,7 +14,7 @@ from mock_scheduler.verdict.compare_runs import compare_runs
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind, worst_exit_code
 from mock_scheduler.verdict.wording.divergences import describe_evidence
 from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
-from tests.compare.stated import stated
+from tests.comparison.stated import stated
 from tests.rank_traces import save_rank_trace
 
 BOUNDS = stated()

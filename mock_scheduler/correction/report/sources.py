@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.compare.walk.traces import trace_level
+from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig

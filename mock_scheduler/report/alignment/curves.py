@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.display.pages import end_of_name, finite_or_none
 from mock_scheduler.errors import TraceError
 from mock_scheduler.report.comparison.view import metrics_to_show

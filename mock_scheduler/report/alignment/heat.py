@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.report.comparison.error_path import (
     OUTSIDE,
     Grid,

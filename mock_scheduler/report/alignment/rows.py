@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mock_scheduler.compare.bounds.bounds import Bounds
-from mock_scheduler.compare.tensors import TensorDifference
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.report.alignment.environment import RunFacts
 from mock_scheduler.report.alignment.view import TensorLine
 from mock_scheduler.report.comparison.view import metrics_to_show, unmatched

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.compare.pairing.tokens import align_tokens
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.comparison.pairing.tokens import align_tokens
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.run_files import TRACE_FOLDER

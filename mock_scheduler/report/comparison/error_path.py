@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.pairing.order import order_keys
-from mock_scheduler.compare.tensors import TensorDifference, Tier
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.tensors import TensorDifference, Tier
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.report.comparison.view import tier_of
 from mock_scheduler.support.text import count_of

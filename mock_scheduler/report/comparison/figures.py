@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mock_scheduler.compare.walk.metrics import MetricLog, differ
+from mock_scheduler.comparison.walk.metrics import MetricLog, differ
 from mock_scheduler.display.pages import (
     axis_title,
     end_of_name,

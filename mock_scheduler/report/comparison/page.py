@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.compare.tensors import TensorComparison
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
+from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
 from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.thresholds import NUM_ULPS
-from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.thresholds import NUM_ULPS
+from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.report.comparison.view import TierCounts, count_tiers, tensors_to_show
 from mock_scheduler.verdict.wording.tensors import (
     describe_details,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.compare.tensors import TensorComparison, TensorDifference
-from mock_scheduler.compare.thresholds import NUM_ULPS
-from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.thresholds import NUM_ULPS
+from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table, print_wrapped
 from mock_scheduler.report.comparison.view import TierCounts, tensors_to_show
 from mock_scheduler.verdict.wording.tensors import (

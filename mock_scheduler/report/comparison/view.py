@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.tensors import (
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.tensors import (
     TensorComparison,
     TensorDifference,
     Tier,
 )
-from mock_scheduler.compare.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.display.terminal import shortest_names
 from mock_scheduler.support.text import count_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.bounds.bounds import Bounds, StatedBounds, UniformBounds, WideBounds
-from mock_scheduler.compare.bounds.measured import NoiseBounds
-from mock_scheduler.compare.bounds.tensor_noise import Pool
-from mock_scheduler.compare.noise.suspicions import (
+from mock_scheduler.comparison.bounds.bounds import Bounds, StatedBounds, UniformBounds, WideBounds
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.bounds.tensor_noise import Pool
+from mock_scheduler.comparison.noise.suspicions import (
     Drift,
     NoisyPlace,
     ScaledGradients,
@@ -15,8 +15,8 @@ from mock_scheduler.compare.noise.suspicions import (
     Suspicion,
     TestSummary,
 )
-from mock_scheduler.compare.noise.theory import TheoryBounds
-from mock_scheduler.compare.thresholds import FEWEST_SERIES, SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH
+from mock_scheduler.comparison.noise.theory import TheoryBounds
+from mock_scheduler.comparison.thresholds import FEWEST_SERIES, SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.wording.residuals import describe_locality
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mock_scheduler.compare.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
-from mock_scheduler.compare.walk.metrics import MetricComparison
+from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
+from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import TurnedDecisions, find_limits, find_nearest, find_smallest_error

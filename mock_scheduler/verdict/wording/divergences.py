@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.compare.findings import Finding
-from mock_scheduler.compare.tensors import LedgerComparison, TensorDifference
-from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.tensors import LedgerComparison, TensorDifference
+from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.support.text import count_of

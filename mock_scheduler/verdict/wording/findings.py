@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mock_scheduler.compare.findings import (
+from mock_scheduler.comparison.findings import (
     CopiesDiffer,
     Fact,
     Finding,
@@ -37,8 +37,8 @@ from mock_scheduler.compare.findings import (
     SketchWeightsNotCompared,
     other_side,
 )
-from mock_scheduler.compare.pairing.selection import Selection
-from mock_scheduler.compare.tensors import LedgerComparison, LedgerDifference
+from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey

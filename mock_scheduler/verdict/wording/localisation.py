@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.tensors import TensorDifference
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey

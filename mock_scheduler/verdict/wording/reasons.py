@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from mock_scheduler.compare.bounds.bounds import Bounds
+from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_causes
 from mock_scheduler.verdict.divergences import Divergence

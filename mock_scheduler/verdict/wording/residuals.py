@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.compare.residuals import (
+from mock_scheduler.comparison.residuals import (
     BlockOrder,
     ElementBlock,
     Locality,

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mock_scheduler.compare.findings import NotCompared
-from mock_scheduler.compare.tensors import (
+from mock_scheduler.comparison.findings import NotCompared
+from mock_scheduler.comparison.tensors import (
     ExpertFlips,
     LedgerComparison,
     TensorComparison,
     TensorDifference,
     WorstElement,
 )
-from mock_scheduler.compare.walk.metrics import MetricDifference
+from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import pytest
 
-from mock_scheduler.align.plan.planned_run import change_kind
+from mock_scheduler.alignment.plan.planned_run import change_kind
 from mock_scheduler.config.base import ConfigSection, Decides, effects_of
 from mock_scheduler.support.digests import JSON
 from pipelines.config.loading import load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.findings import Finding, OnlyIn
+from mock_scheduler.comparison.findings import Finding, OnlyIn
 from mock_scheduler.report.alignment.builder import build_view, split_name
 from mock_scheduler.report.alignment.curves import draw_curve
 from mock_scheduler.report.alignment.environment import ValueDifference

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mock_scheduler.compare.tensors import LedgerComparison
+from mock_scheduler.comparison.tensors import LedgerComparison
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.comparison_json import MAX_LISTED

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.compare.walk.metrics import compare_metrics
+from mock_scheduler.comparison.walk.metrics import compare_metrics
 from mock_scheduler.display import pages
 from mock_scheduler.display.pages import MAX_STEPS
 from mock_scheduler.errors import AlignmentError

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mock_scheduler.compare.findings import Fact, Finding, OnlyIn, OtherShape
-from mock_scheduler.compare.noise.suspicions import ScaledGradients, Suspicion
-from mock_scheduler.compare.tensors import TensorComparison
+from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.comparison.noise.suspicions import ScaledGradients, Suspicion
+from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,

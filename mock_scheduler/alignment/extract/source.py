@@ -1,0 +1,223 @@
+"""Reads a diverged candidate of a finished alignment, and cuts both configurations to fewer groups and fewer steps.
+
+Contract: reads ``align.json``, the runs' ``config.yaml`` and the recording; nothing is written. Only the needed keys
+are looked at; a missing or wrong one is an error with the names of file and key. The program says by which keys a
+batch becomes smaller; a key of the candidate's own stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mock_scheduler.alignment.plan.matrix import expand_candidates
+from mock_scheduler.alignment.plan.overrides import override_keys
+from mock_scheduler.alignment.plan.plan import RECORDING_NAME
+from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.errors import ConfigError, LayoutError, StepNotFoundError
+from mock_scheduler.program import Plain, Program, ReducedBatch, Reductions, RunConfig, find_program, load_config
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
+from mock_scheduler.support.version import PACKAGE
+
+_DIVERGED = "diverged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergedCandidate:
+    """A diverged candidate of a finished alignment.
+
+    ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
+    own configurations. ``change``: the candidate as it was configured, with its entry. ``sentence``: the first
+    divergence in words. ``step``: its place, or the step asked for; ``sample``: the row with the largest
+    difference, as recordings name it, where one row has it.
+    """
+
+    align_dir: Path
+    program: Program
+    reductions: Reductions
+    change: CandidateConfig
+    baseline: RunConfig
+    candidate: RunConfig
+    sentence: str
+    step: int
+    sample: str | None
+    reader: RecordingReader
+
+    @property
+    def steps(self) -> list[int]:
+        """The training steps of the recording, ascending."""
+        return self.reader.steps().get("train", [])
+
+    @property
+    def baseline_dir(self) -> Path:
+        """The folder of the baseline's run."""
+        return self.align_dir / BASELINE_NAME
+
+    @property
+    def own_packages(self) -> tuple[str, ...]:
+        """The packages of the library and of the program."""
+        return (PACKAGE, *self.program.packages)
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The candidate sets these keys itself."""
+        return frozenset(override_keys(self.change.overrides))
+
+
+def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> DivergedCandidate:
+    """Reads the candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than its divergence's.
+
+    Raises ``ConfigError`` where the folder is no alignment's, there is no candidate of this name or it has not
+    diverged, and ``StepNotFoundError`` where the recording is gone or lacks the step.
+    """
+    result = _read_result(align_dir)
+    found = _find_candidate(result, name, align_dir)
+    divergence = found.get("first_divergence") or {}
+    program, baseline = _load(align_dir / BASELINE_NAME)
+    _, candidate = _load(align_dir / name)
+    if program.reductions is None:
+        raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
+    reader = _open_recording(result, align_dir)
+    steps = reader.steps().get("train", [])
+    wanted = divergence.get("step") if step is None else step
+    if not isinstance(wanted, int):
+        wanted = min(steps, default=0)
+    if wanted not in steps:
+        raise StepNotFoundError(
+            f"the recording {reader.dump_dir} has no training step {wanted}; steps present: "
+            f"{format_present(reader.steps())}"
+        )
+    # Results of format 2 have the sample among the figures of the tensor alone.
+    figures = (divergence.get("difference") or {}).get("figures") or {}
+    sample = divergence.get("sample") or (figures.get("worst") or {}).get("sample")
+    sample = sample if wanted == divergence.get("step") else None
+    return DivergedCandidate(
+        align_dir=align_dir,
+        program=program,
+        reductions=program.reductions,
+        change=_find_change(baseline, name, found),
+        baseline=baseline,
+        candidate=candidate,
+        sentence=str(found.get("sentence") or found.get("reason") or ""),
+        step=wanted,
+        sample=sample if isinstance(sample, str) else None,
+        reader=reader,
+    )
+
+
+def read_verdict(align_dir: Path, name: str) -> tuple[str, str]:
+    """Verdict and first divergence (or reason) of a candidate of a finished alignment; raises ``ConfigError``."""
+    found = _find(_read_result(align_dir), name, align_dir)
+    return str(found.get("verdict")), str(found.get("sentence") or found.get("reason") or "")
+
+
+def _read_result(align_dir: Path) -> Mapping[str, Any]:
+    path = align_dir / ALIGN_FILE
+    if not path.is_file():
+        raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
+    try:
+        result = load_json_object(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} {error}") from error
+    if not isinstance(result.get("candidates"), list):
+        raise ConfigError(f"{path} is not a result of mock-scheduler align: it has no list of candidates")
+    return result
+
+
+def _by_name(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {item["name"]: item for item in result["candidates"] if isinstance(item, dict) and "name" in item}
+
+
+def _find(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
+    by_name = _by_name(result)
+    if name not in by_name:
+        verdicts = ", ".join(f"{other} ({item.get('verdict')})" for other, item in by_name.items()) or "none"
+        raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
+    return by_name[name]
+
+
+def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
+    found = _find(result, name, align_dir)
+    if found.get("verdict") != _DIVERGED:
+        diverged = [other for other, item in _by_name(result).items() if item.get("verdict") == _DIVERGED]
+        raise ConfigError(
+            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}, so it has no divergence to "
+            f"reproduce; the diverged candidates are {', '.join(diverged) or 'none'}"
+        )
+    return found
+
+
+def _find_change(baseline: RunConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
+    """Returns the candidate as it was configured; its overrides are the result's."""
+    configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
+    change = configured.get(name, CandidateConfig(name=name))
+    return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
+
+
+def _load(run_dir: Path) -> tuple[Program, RunConfig]:
+    """Returns the program and the configuration of a finished run."""
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path}, the run's configuration, is gone; run the alignment again")
+    program = find_program(path.stem, path.parent)
+    return program, load_config(ConfigSource(config_name=path.stem, config_path=str(path.parent)), program)
+
+
+def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
+    """Opens the recording in the alignment's folder or, where it replayed another one, the other."""
+    named = result.get("recording_dir")
+    places = [str(align_dir / RECORDING_NAME), *([named] if isinstance(named, str) else [])]
+    for place in places:
+        try:
+            return RecordingReader(place)
+        except StepNotFoundError:
+            continue
+    raise StepNotFoundError(
+        f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; extract "
+        "needs its rollouts, so run the alignment again"
+    )
+
+
+def reduce_batch(source: DivergedCandidate, *, num_groups: int, num_all: int, max_steps: int) -> ReducedBatch:
+    """Finds the fewest groups, from ``num_groups`` on, so that both configurations load.
+
+    ``num_all``: groups of a recorded batch; with all of them batch sizes stay as they are. ``max_steps``: after the
+    last step to keep. Raises ``ConfigError`` where not even all groups can be trained on so.
+    """
+    problem = ""
+    for count in range(num_groups, num_all + 1):
+        for values in source.reductions.list_batches(
+            source.baseline, num_groups=count, num_all=num_all, max_steps=max_steps
+        ):
+            try:
+                for config, kept in ((source.baseline, ()), (source.candidate, source.own_keys)):
+                    apply_values(config, values, kept=kept)
+            except (ValidationError, LayoutError) as error:
+                problem = str(error)
+                continue
+            return ReducedBatch(num_groups=count, values=values)
+    raise ConfigError(f"the run cannot be cut to {max_steps} steps: {problem}")
+
+
+def apply_values(config: RunConfig, values: Mapping[str, Plain], *, kept: Collection[str] = ()) -> RunConfig:
+    """Returns the checked configuration with ``values`` by dotted keys, but for the ``kept`` ones.
+
+    Raises ``ValidationError`` or ``LayoutError`` where it is none.
+    """
+    content = config.model_dump(mode="json")
+    for key, value in values.items():
+        if key not in kept:
+            *sections, name = key.split(".")
+            place = content
+            for section in sections:
+                place = place[section]
+            place[name] = value
+    return config.model_validate(content)

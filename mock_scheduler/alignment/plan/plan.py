@@ -1,0 +1,274 @@
+"""A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
+
+The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a finished
+recording. Each candidate is the same plus its own overrides, in mock on the same recording. An alignment decides mode,
+recording, trace, folders and proofs itself, and nobody else may: an override without effect is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from mock_scheduler.alignment.plan.interpreters import Interpreter, InterpreterReader, describe_versions
+from mock_scheduler.alignment.plan.matrix import list_candidates
+from mock_scheduler.alignment.plan.overrides import (
+    check_free,
+    format_override,
+    has_module,
+    override_keys,
+    quote_override,
+)
+from mock_scheduler.alignment.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun, find_changes
+from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
+from mock_scheduler.config.base import effects_of
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
+from mock_scheduler.determinism.environment import check_settings
+from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
+from mock_scheduler.program import ConfigLoader, Program, RunConfig
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.support.digests import JSON, iterate_leaves
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
+
+RECORDING_NAME = "recording"
+#: What else lies in an alignment's folder beside its candidates.
+RESERVED_NAMES = (
+    BASELINE_NAME,
+    RECORDING_NAME,
+    PROOFS_NAME,
+    ALIGN_FILE,
+    *(Path(ALIGN_FILE).with_suffix(suffix).name for suffix in (".html", ".junit.xml")),
+)
+
+#: Finds the interpreter of a candidate; ``None`` is this process's own. Raises ``ConfigError``.
+ReadInterpreter = Callable[[str | None], Interpreter]
+
+# Every step of the baseline is recorded, and every step of a candidate is that of the recording.
+_WHOLE_RECORDING = {
+    "rollout_mock.enable": "true",
+    "rollout_mock.on_mismatch": "error",
+    "rollout_mock.schedule": "[]",
+    "rollout_mock.steps": "null",
+    "rollout_mock.every": "1",
+    "rollout_mock.missing_step": "error",
+    "rollout_mock.retention.keep_last": "null",
+}
+_SET_BY_ALIGN = (
+    *(*_WHOLE_RECORDING, "rollout_mock.mode", "rollout_mock.dump_dir", "trace.level"),
+    *("order.emulate", "perturbation.", "graft."),
+)
+_SET_PER_RUN = ("output_dir", "exp_name", "align.")
+
+
+def plan_alignment(
+    load: ConfigLoader,
+    *,
+    program: Program,
+    overrides: Sequence[str],
+    output_dir: Path | None,
+    recording_dir: Path | None = None,
+    trace_kinds: Sequence[str] = (),
+    read_interpreter: ReadInterpreter | None = None,
+) -> AlignPlan:
+    """Plans an alignment; nothing is run or written, but other interpreters are asked for their versions.
+
+    ``load`` makes a checked configuration of ``program`` out of overrides. ``output_dir``: ``None`` means
+    ``align.output_dir``, or ``{output_dir}/align``. ``recording_dir``: a recording to replay in the baseline as well;
+    its contract is checked by the runs. ``trace_kinds``: kinds to trace beside the configuration's own ``trace.kinds``.
+
+    Raises ``ConfigError`` with all problems: missing, doubled or impossible candidates, a recording with too
+    few steps or none at all, and keys reserved for the alignment.
+    """
+    config = load(overrides)
+    problems: list[str] = []
+    with _noting(problems):
+        check_free("the command line", overrides, _SET_BY_ALIGN)
+    with _noting(problems):
+        check_free("align.baseline", config.align.baseline, _set_for_candidates(program))
+    root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
+    planner = _Planner(
+        load=load,
+        program=program,
+        root=root,
+        recording_dir=root / RECORDING_NAME if recording_dir is None else recording_dir.resolve(),
+        trace_kinds=tuple(trace_kinds),
+        read_interpreter=read_interpreter or InterpreterReader(packages=program.packages).read,
+    )
+    shared = (*overrides, *config.align.baseline)
+    of_baseline = load(shared) if config.align.baseline else config
+    with _noting(problems):
+        _check_proof_keys(of_baseline, told=override_keys(shared))
+    candidates, of_list = list_candidates(of_baseline.align, of_baseline.parallel, reserved=RESERVED_NAMES)
+    problems += of_list
+    if recording_dir is not None:
+        with _noting(problems):
+            _check_recording(recording_dir, of_baseline, first_step=program.first_step(of_baseline))
+    try:
+        baseline = planner.plan(
+            CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
+            shared,
+            exp_name=of_baseline.exp_name,
+            mode="dump" if recording_dir is None else "mock",
+        )
+    except (ConfigError, DeterminismError) as error:  # each candidate would say the same
+        if not problems:
+            raise
+        raise ConfigError("\n".join((*problems, str(error)))) from error
+    planned, of_candidates = _plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)
+    if of_candidates:
+        raise ConfigError("\n".join(("nothing was run:", *problems, *of_candidates)))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return AlignPlan(
+        output_dir=root,
+        recording_dir=planner.recording_dir,
+        tolerance=baseline.config.align.tolerance or ToleranceConfig(),
+        baseline=baseline,
+        candidates=tuple(planned),
+        is_recorded=recording_dir is not None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planner:
+    """All runs of one alignment share these parts."""
+
+    load: ConfigLoader
+    program: Program
+    root: Path
+    recording_dir: Path
+    trace_kinds: tuple[str, ...]
+    read_interpreter: ReadInterpreter
+
+    def plan(
+        self,
+        candidate: CandidateConfig,
+        overrides: Sequence[str],
+        *,
+        exp_name: str,
+        mode: Literal["dump", "mock"],
+    ) -> PlannedRun:
+        """One run; raises ``ConfigError`` or ``DeterminismError`` where it cannot be."""
+        run_dir = self.root / candidate.name
+        complete = (
+            *overrides,
+            *(f"{key}={value}" for key, value in _WHOLE_RECORDING.items()),
+            f"rollout_mock.mode={mode}",
+            quote_override("rollout_mock.dump_dir", str(self.recording_dir)),
+            "trace.level=full",
+            quote_override("output_dir", str(run_dir)),
+            quote_override("exp_name", f"{exp_name}-{candidate.name}"),
+            *(format_override(key, value) for key, value in self.program.folder_keys.items()),
+        )
+        config = self.load(complete)
+        missing = set(self.trace_kinds) - set(config.trace.kinds)
+        if missing:
+            kinds = [kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in {*config.trace.kinds, *missing}]
+            complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
+            config = self.load(complete)
+        check_settings(config.system_envs)
+        entry = candidate.entry or self.program.entry
+        if not has_module(entry):
+            raise ConfigError(
+                f"entry: there is no Python module {entry!r} in the working directory or on the Python path"
+            )
+        interpreter = self.read_interpreter(candidate.python)
+        return PlannedRun(
+            name=candidate.name,
+            program=self.program,
+            entry=entry,
+            own_overrides=tuple(candidate.overrides),
+            overrides=complete,
+            config=config,
+            output_dir=run_dir,
+            python=interpreter.path,
+            env=interpreter.env,
+            versions=interpreter.versions,
+            sources=interpreter.sources,
+            exact=candidate.exact,
+        )
+
+
+def _plan_candidates(
+    planner: _Planner,
+    candidates: Sequence[CandidateConfig],
+    shared: Sequence[str],
+    baseline: PlannedRun,
+    *,
+    listed: RunConfig,
+) -> tuple[list[PlannedRun], list[str]]:
+    """Plans every candidate with a valid configuration, and says why the others cannot run."""
+    of_list = {candidate.name for candidate in listed.align.candidates}
+    planned, problems = [], []
+    for candidate in candidates:
+        own = tuple(candidate.overrides)
+        try:
+            check_free("its overrides", own, _set_for_candidates(planner.program))
+            run = planner.plan(candidate, (*shared, *own), exp_name=listed.exp_name, mode="mock")
+        except (ConfigError, DeterminismError) as error:
+            advice = "" if candidate.name in of_list else f"\nor leave it out: align.matrix.exclude: [{candidate.name}]"
+            problems.append(f"candidate {candidate.name!r}: {error}{advice}")
+            continue
+        planned.append(
+            replace(
+                run,
+                changes=find_changes(
+                    _values_of(baseline.config), _values_of(run.config), effects_of(run.program.schema).of
+                ),
+                version_changes=describe_versions(baseline.versions, run.versions),
+            )
+        )
+    return planned, problems
+
+
+def _values_of(config: RunConfig) -> dict[str, JSON]:
+    return dict(iterate_leaves(config.model_dump(mode="json")))
+
+
+def _set_for_candidates(program: Program) -> tuple[str, ...]:
+    """Lists the keys set by the alignment in every run: the library's, and folders of the program's own."""
+    return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys)
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Adds an error of the block to the problems."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
+    """Refuses a configuration with a key of a proof run; an alignment adds runs for its proofs.
+
+    ``told``: keys of overrides; they are refused where they stand.
+    """
+    found = [
+        format_override(key, str(value))
+        for key, value in (
+            ("order.emulate", config.order.emulate and config.order.emulate.describe()),
+            ("perturbation.seed", config.perturbation.seed),
+            ("graft.trace_dir", config.graft.trace_dir),
+        )
+        if value is not None and not any(f"{key}.".startswith(f"{name}.") for name in told)
+    ]
+    if found:
+        raise ConfigError(f"an alignment sets {', '.join(found)} itself; remove it from the configuration")
+
+
+def _check_recording(recording_dir: Path, config: RunConfig, *, first_step: int) -> None:
+    try:
+        steps = RecordingReader(str(recording_dir)).steps()
+    except RecordingError as error:
+        raise ConfigError(f"the recording to replay cannot be used: {error}") from error
+    missing = sorted(set(range(first_step, config.max_steps)) - set(steps.get("train", [])))
+    if missing:
+        raise ConfigError(
+            f"max_steps is {config.max_steps}, and the recording {recording_dir} has {format_present(steps)}: step "
+            f"{missing[0]} is missing; set max_steps to at most {missing[0]}, or record again"
+        )

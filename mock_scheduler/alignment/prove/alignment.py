@@ -1,0 +1,297 @@
+"""Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
+
+The runs of a stage start together, since they can then share processes: the baseline; all candidates; then the
+proofs for candidates without equal bits (perturbed baselines, references in their order of sums); then the referee's
+runs for suspect and diverged ones; then, one candidate after another, the runs to localise a divergence.
+
+A failed baseline ends it; a failed candidate is ``incomparable`` (``unverified`` where it could not show its
+determinism), with its own error as the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+
+from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
+from mock_scheduler.alignment.prove.proof_runs import (
+    describe_order_limits,
+    is_same_order,
+    plan_emulated,
+    plan_perturbed,
+    plan_wide,
+)
+from mock_scheduler.alignment.runs.execution import failed_run_error
+from mock_scheduler.alignment.runs.progress import Outcome
+from mock_scheduler.alignment.runs.run_store import RunStore
+from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, StatedBounds, WideBounds
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.comparison.noise.files import NOISE_FILE, save_noise
+from mock_scheduler.comparison.noise.theory import build_theory_bounds
+from mock_scheduler.determinism.settings import is_deterministic_mode
+from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
+from mock_scheduler.program import ConfigLoader
+from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
+from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.verdict.compare_runs import judge_runs
+from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
+from mock_scheduler.verdict.results import AlignmentResult
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+
+SaveResult = Callable[[AlignmentResult], None]
+
+
+@dataclass(kw_only=True)
+class AlignmentRunner:
+    """One alignment. ``store`` makes its runs; ``save`` keeps the result so far, after every stage.
+
+    ``load`` makes a configuration out of overrides; ``console`` shows the progress.
+    """
+
+    plan: AlignPlan
+    config_name: str
+    load: ConfigLoader
+    store: RunStore
+    save: SaveResult
+    console: Console
+    _candidates: list[CandidateState] = field(default_factory=list)
+    _noise: NoiseBounds | None = None
+
+    def run(self) -> AlignmentResult:
+        """Every stage. Raises ``AlignmentError`` where the baseline fails, with the baseline's own exit code."""
+        planned = self.plan.baseline
+        with self.store.timed("baseline"):
+            outcome = self.store.execute([planned])[planned.name]
+        baseline = self.store.summarise(planned, outcome)
+        if isinstance(baseline, RunFailure):
+            raise failed_run_error("the baseline", planned, baseline, consequence="no candidate was run")
+        self._candidates = [CandidateState(run=run, baseline=planned) for run in self.plan.candidates]
+        self._save(baseline)
+        for stage in (self._run_candidates, self._prove, self._call_referee, self._look_closer):
+            stage(baseline)
+            self._save(baseline)
+        return self._save(baseline, has_ended=True)
+
+    def _run_candidates(self, baseline: RunSummary) -> None:
+        """Run all, and find out of each as soon as it has ended whether it is bit-equal to the baseline."""
+        states = {item.run.name: item for item in self._candidates}
+
+        def take(run: PlannedRun, outcome: Outcome) -> None:
+            self._take(states[run.name], self.store.summarise(run, outcome), baseline)
+            self._save(baseline)
+
+        with self.store.timed("candidates"):
+            self.store.execute([item.run for item in self._candidates], take)
+
+    def _take(self, item: CandidateState, summary: RunSummary | RunFailure, baseline: RunSummary) -> None:
+        if not isinstance(summary, RunFailure):
+            item.summary = summary
+            item.direct = self._compare(baseline, item, EXACT)
+            return
+        kind = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
+        item.direct = Verdict(kind=kind, why=RunFailed(exit_code=summary.exit_code, error=summary.message))
+
+    def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Verdict:
+        assert item.summary is not None
+        runs = (self.plan.baseline, item.run)
+        with self.store.timed("comparison"), self._showing(item.run, "comparing"):
+            return judge_runs(
+                baseline,
+                item.summary,
+                bounds=bounds,
+                is_deterministic=all(is_deterministic_mode(run.config.system_envs) for run in runs),
+            )
+
+    def _prove(self, baseline: RunSummary) -> None:
+        """Make the further runs of candidates without a settled verdict, and judge all."""
+        noisy = [item for item in self._candidates if item.is_open and not item.must_equal_baseline]
+        outcomes = self._run_proofs(noisy, baseline) if noisy else {}
+        for item in noisy:
+            item.direct = self._compare(baseline, item, self._bounds_of(baseline, item))
+            if item.emulated_run is not None:
+                self._compare_with_emulated(baseline, item, outcomes[item.emulated_run.name])
+        for item in self._candidates:
+            item.judge()
+
+    def _run_proofs(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> dict[str, Outcome]:
+        """Make the perturbed baselines, for the noise, and the references of noisy candidates."""
+        proofs, root = self.plan.baseline.config.align.proofs, self.plan.proofs_dir
+        perturbed = [
+            plan_perturbed(self.plan.baseline, seed, load=self.load, root=root)
+            for seed in range(proofs.num_perturbations)
+        ]
+        references = self._plan_references(noisy)
+        outcomes = self.store.execute([*perturbed, *references])
+        self.store.count("noise", sum(_seconds(outcomes[run.name]) for run in perturbed))
+        self.store.count("emulation", sum(_seconds(outcomes[run.name]) for run in references))
+        self._noise = self._measure(baseline, perturbed, outcomes)
+        return outcomes
+
+    def _plan_references(self, noisy: Sequence[CandidateState]) -> list[PlannedRun]:
+        """Plan one run for all candidates with the same reference."""
+        by_config: dict[str, PlannedRun] = {}
+        for item in noisy:
+            why_not = _why_not_emulated(item)
+            if why_not is not None:
+                item.not_emulated = why_not
+                continue
+            try:
+                run = plan_emulated(item.run, self.plan.baseline, load=self.load, root=self.plan.proofs_dir)
+            except ConfigError as error:
+                item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=str(error))
+                continue
+            values = run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
+            item.emulated_run = by_config.setdefault(str(values), run)
+        return list(by_config.values())
+
+    def _measure(
+        self, baseline: RunSummary, perturbed: Sequence[PlannedRun], outcomes: dict[str, Outcome]
+    ) -> NoiseBounds | None:
+        """Measure the noise of the perturbed runs; ``None`` where there are none."""
+        usable = [run for run in perturbed if not isinstance(outcomes[run.name], RunFailure)]
+        for run in perturbed:
+            if run not in usable:
+                self._warn(f"{run.name} failed; its output is in {run.log_path}")
+        if not usable:
+            return None
+        with self.store.timed("noise"), self.console.status("measuring the noise of every tensor"):
+            noise = measure_noise(
+                baseline.output_dir,
+                [run.output_dir for run in usable],
+                seeds=[run.config.perturbation.seed or 0 for run in usable],
+            )
+            save_noise(noise, self.plan.output_dir / NOISE_FILE)
+        return noise
+
+    def _bounds_of(self, baseline: RunSummary, item: CandidateState) -> Bounds:
+        """The bounds of a candidate: stated ones over measured ones, or else over theory."""
+        assert item.summary is not None
+        otherwise: Bounds | None = self._noise
+        if otherwise is None:
+            otherwise = build_theory_bounds(baseline.output_dir / TRACE_FOLDER, item.summary.output_dir / TRACE_FOLDER)
+        return StatedBounds(tolerance=self.plan.tolerance, otherwise=otherwise)
+
+    def _compare_with_emulated(self, baseline: RunSummary, item: CandidateState, outcome: Outcome) -> None:
+        """Compare with the reference to the last bit, or by bounds where the candidate may round elsewhere too."""
+        assert item.emulated_run is not None
+        assert item.summary is not None
+        reference = self.store.summarise(item.emulated_run, outcome)
+        if isinstance(reference, RunFailure):
+            item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
+            return
+        with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
+            bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
+            item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
+
+    def _call_referee(self, baseline: RunSummary) -> None:
+        """Run the baseline and open candidates again in float64, and judge them anew."""
+        wanted = [item for item in self._candidates if self._needs_referee(item)]
+        if not wanted:
+            return
+        try:
+            runs = [
+                plan_wide(run, load=self.load, root=self.plan.proofs_dir)
+                for run in (self.plan.baseline, *(item.run for item in wanted))
+            ]
+        except ConfigError as error:
+            for item in wanted:
+                item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=str(error))
+                item.judge()
+            return
+        with self.store.timed("referee"):
+            outcomes = self.store.execute(runs)
+        wide_baseline = self.store.summarise(runs[0], outcomes[runs[0].name])
+        for item, run in zip(wanted, runs[1:], strict=True):
+            wide = self.store.summarise(run, outcomes[run.name])
+            if isinstance(wide, RunFailure):
+                item.no_referee = NotTried(cause=NotTriedCause.RUN_FAILED, error=wide.message)
+            elif isinstance(wide_baseline, RunFailure):
+                item.no_referee = NotTried(cause=NotTriedCause.RUN_FAILED, error=wide_baseline.message)
+            else:
+                bounds = WideBounds(inner=self._bounds_of(baseline, item), precision=item.run.config.precision)
+                with self.store.timed("referee"), self._showing(run, "comparing"):
+                    item.wide = judge_runs(wide_baseline, wide, bounds=bounds, is_deterministic=True)
+            item.judge()
+
+    def _needs_referee(self, item: CandidateState) -> bool:
+        if item.judged is None or item.summary is None:
+            return False
+        referee = self.plan.baseline.config.align.proofs.referee
+        if item.run.config.precision == "float64":
+            item.no_referee = NotTried(cause=NotTriedCause.FLOAT64_ALREADY)
+        elif referee == "never":
+            item.no_referee = NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.referee",))
+        elif referee == "always":
+            return item.verdict.kind is not VerdictKind.IDENTICAL
+        else:
+            is_refuted = any(proof.outcome == "refuted" for proof in item.judged.proofs if proof.name != "noise")
+            return item.verdict.kind in (VerdictKind.SUSPECT, VerdictKind.DIVERGED) and not is_refuted
+        item.judge()
+        return False
+
+    def _look_closer(self, baseline: RunSummary) -> None:
+        """Find the effect of each difference on the training, and the beginning of each divergence."""
+        proofs = self.plan.baseline.config.align.proofs
+        closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
+        for item in self._candidates:
+            if item.judged is None or item.summary is None or item.verdict.kind is VerdictKind.IDENTICAL:
+                continue
+            if proofs.consequence:
+                with self.store.timed("comparison"), self._showing(item.run, "measuring its effect on training"):
+                    try:
+                        item.consequence = find_consequence(
+                            baseline.output_dir,
+                            item.summary.output_dir,
+                            load_clip_rule=item.run.program.load_clip_rule,
+                        )
+                    except (AlignmentError, TraceError) as error:
+                        self._warn(f"{item.run.name}: its effect on training is not known: {error}")
+            if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
+                with self.store.timed("localisation"):
+                    try:
+                        item.localisation = closer.localise(item)
+                    except (AlignmentError, ConfigError, TraceError) as error:
+                        self._warn(f"{item.run.name} is not localised: {error}")
+            self._save(baseline)
+
+    def _showing(self, run: PlannedRun, what: str) -> AbstractContextManager[object]:
+        return self.console.status(f"{escape(run.name)}: {what}")
+
+    def _warn(self, text: str) -> None:
+        self.console.print(f"  [yellow]{escape(text)}[/yellow]", highlight=False)
+
+    def _save(self, baseline: RunSummary, *, has_ended: bool = False) -> AlignmentResult:
+        result = AlignmentResult(
+            config_name=self.config_name,
+            output_dir=self.plan.output_dir,
+            recording_dir=self.plan.recording_dir,
+            bounds=StatedBounds(tolerance=self.plan.tolerance, otherwise=self._noise or EXACT),
+            baseline=baseline,
+            candidates=tuple(item.to_result() for item in self._candidates),
+            times=self.store.times() if has_ended else None,
+        )
+        self.save(result)
+        return result
+
+
+def _why_not_emulated(item: CandidateState) -> NotTried | None:
+    """Why no reference is run in a candidate's order of sums; ``None`` where one is."""
+    if not item.baseline.config.align.proofs.emulate:
+        return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
+    if is_same_order(item.baseline, item.run):
+        return NotTried(cause=NotTriedCause.SAME_ORDER)
+    if item.run.changes.other and not item.run.must_be_exact:
+        return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
+    problem = describe_order_limits(item.run)
+    return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
+
+
+def _seconds(outcome: Outcome) -> float:
+    return 0.0 if isinstance(outcome, RunFailure) else outcome

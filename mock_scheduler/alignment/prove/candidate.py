@@ -1,0 +1,164 @@
+"""One candidate while an alignment goes on: its state, its result for reports, and the runs that localise it.
+
+Contract: a state changes by its own results alone; ``CloserLook`` makes further runs through the store, each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.alignment.localise.localise import localise
+from mock_scheduler.alignment.localise.runs import full_overrides
+from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.alignment.prove.proof_runs import derive_run, is_same_order
+from mock_scheduler.alignment.runs.run_store import RunStore
+from mock_scheduler.comparison.bounds.bounds import Bounds, shrinking_factor
+from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.program import ConfigLoader
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.verdict.consequence.figures import Consequence
+from mock_scheduler.verdict.ladder import Evidence, is_settled, judge
+from mock_scheduler.verdict.localisation import Localisation
+from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, StillOpen
+from mock_scheduler.verdict.results import CandidateResult
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdict, VerdictKind
+
+
+@dataclass(kw_only=True, slots=True)
+class CandidateState:
+    """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
+
+    ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
+    reference in its order of sums. ``judged``: the verdict with its proofs.
+    """
+
+    run: PlannedRun
+    baseline: PlannedRun
+    summary: RunSummary | None = None
+    direct: Verdict | None = None
+    emulated_run: PlannedRun | None = None
+    emulated: Verdict | None = None
+    not_emulated: NotTried = NOT_NEEDED
+    wide: Verdict | None = None
+    no_referee: NotTried = STRONGER_PROOF
+    judged: Verdict | None = None
+    localisation: Localisation | None = None
+    consequence: Consequence | None = None
+
+    @property
+    def must_equal_baseline(self) -> bool:
+        """Whether none of its changes may move a bit."""
+        return self.run.must_be_exact and self.run.changes.kind == "nothing"
+
+    @property
+    def own_entry(self) -> str:
+        """The module of its processes; empty where it is the baseline's."""
+        return self.run.entry if self.run.entry != self.baseline.entry else ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was compared with the baseline, and more is needed to judge it."""
+        return self.direct is not None and not is_settled(self.direct)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict so far."""
+        if self.judged is not None:
+            return self.judged
+        if self.direct is not None and not self.is_open:
+            return self.direct
+        missing = StillOpen(missing="run" if self.direct is None else "judgement")
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=missing)
+
+    def judge(self) -> None:
+        """Judge it by all results so far."""
+        run, direct = self.run, self.direct
+        if direct is None or direct.kind in WITHOUT_COMPARISON:
+            return
+        self.judged = judge(
+            Evidence(
+                direct=direct,
+                num_processes=run.config.parallel.world_size,
+                changes=self._own_changes,
+                is_same_order=is_same_order(self.baseline, run),
+                must_be_exact=run.must_be_exact,
+                emulated=self.emulated,
+                not_emulated=self.not_emulated,
+                layout=run.layout,
+                wide=self.wide,
+                no_referee=self.no_referee,
+                shrinking=shrinking_factor(run.config.precision),
+            )
+        )
+
+    @property
+    def _own_changes(self) -> OwnChanges:
+        return OwnChanges(
+            keys=(*self.run.changes.layout, *self.run.changes.other),
+            entry=self.own_entry,
+            versions=tuple(self.run.version_changes),
+        )
+
+    def to_result(self) -> CandidateResult:
+        """The result for reports."""
+        run = self.run
+        return CandidateResult(
+            name=run.name,
+            overrides=run.own_overrides,
+            layout=run.layout,
+            log_path=run.log_path,
+            run=self.summary,
+            verdict=self.verdict,
+            entry=self.own_entry,
+            changes=(*run.changes.layout, *run.changes.other),
+            emulated=self.emulated,
+            localisation=self.localisation,
+            consequence=self.consequence,
+            versions=run.version_changes,
+        )
+
+
+#: Perturbed runs that show the noise of what only localisation traces.
+_NUM_PERTURBATIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloserLook:
+    """Localises candidates of one alignment; ``load`` makes configurations of overrides, ``store`` makes the runs."""
+
+    plan: AlignPlan
+    load: ConfigLoader
+    store: RunStore
+
+    def localise(self, item: CandidateState) -> Localisation | None:
+        """Where a divergence begins, against a reference with the candidate's order of sums where there is one.
+
+        Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
+        """
+        reference, bounds = self.plan.baseline, None
+        first = item.verdict.first
+        differs = item.emulated is not None and item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+        if item.emulated_run is not None and differs:
+            reference = item.emulated_run
+        elif not is_same_order(self.plan.baseline, item.run):
+            bounds = self._measure_all_kinds(0 if first is None else first.step)
+        return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+
+    def _measure_all_kinds(self, step: int) -> Bounds:
+        """The noise of every tensor of one step, traced or not in ordinary runs."""
+        overrides = full_overrides(self.plan.baseline, step, None)
+        whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
+        folders = [
+            self._run_further(
+                self.plan.baseline, [*overrides, f"perturbation.seed={seed}"], f"localise-step-{step}-noise-{seed}"
+            )
+            for seed in range(_NUM_PERTURBATIONS)
+        ]
+        return measure_noise(whole, folders, seeds=range(len(folders)))
+
+    def _run_further(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
+        """Make a run for localisation; the same one is made once."""
+        run = derive_run(planned, name, overrides, load=self.load, root=self.plan.proofs_dir)
+        return self.store.execute_once(run, (planned.name, *overrides))

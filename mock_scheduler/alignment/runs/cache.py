@@ -1,0 +1,246 @@
+"""Fingerprints of finished runs, by which one is taken again instead of running anew.
+
+A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``digests.seal``) with
+
+- ``format_version`` and ``elapsed_s``, the seconds it took;
+- ``keys``: everything with an effect on its results, by dotted names: ``config.*`` (its whole checked configuration but
+  for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
+  project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
+  ``environ.*``, and a digest of each folder it reads: the ``recording`` it replays, the ``checkpoint`` it goes on
+  from, the trace whose tensors are put into it (``graft``);
+- ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
+  every tensor has its own digest there. A recording run has the recording among them.
+
+Contract: a run is taken again only where its keys are the wanted ones and its files have not changed since; else
+``find_cached`` names the difference. An interrupted run has no fingerprint. Nothing is removed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.alignment.plan.planned_run import PlannedRun
+from mock_scheduler.config.base import Decides, effects_of
+from mock_scheduler.support.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.support.text import list_some
+
+FINGERPRINT_FILE = "fingerprint.json"
+FORMAT_VERSION = 3
+
+_RECORDING_PREFIX = "recording/"
+_NUM_NAMED = 3
+_HEADER_LENGTH_BYTES = 8  # of a safetensors file, little-endian
+_WHOLE_BYTES = 1 << 24
+_END_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """Everything with an effect on the results of a run."""
+
+    keys: Mapping[str, JSON]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the keys."""
+        return compute_json_digest(self.keys)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reusable:
+    """A finished run to take again; ``elapsed_s``: how long it took when it ran."""
+
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotReusable:
+    """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder."""
+
+    reason: str
+    was_there: bool = True
+
+
+def compute_fingerprint(
+    run: PlannedRun,
+    *,
+    code: Mapping[str, JSON],
+    machine: Mapping[str, str],
+    environ: Mapping[str, str],
+    read: Mapping[str, str],
+) -> Fingerprint:
+    """Computes the fingerprint of a planned run.
+
+    Args:
+        run: the run, with its checked configuration.
+        code: digests of its sources, by file where there are several.
+        machine: facts about the machine where it runs.
+        environ: the settings it is started with.
+        read: digests of the folders it reads, by their use.
+    """
+    values = iterate_leaves(run.config.model_dump(mode="json"))
+    effects = effects_of(run.program.schema)
+    # The text of a label decides nothing; the content of a folder that is read is in ``read``.
+    leaves = {f"config.{key}": value for key, value in values if Decides.LABEL not in effects.of(key)}
+    versions = {f"code.{name}": version for name, version in run.versions.items()}
+    keys: dict[str, JSON] = {
+        **leaves,
+        "entry": run.entry,
+        **versions,
+        **{f"code.{name}": value for name, value in code.items()},
+        **{f"machine.{name}": value for name, value in machine.items()},
+        **{f"environ.{name}": value for name, value in environ.items()},
+        **read,
+    }
+    return Fingerprint(keys=keys)
+
+
+def save_fingerprint(
+    run_dir: Path, fingerprint: Fingerprint, *, elapsed_s: float, recording_dir: Path | None = None
+) -> None:
+    """Writes the fingerprint of a run just completed, with its files.
+
+    ``recording_dir``: the recording it made; ``None`` where it replayed. Raises ``OSError``.
+    """
+    document: dict[str, JSON] = {
+        "format_version": FORMAT_VERSION,
+        "elapsed_s": elapsed_s,
+        "keys": dict(fingerprint.keys),
+        "files": describe_run_files(run_dir, recording_dir),
+    }
+    save_json(run_dir / FINGERPRINT_FILE, seal(document))
+
+
+def find_cached(
+    run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None
+) -> Reusable | NotReusable:
+    """Judges whether the finished run in a folder has this ``fingerprint``, and lies there unchanged.
+
+    ``recording_dir``: as for ``save_fingerprint``. Reads no tensors.
+    """
+    path = run_dir / FINGERPRINT_FILE
+    if not run_dir.is_dir():
+        return NotReusable(reason="it has not run yet", was_there=False)
+    if not path.is_file():
+        return NotReusable(
+            reason=f"there is no {FINGERPRINT_FILE}: the run did not complete, or its files were changed"
+        )
+    try:
+        document = open_sealed(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return NotReusable(reason=f"{FINGERPRINT_FILE} {error}")
+    if document.get("format_version") != FORMAT_VERSION:
+        return NotReusable(
+            reason=f"{FINGERPRINT_FILE} has version {document.get('format_version')}, expected {FORMAT_VERSION}"
+        )
+    changes = _describe_changes(document["keys"], fingerprint.keys)
+    if changes:
+        return NotReusable(reason=list_some(changes, _NUM_NAMED))
+    damage = _describe_damage(document["files"], describe_run_files(run_dir, recording_dir))
+    if damage:
+        return NotReusable(reason=list_some(damage, _NUM_NAMED))
+    return Reusable(elapsed_s=float(document["elapsed_s"]))
+
+
+def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
+    """Reads size and digest of each file of a finished run with a use in comparisons, by its path in the folder."""
+    named = (CONFIG_FILE, RUN_FILE, LEDGER_FILE, METRICS_FILE)
+    files: dict[str, JSON] = {name: _describe_file(run_dir / name) for name in named if (run_dir / name).is_file()}
+    files |= _describe_folder(run_dir / TRACE_FOLDER, f"{TRACE_FOLDER}/")
+    if recording_dir is not None:
+        files |= _describe_folder(recording_dir, _RECORDING_PREFIX)
+    return files
+
+
+def digest_folder(folder: Path) -> str:
+    """Computes a SHA-256 (hex) over sizes and headers of a recording or trace; reads no rows and no tensors."""
+    return compute_json_digest(_describe_folder(folder, ""))
+
+
+def digest_checkpoint(folder: Path) -> str:
+    """Computes a SHA-256 (hex) over a checkpoint's files: the size, the two ends and the time of writing of each."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files: dict[str, JSON] = {
+        path.relative_to(folder).as_posix(): [*_describe_file(path), path.stat().st_mtime_ns] for path in paths
+    }
+    return compute_json_digest(files)
+
+
+def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
+    """Computes the SHA-256 (hex) of every Python file below the folders by its path, and of further files by name.
+
+    Files with one name have all their digests there, in the order of the folders.
+    """
+    found = [(path.relative_to(folder.parent).as_posix(), path) for folder in folders for path in folder.rglob("*.py")]
+    digests: dict[str, list[str]] = {}
+    for name, path in [*found, *((path.name, path) for path in files)]:
+        digests.setdefault(name, []).append(hashlib.sha256(path.read_bytes()).hexdigest())
+    return {name: " ".join(digests[name]) for name in sorted(digests)}
+
+
+def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> list[str]:
+    changes = []
+    for key in dict.fromkeys([*stored, *wanted]):
+        if key not in stored or key not in wanted or stored[key] != wanted[key]:
+            files = [keys.get(key) for keys in (stored, wanted)]
+            if isinstance(files[0], dict) and isinstance(files[1], dict):
+                changes.append(f"{key} has changed: {_name_files(files[0], files[1])}")
+                continue
+            before, now = (_show(keys, key) for keys in (stored, wanted))
+            is_digest = all(re.fullmatch("[0-9a-f]{64}", text) for text in (before, now))
+            changes.append(f"{key} has changed" if is_digest else f"{key} was {before} and is {now}")
+    return changes
+
+
+def _name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
+    """Names some of the files with different digests, and counts the others."""
+    names = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
+    states = {name: " (new)" if name not in stored else " (gone)" if name not in wanted else "" for name in names}
+    return list_some([f"{name}{states[name]}" for name in names], _NUM_NAMED, ", ")
+
+
+def _show(keys: Mapping[str, JSON], key: str) -> str:
+    return str(keys[key]) if key in keys else "not set"
+
+
+def _describe_damage(stored: Mapping[str, JSON], present: Mapping[str, JSON]) -> list[str]:
+    gone = [f"{name} is gone" for name in stored if name not in present]
+    new = [f"{name} is new since the run completed" for name in present if name not in stored]
+    changed = [
+        f"{name} has changed since the run completed"
+        for name in stored
+        if name in present and stored[name] != present[name]
+    ]
+    return [*gone, *changed, *new]
+
+
+def _describe_folder(folder: Path, prefix: str) -> dict[str, JSON]:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
+    return {prefix + path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _describe_file(path: Path) -> list[int | str]:
+    """Reads the size and the SHA-256 of a safetensors file's header, a large other file's two ends, else the whole."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if path.suffix == ".safetensors":
+            length = file.read(_HEADER_LENGTH_BYTES)
+            content = length + file.read(min(int.from_bytes(length, "little"), size))
+        elif size <= _WHOLE_BYTES:
+            content = file.read()
+        else:
+            content = file.read(_END_BYTES)
+            file.seek(size - _END_BYTES)
+            content += file.read()
+    return [size, hashlib.sha256(content).hexdigest()]

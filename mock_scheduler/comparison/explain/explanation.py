@@ -1,0 +1,233 @@
+"""Where the first and the largest divergences lie, and what they look like.
+
+These few tensors are read once more when all are judged, since only then they are known; a tensor within its bound is
+not looked at again. From a large tensor evenly spaced elements are taken, and its residual says so, so this takes
+seconds whatever the sizes. Where copies within the candidate are not equal, each rank's own is held against the
+baseline. For a parameter, the changes by the update are looked at rather than the parameters, in which they would be
+rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mock_scheduler.comparison.explain.locality import find_localities, parameter_dims
+from mock_scheduler.comparison.explain.parts import classify_parts
+from mock_scheduler.comparison.explain.permutations import find_holders
+from mock_scheduler.comparison.explain.ratios import CommonScale, find_common_scale
+from mock_scheduler.comparison.explain.residual import classify_residual
+from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.pairing.pairs import TensorPair, TracePair, all_of, pair_up
+from mock_scheduler.comparison.pairing.tokens import TokenAlignment
+from mock_scheduler.comparison.residuals import Residual
+from mock_scheduler.comparison.router_names import is_choice
+from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.thresholds import NUM_FIRST, NUM_LARGEST
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
+
+_STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
+
+
+def explain_differences(
+    differences: Sequence[TensorDifference],
+    traces: TracePair,
+    alignments: Mapping[int, TokenAlignment],
+    conflicts: Sequence[ReplicaConflict] = (),
+) -> list[TensorDifference]:
+    """Adds localities and a residual to the first and the largest differences beyond their bound.
+
+    Args:
+        differences: In execution order.
+        traces: Both traces.
+        alignments: Of the tokens, by step.
+        conflicts: Unequal copies within the candidate.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
+    explained = list(differences)
+    for position in sorted(_choose(differences)):
+        item = differences[position]
+        key = item.key
+        own = [each for each in conflicts if each.key == key]
+        # Only gradients follow the scale of the loss; activations do not.
+        common = None
+        if PHASES[key.kind] in (Phase.BACKWARD, Phase.GRADIENT):
+            common = find_common_scale(differences, step=key.step, update=key.update)
+        explained[position] = _explain(item, traces, alignments[key.step], own, common)
+    return explained
+
+
+def dims_of(pair: TensorPair) -> tuple[DimName, ...]:
+    """Returns what each dimension counts; empty where unknown."""
+    dims = pair.dims or (parameter_dims(pair.key.name, pair.baseline.shape) if pair.key.kind in _STATE_KINDS else ())
+    return dims if len(dims) == pair.baseline.dim() else ()
+
+
+def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> dict[str, float]:
+    """Returns numbers of both layouts, by name: degrees of axes, micro-batches, rows and tokens. A wrong factor may be
+    one.
+    """
+    numbers: dict[str, float] = {}
+    for whose, reader in zip(("", "baseline's "), readers[::-1], strict=True):
+        found = {**_degrees(reader, key.step), **_counts(reader, key)}
+        for name, number in found.items():
+            # The candidate's numbers come first and keep their plain names, as it is the one with the fault.
+            if number > 1 and numbers.get(name) != number:
+                numbers[f"{whose}{name}" if name in numbers else name] = number
+    return numbers
+
+
+def _choose(differences: Sequence[TensorDifference]) -> frozenset[int]:
+    exceeding = [place for place, item in enumerate(differences) if item.exceeds and item.figures is not None]
+    # By margin rather than by size: bounds differ from tensor to tensor.
+    largest = sorted(exceeding, key=lambda place: differences[place].margin)
+    return frozenset([*exceeding[:NUM_FIRST], *largest[:NUM_LARGEST]])
+
+
+def _explain(
+    difference: TensorDifference,
+    traces: TracePair,
+    tokens: TokenAlignment,
+    conflicts: Sequence[ReplicaConflict],
+    common: CommonScale | None,
+) -> TensorDifference:
+    key = difference.key
+    pair = _read_pair(key, traces, tokens)
+    if pair is None:
+        return difference
+    residual = None
+    if conflicts and pair.baseline.dtype.is_floating_point:
+        numbers = layout_numbers(traces.readers, key)
+        residual = classify_parts(pair, traces.readers[1], tokens, conflicts, numbers)
+    before = _read_pair(_parameter_before(key, traces), traces, tokens) if key.kind == "parameter" else None
+    if before is not None:
+        # Of a parameter itself, what an update did would be rounding.
+        pair = _change(before, pair)
+    # The values differ by more than the rounding of either dtype, so float64 stands for both.
+    if pair.baseline.dtype != pair.candidate.dtype:
+        pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
+    if residual is None:
+        bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
+        residual = _classify(key, pair, traces, is_change=before is not None, bound=bound, common=common)
+        if residual is not None and before is not None:
+            residual = replace(residual, is_of_change=True)
+    dims = dims_of(pair)
+    if not dims:
+        return replace(difference, residual=residual)
+    localities = find_localities(
+        pair.baseline,
+        pair.candidate,
+        dims=dims,
+        present=pair.present,
+        boundaries=boundaries_of(key, traces.readers, is_same_order=tokens.index is None),
+    )
+    return replace(difference, residual=residual, localities=localities)
+
+
+def _classify(
+    key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool, bound: float, common: CommonScale | None
+) -> Residual | None:
+    # Numbers of experts are names: ratios and distances of them mean nothing.
+    if is_choice(key):
+        return None
+    previous_key = None if is_change else _key_before(key, traces.readers[0])
+    previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
+    if previous is not None and previous.shape != pair.baseline.shape:
+        previous = None
+    return classify_residual(
+        pair.baseline,
+        pair.candidate,
+        present=pair.present,
+        # Adam's step does not follow the size of gradients, so no number of the layout makes a step larger.
+        layout={} if is_change else layout_numbers(traces.readers, key),
+        previous=previous,
+        dims=dims_of(pair),
+        holders=find_holders(key, traces.readers[1]),
+        bound=bound,
+        common=common,
+    )
+
+
+def _read_pair(key: TraceKey | None, traces: TracePair, tokens: TokenAlignment) -> TensorPair | None:
+    if key is None:
+        return None
+    pair = pair_up(key, traces.merge(key), tokens)
+    return None if isinstance(pair, Finding) else pair
+
+
+def _change(before: TensorPair, after: TensorPair) -> TensorPair:
+    return replace(
+        after,
+        baseline=after.baseline - before.baseline,
+        candidate=after.candidate - before.candidate,
+        present=all_of([before.present, after.present]),
+    )
+
+
+def _parameter_before(key: TraceKey, traces: TracePair) -> TraceKey | None:
+    """Returns the key of the parameter before an update, where both traces have it."""
+    before = replace(key, update=key.update - 1) if key.update else replace(key, kind="initial")
+    return before if all(reader.has(before) for reader in traces.readers) else None
+
+
+def _key_before(key: TraceKey, reader: TraceReader) -> TraceKey | None:
+    """Returns the key of the same tensor an update before, maybe in the step before; ``None`` where there is none."""
+    # Within a step the update before is the one with the number before.
+    if key.update:
+        before = replace(key, update=key.update - 1)
+        return before if reader.has(before) else None
+    earlier = [step for step in reader.steps if step < key.step]
+    if not earlier:
+        return None
+    if key.kind in STEP_KINDS:
+        before = replace(key, step=earlier[-1])
+        return before if reader.has(before) else None
+    num_updates = len(reader.footer(earlier[-1]).update_rows) or 1
+    before = replace(key, step=earlier[-1], update=num_updates - 1)
+    return before if reader.has(before) else None
+
+
+def _degrees(reader: TraceReader, step: int) -> dict[str, float]:
+    """Counts, by axis, the places ranks stand at."""
+    places: dict[str, set[int]] = {}
+    for rank in reader.ranks(step):
+        for axis, place in rank.coordinates.items():
+            places.setdefault(axis, set()).add(place)
+    return {axis: float(len(found)) for axis, found in places.items()}
+
+
+def _counts(reader: TraceReader, key: TraceKey) -> dict[str, float]:
+    """Counts micro-batches of a rank, rows and tokens of an update, as far as the trace shows them."""
+    counts: dict[str, float] = {}
+    footer = reader.footer(key.step)
+    update = key.update
+    if update < len(footer.update_rows):
+        rows = footer.update_rows[update]
+        counts["rows"] = float(len(rows))
+        counts["tokens"] = float(sum(footer.rows.lengths[row] for row in rows))
+    for other in reader.keys(key.step):
+        if other.update == update and other.kind == "output":
+            ranks = [piece.place.global_rank for piece in reader.pieces(other)]
+            counts["micro-batches"] = float(max(ranks.count(rank) for rank in set(ranks)))
+            break
+    return counts
+
+
+def boundaries_of(
+    key: TraceKey, readers: tuple[TraceReader, TraceReader], *, is_same_order: bool
+) -> dict[int, tuple[int, ...]]:
+    """Finds, by dimension, the indices at which a rank's piece begins, in either run."""
+    starts: dict[int, set[int]] = {}
+    for reader in readers:
+        is_by_token = reader.dims(key)[:1] == ("token",)
+        for piece in reader.pieces(key):
+            for split in piece.spec.splits:
+                # Tokens in another order lie elsewhere, so pieces of them have no boundaries in common.
+                if split.dim > 0 or not is_by_token or is_same_order:
+                    starts.setdefault(split.dim, set()).update(block.global_start for block in split.blocks)
+    return {dim: tuple(sorted(found)) for dim, found in starts.items()}

@@ -1,0 +1,329 @@
+"""Differences without a number, as plain data; ``verdict.wording.findings`` puts them into words.
+
+A *finding* is a fault: something is missing on one side, or cannot be subtracted. An *absence* without fault is listed
+as not compared. A *note* is another limit of a comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mock_scheduler.comparison.residuals import Residual, Side
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.replicas import SketchConflict
+
+DifferenceKind = TraceKind | Literal["metric", "step", "rows", "ledger", "recording"]
+"""What differs: a traced tensor of a kind; a metric; a whole step; the rows of a batch; a sequence of calls; a step of
+a recording."""
+
+SIDES: tuple[Side, Side] = ("baseline", "candidate")
+
+
+def other_side(side: Side) -> Side:
+    """Returns the other of the two sides."""
+    return "candidate" if side == "baseline" else "baseline"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlyIn:
+    """One side alone has the tensor or the step."""
+
+    side: Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotLogged:
+    """A metric, or all metrics of a step, missing in ``absent``.
+
+    Args:
+        absent: The side without it.
+        num_missing: Steps at which the metric is missing; ``None`` for all metrics of one step.
+        num_steps: Steps logged by both sides.
+    """
+
+    absent: Side
+    num_missing: int | None = None
+    num_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherShape:
+    """The two sides have other shapes."""
+
+    baseline: tuple[int, ...]
+    candidate: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherDtype:
+    """The two sides have other dtypes, by name."""
+
+    baseline: str
+    candidate: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherCount:
+    """The two sides have other numbers of elements."""
+
+    baseline: int
+    candidate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherPlaces:
+    """Tokens or elements with a value on one side alone."""
+
+    what: Literal["token", "element"]
+    num_baseline: int
+    num_candidate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LacksTokens:
+    """No rank of the candidate holds some tokens; ``missing``: as the trace's reader says it."""
+
+    missing: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFinite:
+    """How many elements of a tensor are NaN and infinite."""
+
+    num_nan: int
+    num_infinite: int
+    num_elements: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFinite:
+    """NaN or infinity on one side or on both; ``None`` for a side with finite elements only."""
+
+    baseline: NonFinite | None
+    candidate: NonFinite | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiesDiffer:
+    """Ranks of one side hold other values of one tensor, at level ``sketch``."""
+
+    side: Side
+    conflict: SketchConflict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherStart:
+    """The runs start from other weights.
+
+    Args:
+        residual: Explains the difference.
+        same_as: The parameter of the baseline the candidate has in its place.
+    """
+
+    residual: Residual | None = None
+    same_as: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LacksParameter:
+    """The trace does not have the parameter before an update, or the parameter of a weight."""
+
+    needed_by: Literal["update", "weight"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherWeight:
+    """The weight the model computes with is not the rounded parameter in ``side``."""
+
+    side: Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotTraced:
+    """A side was told not to trace a tensor: ``values`` of its ``trace.kinds``, ``patterns`` or ``exclude``."""
+
+    setting: Literal["kinds", "patterns", "exclude"]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotSelected:
+    """``num_tensors`` tensors of a kind traced by the other side; ``side`` was told not to."""
+
+    side: Side
+    num_tensors: int
+    reason: NotTraced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowsOnlyIn:
+    """Rows of a step in one side alone.
+
+    Args:
+        side: Of the rows.
+        num_rows: How many.
+        num_all: Rows of the side.
+        first: Identities of the first few.
+    """
+
+    side: Side
+    num_rows: int
+    num_all: int
+    first: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowLength:
+    """How many tokens a row has on each side."""
+
+    identity: str
+    baseline: int
+    candidate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherLengths:
+    """Rows with another length on each side: how many, and the first of them."""
+
+    num_rows: int
+    first: tuple[RowLength, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherNumUpdates:
+    """The two sides make other numbers of updates in a step."""
+
+    baseline: int
+    candidate: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherUpdateRows:
+    """An update trains on other rows; the counts are of rows on one side alone."""
+
+    update: int
+    num_baseline: int
+    num_candidate: int
+
+
+Fact = (
+    OnlyIn
+    | NotLogged
+    | OtherShape
+    | OtherDtype
+    | OtherCount
+    | OtherPlaces
+    | LacksTokens
+    | NotFinite
+    | CopiesDiffer
+    | OtherStart
+    | LacksParameter
+    | OtherWeight
+    | NotSelected
+    | RowsOnlyIn
+    | OtherLengths
+    | OtherNumUpdates
+    | OtherUpdateRows
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One difference without a number, where it first appears; ``update``: ``None`` where it belongs to no update."""
+
+    kind: DifferenceKind
+    step: int
+    update: int | None
+    name: str
+    fact: Fact
+
+    @property
+    def is_selection(self) -> bool:
+        """Whether the two runs were told to trace other things, so it says nothing about their computation."""
+        return isinstance(self.fact, NotSelected)
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether the candidate has the tensor, but no rank of it holds some of its tokens."""
+        return isinstance(self.fact, LacksTokens)
+
+
+def finding(key: TraceKey, fact: Fact) -> Finding:
+    """Makes a finding on one tensor."""
+    return Finding(kind=key.kind, step=key.step, update=key.update, name=key.name, fact=fact)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotShown:
+    """The model does not show the tensor, as a fused norm; ``reason``: from the trace."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotWritten:
+    """Only these global ranks wrote the trace."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotCompared:
+    """A tensor not shown by one or both runs, without fault.
+
+    Args:
+        kind: Of the tensor.
+        name: Canonical.
+        sides: The runs without it.
+        reasons: Why not, each once.
+        first_step: The first step without it.
+        num_steps: How many steps are without it.
+    """
+
+    kind: TraceKind
+    name: str
+    sides: tuple[Side, ...]
+    reasons: tuple[NotShown | NotWritten, ...]
+    first_step: int
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerNotCompared:
+    """A ledger of one side alone; ``only``: ``None`` where the layouts are not the same."""
+
+    kind: LedgerKind
+    only: Side | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartlyWritten:
+    """One side alone has some elements of a tensor, since some ranks wrote no trace."""
+
+    key: TraceKey
+    places: OtherPlaces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SketchTokensNotCompared:
+    """Sketches of tokens in other orders cannot be compared, at one step."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SketchWeightsNotCompared:
+    """Whether a weight is the rounded parameter is judged bit by bit, and sketches do not show bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindNotCompared:
+    """Both traces were asked for a kind, and none of its tensors was compared; ``names``: of its tensors."""
+
+    kind: TraceKind
+    names: tuple[str, ...]
+
+
+Note = LedgerNotCompared | PartlyWritten | SketchTokensNotCompared | SketchWeightsNotCompared | KindNotCompared

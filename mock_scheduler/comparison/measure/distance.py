@@ -1,0 +1,304 @@
+"""How far two tensors are apart, and how far they may be.
+
+All sums are in float64 and by chunks, so nothing larger than a chunk is made beside the tensors.
+
+- A tensor of the forward or backward pass is judged by ||a - b|| / ||a|| and its bound (``bounds``). A bound not
+  measured for this tensor gets the *rounding* added no such tensor can be without: 16 units in the last place of the
+  root mean square of all baseline tensors of its kind and update (a gradient with a true value of 0 was measured at 0.3
+  to 0.9 of them). So a bias to which softmax is blind, or a mean cancelling to 0, is not held to figures of its own
+  noise. Measured bounds contain it, except for a tensor no perturbation moved at all.
+- A *parameter* is judged by the update: with d the change from before to after it, ||d_a - d_b|| / ||d_a||. A norm
+  relative to the parameter itself would hide a frozen or reversed optimizer at the learning rates of reinforcement
+  learning. Elements are left out and counted where their gradients differ by more than 4 times the whole gradient's
+  difference, each relative to its own size: where a gradient is nothing but rounding (a key bias again), Adam makes its
+  sign a full step. So the share left out is the same in every precision (16 % of small models), and the rest does not
+  hang on a few flips. A bound that was not measured grows by the spacing of the floating-point numbers the parameter is
+  stored in.
+- Integers must be equal; their relative difference is the fraction of unequal elements. Choices of experts may differ
+  for as many tokens as they were measured to.
+
+Where noise or rounding makes a bound larger than 0.5, the tensor is *not judged*, and reports count it; beyond the
+bound it still exceeds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from mock_scheduler.comparison.bounds.bound import TensorBound
+from mock_scheduler.comparison.findings import NonFinite
+from mock_scheduler.comparison.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.measure.figures import PairSums, compute_figures, sum_pair
+from mock_scheduler.comparison.tensors import Figures, TensorDifference
+from mock_scheduler.comparison.thresholds import (
+    LARGEST_SIGNIFICANT,
+    LARGEST_SIGNIFICANT_UNMEASURED,
+    NUM_ULPS,
+    POOL_ROUNDING_UNITS,
+    SIGNIFICANT,
+)
+from mock_scheduler.support.tensor_bytes import dtype_name, view_as_bits
+from mock_scheduler.trace.entries import TraceKey
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""The same tensor of baseline and candidate."""
+
+
+def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and equal bits."""
+    return left.dtype == right.dtype and torch.equal(view_as_bits(left), view_as_bits(right))
+
+
+def count_non_finite(tensor: torch.Tensor) -> NonFinite | None:
+    """Counts elements equal to NaN and infinity; ``None`` where all are finite."""
+    if not tensor.dtype.is_floating_point or not tensor.numel() or _is_finite(tensor):
+        return None
+    return NonFinite(
+        num_nan=int(tensor.isnan().sum()), num_infinite=int(tensor.isinf().sum()), num_elements=tensor.numel()
+    )
+
+
+def find_significant(relative: float, bound: TensorBound) -> float:
+    """Returns by which fraction of itself an element's gradient may differ for the element to have a say in its update.
+
+    Args:
+        relative: Relative difference of the whole gradient.
+        bound: Of the update.
+    """
+    # Where all of a gradient is noise, so is every step made of it; only a measured bound knows.
+    largest = LARGEST_SIGNIFICANT_UNMEASURED if bound.has_rounding else LARGEST_SIGNIFICANT
+    return min(SIGNIFICANT * relative, largest)
+
+
+def measure(
+    key: TraceKey,
+    baseline: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    bound: TensorBound,
+    present: torch.Tensor | None = None,
+    sums: PairSums | None = None,
+) -> TensorDifference:
+    """Measures the relative difference of two finite tensors of one shape, over the elements where ``present`` is True.
+
+    Args:
+        key: Of the tensor.
+        baseline: Any dtype; the values of two dtypes are compared in float64.
+        candidate: As the baseline.
+        bound: Not complete yet: ``with_rounding`` makes it so.
+        present: bool, as of ``compute_figures``.
+        sums: Of these elements; ``None`` computes them.
+    """
+    dtypes = None
+    if baseline.dtype != candidate.dtype:
+        dtypes = (dtype_name(baseline.dtype), dtype_name(candidate.dtype))
+    if sums is None:
+        sides = (baseline, candidate) if dtypes is None else (baseline.double(), candidate.double())
+        sums = sum_pair(*sides, present=present)
+    figures = sums.figures
+    bit_equal = dtypes is None and figures.num_different == 0
+    # Numbers of experts or tokens are names, whose distance means nothing.
+    is_number = baseline.dtype.is_floating_point or candidate.dtype.is_floating_point
+    fraction = figures.num_different / max(figures.num_elements, 1)
+    return TensorDifference(
+        key=key,
+        num_elements=figures.num_elements,
+        num_absent=baseline.numel() - figures.num_elements,
+        bit_equal=bit_equal,
+        max_abs=figures.max_abs,
+        relative=figures.relative if is_number else fraction,
+        tolerance=bound.relative if is_number else bound.fraction,
+        distance=figures.norm,
+        size=sums.norm,
+        is_estimate=bound.is_estimate and is_number,
+        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= NUM_ULPS and dtypes is None,
+        figures=None if bit_equal else figures,
+        dtypes=dtypes,
+    )
+
+
+def with_rounding(difference: TensorDifference, bound: TensorBound, *, usual: float, unit: float) -> TensorDifference:
+    """Returns the difference with all of its bound.
+
+    Args:
+        difference: As ``measure`` returns it.
+        bound: Of the tensor.
+        usual: Root mean square of all baseline tensors of its kind and update.
+        unit: Spacing of its numbers at 1.
+    """
+    # A float32 value computed from bfloat16 numbers is as coarse as these.
+    unit = max(unit, bound.unit)
+    # Roundings of n elements have no common sign, so that their norm grows with √n.
+    rounding = POOL_ROUNDING_UNITS * unit * usual * math.sqrt(difference.num_elements) if bound.has_rounding else 0.0
+    relative, tolerance = relate(
+        difference.distance, difference.size, rounding=bound.absolute + rounding, tolerance=bound.relative
+    )
+    return replace(difference, relative=relative, tolerance=tolerance, is_zero=difference.size == 0.0)
+
+
+def relate(difference: float, size: float, *, rounding: float, tolerance: float) -> tuple[float, float]:
+    """Returns a difference relative to ``size``, and its bound with the rounding; for a size of 0, 0 or infinite."""
+    if size:
+        return difference / size, tolerance + rounding / size
+    # Nothing is relative to 0: the rounding alone decides, and the bound says whether it could.
+    return (0.0, math.inf) if difference <= rounding else (math.inf, tolerance)
+
+
+def compare_updates(
+    key: TraceKey,
+    *,
+    before: Pair,
+    after: Pair,
+    gradients: Pair | None,
+    significant: float,
+    bound: TensorBound,
+    figures: Figures | None = None,
+    is_same_before: bool | None = None,
+) -> TensorDifference:
+    """Compares one update of a parameter in both runs, as the module's docstring says.
+
+    Each pair is (baseline, candidate), all finite and of one shape.
+
+    Args:
+        key: Of the parameter after the update.
+        before: The parameter before it.
+        after: The parameter after it.
+        gradients: The update is made from them; ``None`` where they tell no elements apart, being equal.
+        significant: As ``find_significant`` returns it.
+        bound: Of the update.
+        figures: Of the parameters after it; ``None`` computes them.
+        is_same_before: The parameters before it have equal bits; ``None`` finds it out.
+    """
+    # The parameters themselves, for the figures; the change, for the verdict.
+    figures = compute_figures(*after) if figures is None else figures
+    is_same_before = is_bit_equal(*before) if is_same_before is None else is_same_before
+    bit_equal = figures.num_different == 0 and is_same_before
+    # What is equal needs no bound, and summing what the update did costs more than all else.
+    sums = (
+        _Changes() if bit_equal else _sum_changes(before, after, gradients, significant, is_same_before=is_same_before)
+    )
+    # Two changes are compared in float64, since the parameters they are taken from nearly cancel.
+    relative, tolerance = (0.0, bound.relative) if bit_equal else sums.relate(bound)
+    return TensorDifference(
+        key=key,
+        num_elements=after[0].numel(),
+        bit_equal=bit_equal,
+        max_abs=figures.max_abs,
+        relative=relative,
+        tolerance=tolerance,
+        distance=math.sqrt(sums.difference),
+        size=math.sqrt(sums.size),
+        is_estimate=bound.is_estimate,
+        num_excluded=sums.num_excluded,
+        is_zero=is_bit_equal(before[0], after[0]),
+        is_within_ulp=figures.max_ulp is not None and figures.max_ulp <= NUM_ULPS,
+        figures=figures if figures.num_different else None,
+    )
+
+
+def rounding_unit(tensor: torch.Tensor) -> float:
+    """Returns the spacing of its numbers at 1; 0 for integers."""
+    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Changes:
+    """Squares of d_a - d_b, of the rounding of storing and of d_a, over the elements with a say."""
+
+    difference: float = 0.0
+    rounding: float = 0.0
+    size: float = 0.0
+    num_excluded: int = 0
+
+    def relate(self, bound: TensorBound) -> tuple[float, float]:
+        """Returns the relative difference of the changes, and its bound."""
+        difference, size, rounding = (math.sqrt(square) for square in (self.difference, self.size, self.rounding))
+        rounding = bound.absolute + (rounding if bound.has_rounding else 0.0)
+        return relate(difference, size, rounding=rounding, tolerance=bound.relative)
+
+    def add(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], counts: torch.Tensor | None) -> None:
+        """Adds a chunk. ``old``: of both sides, or one tensor of both. ``counts``: bool; ``None``: all elements."""
+        first, last = _widen(old[0], 2), _widen(old[-1], 3) if len(old) > 1 else None
+        mine = _subtract(_widen(new[0], 0), first)
+        other = _subtract(_widen(new[1], 1), first if last is None else last)
+        difference = _subtract(other, mine)
+        # The spacing of the numbers of the dtype is this times its eps.
+        space = _widen(_power_of_two_below(new[0]), 2)
+        if counts is not None:
+            self.num_excluded += len(counts) - int(torch.count_nonzero(counts))
+            for values in (mine, difference, space):
+                values.masked_fill_(~counts, 0.0)
+        self.size += float(mine.dot(mine))
+        # The error of storing is at most half the spacing on each side, so one spacing between them.
+        self.rounding += float(space.dot(space)) * torch.finfo(new[0].dtype).eps ** 2
+        self.difference += float(difference.dot(difference))
+
+
+def _sum_changes(
+    before: Pair, after: Pair, gradients: Pair | None, significant: float, *, is_same_before: bool
+) -> _Changes:
+    old, new, grads = (None if pair is None else tuple(map(_flat, pair)) for pair in (before, after, gradients))
+    assert old is not None
+    assert new is not None
+
+    def add_up(block: tuple[int, int]) -> _Changes:
+        part = _Changes()
+        for start, stop in split_chunks(*block):
+            counts = None if grads is None else _find_counted(grads[0][start:stop], grads[1][start:stop], significant)
+            olds = old[:1] if is_same_before else old
+            part.add([side[start:stop] for side in olds], [side[start:stop] for side in new], counts)
+        return part
+
+    sums = _Changes()
+    for part in map_blocks(add_up, split_blocks(new[0].numel())):
+        sums.difference += part.difference
+        sums.rounding += part.rounding
+        sums.size += part.size
+        sums.num_excluded += part.num_excluded
+    return sums
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)
+
+
+def _find_counted(mine: torch.Tensor, other: torch.Tensor, significant: float) -> torch.Tensor | None:
+    """Returns bool: elements whose gradients differ by little; ``None``: all of them."""
+    if mine.dtype not in (torch.float32, torch.float64):  # numpy has no bfloat16
+        mine, other = mine.float(), other.float()
+    # |g_a - g_b| <= s · |g_a|: relative to the element itself, as one gradient holds elements of all sizes.
+    left, right = mine.numpy(), other.numpy()
+    # numpy compares and counts eight times as fast as torch.
+    distance = np.subtract(left, right)
+    counts = np.less_equal(np.abs(distance, out=distance), np.abs(left) * significant)
+    return None if counts.all() else torch.from_numpy(counts)
+
+
+def _subtract(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Subtracts in place; a third faster than torch does it."""
+    left = values.numpy()
+    np.subtract(left, other.numpy(), out=left)
+    return values
+
+
+def _widen(values: torch.Tensor, place: int) -> torch.Tensor:
+    return SCRATCH.wide(place, len(values)).copy_(values)
+
+
+def _power_of_two_below(values: torch.Tensor) -> torch.Tensor:
+    """Returns, at each value, the power of two below its magnitude; 0 at 0: the number without sign and mantissa."""
+    exponent_bits = int(view_as_bits(torch.tensor(math.inf, dtype=values.dtype)))
+    bits = view_as_bits(values)
+    return torch.bitwise_and(bits, exponent_bits, out=SCRATCH.bits(len(bits), bits.dtype)).view(values.dtype)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite: the smallest and the largest show it, in one cheap pass."""
+    # A NaN anywhere makes both NaN.
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low) and math.isfinite(high)

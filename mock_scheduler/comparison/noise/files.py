@@ -1,0 +1,157 @@
+"""``noise.json``: the measured noise of a baseline, in an alignment's folder or beside the baseline's run.
+
+Contract: a sealed JSON object (``digests.seal``) of ``format_version``, ``baseline`` (digest of the baseline's trace),
+``seeds``, ``unit_roundoffs``, ``unit`` (u of accumulation), ``epsilon``, ``trace_dirs`` (of the perturbed runs,
+relative to the file's folder where they lie in it), ``tensors`` (a list of ``step``, ``update``, ``kind``, ``name``,
+``relative``, ``usual`` p, ``largest`` P, ``absolute``, ``size`` of the baseline's, ``slopes`` and ``slope_spread``, the
+standard deviation of the slopes about 1) and ``metrics`` (``step``, ``name``, ``value``, ``changes``). Infinite numbers
+are the text ``inf``. Written whole or not at all. A file of another form or version raises ``AlignmentError``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from mock_scheduler.comparison.bounds.measured import NoiseBounds
+from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
+from mock_scheduler.comparison.noise.building import digest_of
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.errors import AlignmentError
+from mock_scheduler.support.digests import JSON, open_sealed, seal
+from mock_scheduler.support.files import save_json
+from mock_scheduler.trace.entries import TraceKey
+
+NOISE_FILE = "noise.json"
+FORMAT_VERSION = 2
+
+
+def save_noise(noise: NoiseBounds, path: Path) -> None:
+    """Writes the file; makes folders.
+
+    Raises:
+        AlignmentError: It cannot be written.
+    """
+    content: dict[str, JSON] = {
+        "format_version": FORMAT_VERSION,
+        "baseline": noise.baseline,
+        "seeds": list(noise.seeds),
+        "unit_roundoffs": noise.unit_roundoffs,
+        "unit": noise.unit,
+        "epsilon": noise.epsilon,
+        "trace_dirs": [_relative_path(item, path.parent) for item in noise.trace_dirs],
+        "tensors": [_tensor_to_json(key, item) for key, item in noise.tensors.items()],
+        "metrics": [
+            {"step": step, "name": name, "value": noise.metric_values[step, name], "changes": list(changes)}
+            for (step, name), changes in noise.metrics.items()
+        ],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_json(path, seal(content), sort_keys=False)
+    except OSError as error:
+        raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def load_noise(path: Path) -> NoiseBounds:
+    """Reads a file of ``save_noise``.
+
+    Raises:
+        AlignmentError: It is another file.
+    """
+    try:
+        content = open_sealed(path.read_bytes())
+        # Before anything else is read, as other versions have other fields.
+        version = content["format_version"]
+        if version != FORMAT_VERSION:
+            raise AlignmentError(f"{path} is noise of format {version}; this release reads {FORMAT_VERSION}")
+        metrics = {(item["step"], item["name"]): item for item in content["metrics"]}
+        return NoiseBounds(
+            baseline=content["baseline"],
+            seeds=tuple(content["seeds"]),
+            unit_roundoffs=float(content["unit_roundoffs"]),
+            unit=float(content["unit"]),
+            epsilon=float(content["epsilon"]),
+            tensors=dict(map(_tensor_from_json, content["tensors"])),
+            metrics={place: tuple(map(float, item["changes"])) for place, item in metrics.items()},
+            metric_values={place: float(item["value"]) for place, item in metrics.items()},
+            trace_dirs=tuple((path.parent / item).resolve() for item in content["trace_dirs"]),
+        )
+    except OSError as error:
+        raise AlignmentError(f"{path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise AlignmentError(f"{path} is no measured noise of a baseline: {error}") from error
+
+
+def find_noise(baseline_dir: Path) -> NoiseBounds | None:
+    """Finds the noise of a baseline in its folder or in the one around it; ``None`` where there is none of it.
+
+    Noise of another baseline does not count: a run made anew has to be measured anew.
+    """
+    run_dir = baseline_dir.resolve()
+    for folder in (run_dir, run_dir.parent, run_dir.parent.parent):
+        path = folder / NOISE_FILE
+        if path.is_file():
+            noise = load_noise(path)
+            if noise.baseline == digest_of(baseline_dir):
+                return noise
+    return None
+
+
+def check_baseline(noise: NoiseBounds, baseline_dir: Path, source: str) -> None:
+    """Checks whether noise was measured of this run; ``source``: its place, for messages.
+
+    Raises:
+        AlignmentError: It was measured of another run.
+    """
+    found = digest_of(baseline_dir)
+    if noise.baseline != found:
+        raise AlignmentError(
+            f"{source} is the noise of another baseline: of the trace {noise.baseline[:12]}…, where {baseline_dir} has "
+            f"{found[:12]}…; measure it again, with perturbed runs of this baseline"
+        )
+
+
+def _relative_path(path: Path, folder: Path) -> str:
+    root = folder.resolve()
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _tensor_to_json(key: TraceKey, noise: TensorNoise) -> JSON:
+    return {
+        "step": key.step,
+        "update": key.update,
+        "kind": key.kind,
+        "name": key.name,
+        "relative": _numbers(noise.relative),
+        "usual": _number(noise.usual),
+        "largest": _number(noise.largest),
+        "absolute": noise.absolute,
+        "size": noise.size,
+        "slopes": _numbers(noise.slopes),
+        "slope_spread": _number(noise.slope_spread),
+    }
+
+
+def _tensor_from_json(item: Mapping[str, Any]) -> tuple[TraceKey, TensorNoise]:
+    kind = item["kind"]
+    if kind not in get_args(TraceKind):
+        raise ValueError(f"{kind!r} is no kind of tensor")
+    key = TraceKey(step=int(item["step"]), update=int(item["update"]), kind=kind, name=str(item["name"]))
+    noise = TensorNoise(
+        relative=tuple(map(float, item["relative"])),
+        absolute=float(item["absolute"]),
+        size=float(item["size"]),
+        slopes=tuple(map(float, item["slopes"])),
+    )
+    return key, noise
+
+
+def _numbers(values: Sequence[float]) -> list[JSON]:
+    return [_number(value) for value in values]
+
+
+def _number(value: float) -> JSON:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,198 @@
+"""One tensor of two traces, brought into the same order, and the reasons it cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import torch
+
+from mock_scheduler.comparison.findings import Finding, NotFinite, OtherDtype, OtherPlaces, OtherShape, finding
+from mock_scheduler.comparison.measure.distance import count_non_finite
+from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
+from mock_scheduler.comparison.pairing.tokens import TokenAlignment
+from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.trace.entries import DimName, TraceKey
+from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorPair:
+    """A tensor of both runs, in the baseline's order of tokens.
+
+    Args:
+        key: Its canonical key.
+        baseline: The whole tensor.
+        candidate: The same shape.
+        dims: What each dimension counts.
+        present: bool, of the tensors' shape or ``[T, 1, ...]``: elements of both runs; ``None``: all of them.
+        sums: Of the present elements; of two dtypes, of their values in float64.
+        ours: The elements of the baseline by itself.
+        theirs: The elements of the candidate by itself, in the baseline's order.
+    """
+
+    key: TraceKey
+    baseline: torch.Tensor
+    candidate: torch.Tensor
+    dims: tuple[DimName, ...]
+    present: torch.Tensor | None
+    sums: PairSums
+    ours: torch.Tensor | None = None
+    theirs: torch.Tensor | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all bits of the present elements are equal."""
+        return self.baseline.dtype == self.candidate.dtype and not self.sums.figures.num_different
+
+    def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
+        """Returns the pair without these tokens; ``left_out``: bool ``[T]``."""
+        kept = _by_token(~left_out, self.baseline)
+        present = kept if self.present is None else self.present & kept
+        return replace(self, present=present, sums=_sum(self.baseline, self.candidate, present))
+
+
+class TracePair:
+    """Two open traces whose tensors are read at the same time, one thread for each; a context manager."""
+
+    def __init__(self, baseline: TraceReader, candidate: TraceReader) -> None:
+        self.readers = (baseline, candidate)
+        self._executor = ThreadPoolExecutor(max_workers=1)
+
+    def merge(self, key: TraceKey) -> tuple[MergedTensor, MergedTensor]:
+        """Reads the whole tensor of both; each reader is only ever used by one thread at a time.
+
+        The candidate may lack tokens, which is a difference; a baseline without some is no reference, which is an
+        error.
+
+        Raises:
+            TraceError: A file is damaged, or tokens of the baseline are missing.
+        """
+        # One thread for each side: reading waits for the disk, and the two files are independent.
+        theirs = self._executor.submit(self.readers[1].merge, key, may_lack_tokens=True)
+        try:
+            ours = self.readers[0].merge(key)
+        finally:
+            other = theirs.result()
+        return ours, other
+
+    def __enter__(self) -> TracePair:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._executor.shutdown()
+
+
+def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: TokenAlignment) -> TensorPair | Finding:
+    """Brings both sides into the baseline's order; a finding where their shapes do not fit each other."""
+    ours, theirs = merged
+    left, right = ours.tensor, theirs.tensor
+    is_by_token = ours.dims[:1] == ("token",) and theirs.dims[:1] == ("token",)
+    their_presence = theirs.present
+    shared: torch.Tensor | None = None
+    if is_by_token and tokens.covers(left, right) and left.shape[1:] == right.shape[1:]:
+        right = tokens.in_baseline_order(right)
+        their_presence = None if their_presence is None else tokens.in_baseline_order(their_presence)
+        # Tokens of one run only have no counterpart in any tensor.
+        shared = None if tokens.is_shared is None else _by_token(tokens.is_shared, left)
+    if left.shape != right.shape:
+        return finding(key, OtherShape(baseline=tuple(left.shape), candidate=tuple(right.shape)))
+    present = all_of([ours.present, their_presence, shared])
+    # Equal digests of what was stored spare the comparison of bits; not where tokens were put in another order.
+    is_same = ours.content is not None and ours.content == theirs.content and right is theirs.tensor
+    return TensorPair(
+        key=key,
+        baseline=left,
+        candidate=right,
+        dims=ours.dims,
+        present=present,
+        ours=all_of([ours.present, shared]),
+        theirs=all_of([their_presence, shared]),
+        sums=_sum(left, right, present, is_known_equal=is_same and left.dtype == right.dtype),
+    )
+
+
+def find_other_places(pair: TensorPair) -> OtherPlaces | None:
+    """Counts elements of a tensor of which one run alone has a value; ``None`` where both have the same elements."""
+    if pair.ours is None and pair.theirs is None:
+        return None
+    whole = torch.ones((), dtype=torch.bool)
+    ours, theirs = (whole if mask is None else mask for mask in (pair.ours, pair.theirs))
+    only = [int((mine & ~other).sum()) for mine, other in ((ours, theirs), (theirs, ours))]
+    if not any(only):
+        return None
+    is_by_token = pair.dims[:1] == ("token",)
+    return OtherPlaces(what="token" if is_by_token else "element", num_baseline=only[0], num_candidate=only[1])
+
+
+def find_other_dtype(pair: TensorPair) -> OtherDtype | None:
+    """Returns both dtypes where they differ."""
+    mine, other = (dtype_name(side.dtype) for side in (pair.baseline, pair.candidate))
+    return None if mine == other else OtherDtype(baseline=mine, candidate=other)
+
+
+def find_not_finite(pair: TensorPair) -> NotFinite | None:
+    """Counts NaN and infinities among the compared elements of each side; ``None`` where all are finite."""
+    if pair.sums.is_finite:
+        return None
+    sides = (pair.baseline, pair.candidate)
+    if pair.present is not None:
+        # NaN in padding is no fault.
+        kept = pair.present.expand_as(pair.baseline)
+        sides = (pair.baseline[kept], pair.candidate[kept])
+    mine, other = map(count_non_finite, sides)
+    return None if mine is None and other is None else NotFinite(baseline=mine, candidate=other)
+
+
+def locate(
+    difference: TensorDifference, pair: TensorPair, traces: TracePair, tokens: TokenAlignment
+) -> TensorDifference:
+    """Adds sample, position and ranks to the worst element of a difference, where there is one."""
+    figures = difference.figures
+    if figures is None or figures.worst is None:
+        return difference
+    worst = figures.worst
+    index, their_index = worst.index, worst.index
+    sample, position = worst.sample, worst.position
+    if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
+        sample, position = tokens.find(index[0])
+        # The candidate's ranks hold its own order of tokens.
+        if tokens.index is not None:
+            their_index = (int(tokens.index[index[0]]), *index[1:])
+    worst = replace(
+        worst,
+        sample=sample,
+        position=position,
+        baseline_ranks=traces.readers[0].holders(pair.key, index),
+        candidate_ranks=traces.readers[1].holders(pair.key, their_index),
+    )
+    return replace(difference, figures=replace(figures, worst=worst))
+
+
+def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Returns where all masks are True; ``None`` where this is everywhere, as in a mask of ``None``."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    result = given[0]
+    for mask in given[1:]:
+        result = result & mask
+    return None if bool(result.all()) else result
+
+
+def _sum(
+    baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None, *, is_known_equal: bool = False
+) -> PairSums:
+    if baseline.dtype != candidate.dtype:
+        baseline, candidate = baseline.double(), candidate.double()
+    return sum_pair(baseline, candidate, present=present, is_known_equal=is_known_equal)
+
+
+def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns bool ``[T, 1, ...]`` from ``[T]``."""
+    return mask.view(-1, *([1] * (like.dim() - 1)))

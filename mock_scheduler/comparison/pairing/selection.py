@@ -1,0 +1,134 @@
+"""The tensors to be compared, and the reasons a tensor is in one trace only.
+
+A tensor missing in one run is a finding, with two exceptions listed instead: the model does not show it there, or only
+some ranks wrote the trace. Where a run was never told to trace it, the finding says so, once for all tensors of the
+kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mock_scheduler.comparison.findings import (
+    SIDES,
+    Finding,
+    KindNotCompared,
+    NotCompared,
+    NotSelected,
+    NotShown,
+    NotTraced,
+    NotWritten,
+    OnlyIn,
+    finding,
+    other_side,
+)
+from mock_scheduler.comparison.residuals import Side
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.trace.entries import StepFooter, TraceKey
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The steps, kinds and names to be compared.
+
+    Args:
+        steps: ``None`` is all.
+        kinds: ``None`` is all.
+        patterns: Globs of canonical names, one of which must match.
+    """
+
+    steps: StepRanges | None = None
+    kinds: frozenset[TraceKind | LedgerKind] | None = None
+    patterns: tuple[str, ...] = ("*",)
+
+    def has_step(self, step: int) -> bool:
+        """Whether a step is compared."""
+        return self.steps is None or step in self.steps
+
+    def has_kind(self, kind: TraceKind | LedgerKind) -> bool:
+        """Whether anything of a kind is compared."""
+        return self.kinds is None or kind in self.kinds
+
+    def has_name(self, name: str) -> bool:
+        """Whether tensors of a name are compared."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+EVERYTHING = Selection()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Absence:
+    """A tensor ``side`` does not have; ``reason``: ``None`` where nothing explains it."""
+
+    key: TraceKey
+    side: Side
+    reason: NotShown | NotWritten | NotTraced | None
+
+
+def explain_absence(key: TraceKey, side: Side, footer: StepFooter, *, is_partial: bool) -> Absence:
+    """Finds why ``side`` has no such tensor; ``footer``: its, of the step; ``is_partial``: only some ranks wrote it."""
+    return Absence(key=key, side=side, reason=_find_reason(key, footer, is_partial=is_partial))
+
+
+def _find_reason(key: TraceKey, footer: StepFooter, *, is_partial: bool) -> NotShown | NotWritten | NotTraced | None:
+    # What the model does not show comes first: it was asked for, so that no setting of the trace is to blame.
+    shown = next((item for item in footer.unobserved if (item.kind, item.name) == (key.kind, key.name)), None)
+    if shown is not None:
+        return NotShown(reason=shown.reason)
+    if footer.kinds and key.kind not in footer.kinds:
+        return NotTraced(setting="kinds", values=tuple(footer.kinds))
+    if footer.patterns and not any(fnmatchcase(key.name, pattern) for pattern in footer.patterns):
+        return NotTraced(setting="patterns", values=tuple(footer.patterns))
+    if any(fnmatchcase(key.name, pattern) for pattern in footer.exclude):
+        return NotTraced(setting="exclude", values=tuple(footer.exclude))
+    return NotWritten(ranks=tuple(footer.ranks)) if is_partial else None
+
+
+def find_faults(absences: Sequence[Absence]) -> list[Finding]:
+    """Finds faults: one for each tensor; for tensors not selected, one for each kind, side and reason."""
+    findings = []
+    groups: dict[tuple[TraceKind, Side, NotTraced], list[Absence]] = {}
+    for absence in absences:
+        # One setting leaves out thousands of tensors, which are one thing to be told.
+        if isinstance(absence.reason, NotTraced):
+            groups.setdefault((absence.key.kind, absence.side, absence.reason), []).append(absence)
+        elif absence.reason is None:
+            findings.append(finding(absence.key, OnlyIn(side=other_side(absence.side))))
+    for (_, side, reason), items in groups.items():
+        findings.append(finding(items[0].key, NotSelected(side=side, num_tensors=len(items), reason=reason)))
+    return findings
+
+
+def list_not_compared(absences: Sequence[Absence]) -> tuple[NotCompared, ...]:
+    """Lists absences without fault: one entry for each tensor's name."""
+    reasons: dict[tuple[TraceKind, str], dict[NotShown | NotWritten, None]] = {}
+    groups: dict[tuple[TraceKind, str], list[Absence]] = {}
+    for absence in absences:
+        if isinstance(absence.reason, NotShown | NotWritten):
+            place = (absence.key.kind, absence.key.name)
+            groups.setdefault(place, []).append(absence)
+            reasons.setdefault(place, {})[absence.reason] = None
+    return tuple(
+        NotCompared(
+            kind=kind,
+            name=name,
+            sides=tuple(side for side in SIDES if any(item.side == side for item in items)),
+            reasons=tuple(reasons[kind, name]),
+            first_step=min(item.key.step for item in items),
+            num_steps=len({item.key.step for item in items}),
+        )
+        for (kind, name), items in groups.items()
+    )
+
+
+def find_empty_kinds(not_compared: Sequence[NotCompared], compared: Collection[TraceKind]) -> list[KindNotCompared]:
+    """Finds kinds without any compared tensor though both traces were asked for them, so they prove nothing."""
+    names: dict[TraceKind, list[str]] = {}
+    for item in not_compared:
+        if item.kind not in compared:
+            names.setdefault(item.kind, []).append(item.name)
+    return [KindNotCompared(kind=kind, names=tuple(found)) for kind, found in names.items()]

@@ -1,0 +1,240 @@
+"""One step of two traces of whole tensors.
+
+One name is walked at a time: in memory are six tensors of it (of an update the gradient, and the parameter before and
+after, of both sides) and chunks of their comparison. Choices of experts come first: tensors stored in their order are
+compared without the tokens rounding sent elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from mock_scheduler.comparison.bounds.bound import TensorBound
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.explain.expert_bias import find_moved_experts, find_without_gradient
+from mock_scheduler.comparison.explain.explanation import boundaries_of, dims_of
+from mock_scheduler.comparison.explain.initial import explain_initial
+from mock_scheduler.comparison.explain.locality import find_localities
+from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
+from mock_scheduler.comparison.findings import (
+    Finding,
+    LacksTokens,
+    OtherDtype,
+    OtherPlaces,
+    OtherStart,
+    PartlyWritten,
+    finding,
+)
+from mock_scheduler.comparison.measure.distance import measure, rounding_unit, with_rounding
+from mock_scheduler.comparison.pairing.pairs import (
+    TensorPair,
+    TracePair,
+    find_not_finite,
+    find_other_dtype,
+    find_other_places,
+    locate,
+    pair_up,
+)
+from mock_scheduler.comparison.pairing.routing import find_flips
+from mock_scheduler.comparison.pairing.tokens import align_tokens
+from mock_scheduler.comparison.residuals import Locality
+from mock_scheduler.comparison.router_names import is_by_slot, is_choice, logits_key, routed_part
+from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
+from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
+from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
+from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
+from mock_scheduler.trace.entries import TraceKey
+
+
+class FullStep:
+    """Compares the tensors of one step; ``tokens``: how the tokens of the two correspond."""
+
+    def __init__(self, traces: TracePair, sides: StepSides, *, bounds: Bounds, places: PlaceNoise) -> None:
+        self._traces = traces
+        self._sides = sides
+        self._bounds = bounds
+        self._places = places
+        self._found = sides.found
+        self.tokens = align_tokens(sides.footers[0].rows, sides.footers[1].rows)
+        self._flipped: dict[tuple[int, str], torch.Tensor] = {}
+        self._moved: dict[int, torch.Tensor] = {}
+        self._moved_experts: dict[tuple[int, str], frozenset[int]] = {}
+        self._without_gradient = find_without_gradient(sides.keys[0]) & find_without_gradient(sides.keys[1])
+        self._num_initial = 0
+        self._pools = RoundingPools()
+        self._found.absences += sides.find_unobserved()
+
+    def run(self) -> Iterator[int]:
+        """Compares everything; yields after each name how many tensors it had."""
+        for group in self._groups():
+            if group[0].kind in STATE_KINDS:
+                self._walk_state(group)
+            else:
+                for key in group:
+                    self._walk(key)
+            yield len(group)
+        self._add_rounding()
+
+    def _groups(self) -> list[list[TraceKey]]:
+        """Groups tensors that are walked together: the state of one name; choices of experts before all else."""
+        sides, needed = self._sides, needed_kinds(self._sides.selection)
+        state: dict[str, list[TraceKey]] = {}
+        others: list[TraceKey] = []
+        for key in sides.all_keys:
+            if key.kind in STATE_KINDS:
+                if key.kind in needed and sides.selection.has_name(key.name):
+                    state.setdefault(key.name, []).append(key)
+            elif is_choice(key) or sides.is_selected(key):
+                others.append(key)
+        # A stable sort: choices first, all else still in the order of computation.
+        others.sort(key=lambda key: not is_choice(key))
+        in_time = [sorted(keys, key=lambda key: (key.update, STATE_KINDS.index(key.kind))) for keys in state.values()]
+        return [[key] for key in others] + in_time
+
+    def _walk(self, key: TraceKey) -> None:
+        is_reported = self._sides.is_selected(key)
+        pair = self._pair(key, is_reported=is_reported)
+        if pair is None:
+            return
+        # Before it is judged, since its own flips are left out of it too.
+        if is_choice(key):
+            self._follow_choice(pair)
+        place = (key.update, routed_part(key.name))
+        num_flipped = 0
+        if (is_choice(key) or is_by_slot(pair.dims)) and place in self._flipped:
+            num_flipped = int(self._flipped[place].sum())
+            pair = pair.without_tokens(self._flipped[place])
+        if is_reported:
+            self._measure(pair, num_flipped_tokens=num_flipped)
+
+    def _walk_state(self, keys: Sequence[TraceKey]) -> None:
+        selection = self._sides.selection
+        rules = StateRules(
+            bounds=self._bounds,
+            reported=frozenset(kind for kind in STATE_KINDS if selection.has_kind(kind)),
+            is_first=self._sides.is_first,
+            has_gradient=keys[0].name not in self._without_gradient,
+            moved_experts=self._moved_experts,
+        )
+        pairs = (self._pair(key, is_reported=selection.has_kind(key.kind)) for key in keys)
+        for pair, outcome in compare_state((pair for pair in pairs if pair is not None), rules):
+            if isinstance(outcome, TensorDifference):
+                self._add(outcome, pair)
+            elif isinstance(outcome, str):
+                self._measure(pair)
+            else:
+                fact = self._explain_start(pair) if isinstance(outcome, OtherStart) else outcome
+                self._found.findings.append(finding(pair.key, fact))
+
+    def _pair(self, key: TraceKey, *, is_reported: bool = True) -> TensorPair | None:
+        """Reads a tensor of both sides for subtraction; ``None``, with a finding, where there is none."""
+        if not self._sides.has_both(key, is_reported=is_reported):
+            return None
+        merged = self._traces.merge(key)
+        for conflicts, side in zip(self._found.conflicts, merged, strict=True):
+            conflicts.extend(side.conflicts)
+        paired = pair_up(key, merged, self.tokens)
+        if isinstance(paired, Finding):
+            self._found.findings.append(paired)
+            return None
+        facts: list[OtherDtype | OtherPlaces | None] = [find_other_dtype(paired)]
+        places = find_other_places(paired)
+        if merged[1].missing:
+            # Tokens that no rank holds are elements of one side alone too, which need not be said twice.
+            if is_reported:
+                self._found.findings.append(finding(key, LacksTokens(missing=merged[1].missing)))
+        elif any(self._sides.is_partial) and places is not None:
+            self._found.notes[PartlyWritten(key=key, places=places)] = None
+        else:
+            facts.append(places)
+        self._found.findings += [finding(key, fact) for fact in facts if fact is not None and is_reported]
+        return paired if self._is_finite(paired) else None
+
+    def _is_finite(self, pair: TensorPair) -> bool:
+        """Whether both sides are; else keeps the fault, of one side or of both runs."""
+        broken = find_not_finite(pair)
+        if broken is None:
+            return True
+        # A baseline that is broken itself is no reference, and no fault of the candidate's.
+        is_both = broken.baseline is not None and broken.candidate is not None
+        (self._found.unusable if is_both else self._found.findings).append(finding(pair.key, broken))
+        return False
+
+    def _follow_choice(self, choice: TensorPair) -> None:
+        """Keeps the tokens with other experts, and the experts with other tokens."""
+        key = choice.key
+        place = (key.update, routed_part(key.name))
+        self._find_flips(choice)
+        if choice.baseline.dim() == 2:
+            self._moved_experts[place] = find_moved_experts(choice.baseline, choice.candidate)
+            if not choice.is_equal:
+                moved = (choice.baseline != choice.candidate).any(1)
+                self._moved[key.update] = self._moved.get(key.update, False) | moved
+
+    def _find_flips(self, choice: TensorPair) -> None:
+        key = logits_key(choice.key)
+        logits = self._pair(key, is_reported=False) if all(key in keys for keys in self._sides.keys) else None
+        if logits is None or choice.baseline.dim() != 2 or len(logits.baseline) != len(choice.baseline):
+            return
+        summary, is_flipped = find_flips(choice, logits)
+        if summary.num_flipped:
+            self._found.flips.append(summary)
+            self._flipped[choice.key.update, routed_part(choice.key.name)] = is_flipped
+
+    def _measure(self, pair: TensorPair, *, num_flipped_tokens: int = 0) -> None:
+        """Keeps the difference of any tensor but a parameter; its rounding is added at the end of the step."""
+        key = pair.key
+        bound = self._bounds.tensor(key)
+        difference = measure(key, pair.baseline, pair.candidate, bound=bound, present=pair.present, sums=pair.sums)
+        unit = rounding_unit(pair.baseline)
+        if unit:
+            self._pools.add(
+                key,
+                position=len(self._found.differences),
+                bound=bound,
+                unit=unit,
+                distance=difference.distance,
+                size=pair.sums.norm,
+                count=difference.num_elements,
+            )
+        localities = self._find_places(pair, bound) if not difference.bit_equal else ()
+        self._add(replace(difference, num_flipped_tokens=num_flipped_tokens, localities=localities), pair)
+
+    def _add(self, difference: TensorDifference, pair: TensorPair) -> None:
+        self._found.differences.append(locate(difference, pair, self._traces, self.tokens))
+
+    def _explain_start(self, pair: TensorPair) -> OtherStart:
+        """Explains the first few initial parameters that differ; each may read many tensors."""
+        self._num_initial += 1
+        return explain_initial(pair, self._traces) if self._num_initial <= NUM_FIRST else OtherStart()
+
+    def _find_places(self, pair: TensorPair, bound: TensorBound) -> tuple[Locality, ...]:
+        """Finds places differing by more than their own noise in a tensor within its bound; none where not known."""
+        key = pair.key
+        if not self._places.is_known or key.kind not in SLOPE_KINDS or bound.relative > LARGEST_BOUND:
+            return ()
+        dims = dims_of(pair)
+        if pair.baseline.dtype != pair.candidate.dtype or not pair.sums.figures.relative <= bound.relative or not dims:
+            return ()
+        moved = self._moved.get(key.update)
+        if moved is not None:
+            # What other experts compute differs at its full size, for other tokens in every run.
+            if dims[0] != "token" or len(moved) != len(pair.baseline):
+                return ()
+            pair = pair.without_tokens(moved)
+        self._found.num_located += 1
+        boundaries = boundaries_of(key, self._traces.readers, is_same_order=self.tokens.index is None)
+        found = find_localities(pair.baseline, pair.candidate, dims=dims, present=pair.present, boundaries=boundaries)
+        return self._places.confirm(found, pair, dims, self._traces.readers[0])
+
+    def _add_rounding(self) -> None:
+        """Gives each difference of the step the rounding of its pool, which all its tensors together show."""
+        differences = self._found.differences
+        for item in self._pools.unrounded:
+            usual = math.sqrt(self._pools.mean_square(item.pool))
+            known = differences[item.position]
+            differences[item.position] = with_rounding(known, item.bound, usual=usual, unit=item.unit)

@@ -1,0 +1,262 @@
+"""Logged metrics of two runs, compared step by step and in both directions.
+
+Contract: ``metrics.jsonl`` has one object per global step, ``{"step": int, "metrics": {name: number}}``, with floats in
+full precision; JSON has no NaN or infinity, so these are the texts ``nan``, ``inf`` and ``-inf``. A step or metric on
+one side only is a finding. NaN equals NaN and differs infinitely from every number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.comparison.bounds.bound import MetricBound
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import SIDES, Finding, NotLogged, other_side
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.residuals import Side
+from mock_scheduler.errors import TraceError
+from mock_scheduler.support.text import shorten
+
+#: Wall-clock values, and values of the run that recorded rather than of this one.
+NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
+
+#: Those, and a run's own distance from its recording, which is rounding itself where all is well.
+NON_COMPARABLE_PREFIXES = (*NOT_COMPUTED_PREFIXES, "rollout_logprob_diff_", "rollout_corr/", "mismatch/")
+
+_NON_FINITE = ("nan", "inf", "-inf")
+
+MetricLog = Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricDifference:
+    """One metric over all steps logged by both runs.
+
+    Args:
+        name: As logged.
+        num_steps: Steps compared.
+        bit_equal: Equal to the last bit at every step.
+        max_abs: The largest ``|a - b|``.
+        max_abs_step: Where.
+        max_relative: The largest ``|a - b| / max(|a|, |b|, floor)``, with the floor of its bound.
+        max_relative_step: Where.
+        times_bound: How many times its bound ``|a - b|`` is at most; 0/0 = 0.
+        nearest_step: Where.
+        bound: Of ``|a - b|`` there.
+        first_different_step: ``None`` where bits are equal.
+        first_exceeding_step: ``None`` where nothing is beyond its bound.
+        changes: b - a by step, where both are finite.
+        is_estimate: Every exceeded bound was extrapolated.
+    """
+
+    name: str
+    num_steps: int
+    bit_equal: bool
+    max_abs: float
+    max_abs_step: int
+    max_relative: float
+    max_relative_step: int
+    times_bound: float
+    nearest_step: int
+    bound: float
+    first_different_step: int | None
+    first_exceeding_step: int | None
+    changes: tuple[tuple[int, float], ...] = ()
+    is_estimate: bool = False
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether anything bounds it at any step; equal bits always count."""
+        return self.bit_equal or math.isfinite(self.bound)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricComparison:
+    """All metrics, by name; ``steps``: logged by both runs."""
+
+    steps: tuple[int, ...]
+    differences: tuple[MetricDifference, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def exceeding(self) -> tuple[MetricDifference, ...]:
+        """Metrics beyond their bounds, by the first such step, then by name."""
+        found = [(diff.first_exceeding_step, diff.name, diff) for diff in self.differences]
+        return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
+
+    @property
+    def worst(self) -> MetricDifference | None:
+        """The metric with the largest relative difference; ``None`` where nothing was compared."""
+        return max(self.differences, key=lambda diff: diff.max_relative, default=None)
+
+
+def load_metrics(path: Path) -> MetricLog:
+    """Reads a ``metrics.jsonl``.
+
+    Raises:
+        TraceError: Anything but the format, with path and line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TraceError(f"{path}: metrics cannot be read: {error.strerror}") from error
+    log: dict[int, dict[str, float]] = {}
+    for number, line in enumerate(lines, start=1):
+        step, metrics = _parse_line(line, where=f"{path}:{number}")
+        if step in log:
+            raise TraceError(f"{path}:{number}: step {step} is logged twice")
+        log[step] = metrics
+    return log
+
+
+def is_comparable(name: str) -> bool:
+    """Whether a metric must be the same in both runs."""
+    return not name.startswith(NON_COMPARABLE_PREFIXES)
+
+
+def compare_metrics(
+    baseline: MetricLog, candidate: MetricLog, *, bounds: Bounds, selection: Selection = EVERYTHING
+) -> MetricComparison:
+    """Compares every comparable metric at every selected step; nothing on one side only is skipped."""
+    baseline, candidate = (
+        {step: metrics for step, metrics in log.items() if selection.has_step(step)} for log in (baseline, candidate)
+    )
+    steps = tuple(sorted(baseline.keys() & candidate.keys()))
+    names = sorted({name for log in (baseline, candidate) for step in log.values() for name in step})
+    findings = _find_missing_steps(baseline, candidate)
+    differences = []
+    for name in filter(is_comparable, names):
+        findings += _find_missing_values(name, baseline, candidate, steps)
+        shared = [step for step in steps if name in baseline[step] and name in candidate[step]]
+        if shared:
+            pairs = [(step, baseline[step][name], candidate[step][name]) for step in shared]
+            differences.append(compare_values(name, pairs, bounds=bounds))
+    return MetricComparison(steps=steps, differences=tuple(differences), findings=tuple(findings))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """One metric at one step."""
+
+    step: int
+    mine: float
+    other: float
+    limit: float
+    absolute: float
+    relative: float
+    is_estimate: bool
+
+    @classmethod
+    def build(cls, step: int, mine: float, other: float, bound: MetricBound) -> _Row:
+        absolute, relative = differ(mine, other, floor=bound.floor)
+        # An infinite value would make a relative bound infinite too.
+        limit = bound.limit(mine, other) if math.isfinite(absolute) else bound.absolute
+        return cls(
+            step=step,
+            mine=mine,
+            other=other,
+            limit=limit,
+            absolute=absolute,
+            relative=relative,
+            is_estimate=bound.is_estimate and math.isfinite(absolute),
+        )
+
+    @property
+    def exceeds(self) -> bool:
+        # An infinite difference is beyond any bound, an infinite one too.
+        return self.absolute > self.limit or math.isinf(self.absolute)
+
+    @property
+    def times_bound(self) -> float:
+        if not self.absolute or math.isinf(self.limit):
+            return 0.0
+        return self.absolute / self.limit if self.limit else math.inf
+
+
+def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, bounds: Bounds) -> MetricDifference:
+    """Compares one metric's ``(step, baseline, candidate)`` values; there must be at least one."""
+    rows = [_Row.build(step, mine, other, bounds.metric(step, name)) for step, mine, other in pairs]
+    largest = max(rows, key=lambda row: row.absolute)
+    relative = max(rows, key=lambda row: row.relative)
+    # With equal shares of their bounds, the step with the smallest bound says most.
+    nearest = max(rows, key=lambda row: (row.times_bound, -row.limit))
+    different = [row.step for row in rows if not is_bit_equal(row.mine, row.other)]
+    return MetricDifference(
+        name=name,
+        num_steps=len(rows),
+        bit_equal=not different,
+        max_abs=largest.absolute,
+        max_abs_step=largest.step,
+        max_relative=relative.relative,
+        max_relative_step=relative.step,
+        times_bound=nearest.times_bound,
+        nearest_step=nearest.step,
+        bound=nearest.limit,
+        first_different_step=next(iter(different), None),
+        first_exceeding_step=next((row.step for row in rows if row.exceeds), None),
+        is_estimate=all(row.is_estimate for row in rows if row.exceeds),
+        changes=tuple((row.step, row.other - row.mine) for row in rows if math.isfinite(row.other - row.mine)),
+    )
+
+
+def differ(mine: float, other: float, *, floor: float) -> tuple[float, float]:
+    """Returns the absolute and relative difference; both inf where only one is NaN, or infinities are not the same."""
+    if mine == other or (math.isnan(mine) and math.isnan(other)):
+        return 0.0, 0.0
+    if not (math.isfinite(mine) and math.isfinite(other)):
+        return math.inf, math.inf
+    # Symmetric: neither run of a metric is a size the other could be measured by.
+    absolute = abs(mine - other)
+    return absolute, absolute / max(abs(mine), abs(other), floor)
+
+
+def is_bit_equal(mine: float, other: float) -> bool:
+    """Whether two values are equal to the last bit; any NaN equals any other, and 0 is not -0."""
+    if math.isnan(mine) and math.isnan(other):
+        return True
+    return struct.pack("<d", mine) == struct.pack("<d", other)
+
+
+def _by_step(row: tuple[int | None, str, MetricDifference]) -> tuple[float, str]:
+    step, name, _ = row
+    return (math.inf if step is None else step, name)
+
+
+def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"{where}: not JSON ({error.msg}); the run may have been cut off") from error
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
+        raise TraceError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {shorten(line, 80)}')
+    for name, value in row["metrics"].items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number and value not in _NON_FINITE:
+            raise TraceError(f"{where}: metric {name} is {value!r}, expected a number")
+    return row["step"], {name: float(value) for name, value in row["metrics"].items()}
+
+
+def _find_missing_steps(baseline: MetricLog, candidate: MetricLog) -> list[Finding]:
+    rows: list[tuple[int, Side]] = [(step, "candidate") for step in baseline.keys() - candidate.keys()]
+    rows += [(step, "baseline") for step in candidate.keys() - baseline.keys()]
+    return [_finding(step, f"step {step}", NotLogged(absent=absent)) for step, absent in sorted(rows)]
+
+
+def _find_missing_values(name: str, baseline: MetricLog, candidate: MetricLog, steps: Sequence[int]) -> list[Finding]:
+    """Finds at most one fault per side: the first step at which the metric is missing there, and at how many."""
+    findings = []
+    for present, have, lack in zip(SIDES, (baseline, candidate), (candidate, baseline), strict=True):
+        missing = [step for step in steps if name in have[step] and name not in lack[step]]
+        if missing:
+            fact = NotLogged(absent=other_side(present), num_missing=len(missing), num_steps=len(steps))
+            findings.append(_finding(missing[0], name, fact))
+    return findings
+
+
+def _finding(step: int, name: str, fact: NotLogged) -> Finding:
+    return Finding(kind="metric", step=step, update=None, name=name, fact=fact)

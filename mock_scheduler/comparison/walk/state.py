@@ -1,0 +1,151 @@
+"""The state of one parameter within one step, in the order of computation: before, gradient, after, weight.
+
+- An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. At a later first step it is
+  judged as any tensor of the forward pass is. In steps after others it is the last parameter once more.
+- The update of a parameter without gradient may be *decisions* (``explain.expert_bias``).
+- A *weight*, in which a model in less than float32 computes, must be the rounded parameter, bit for bit, in each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.explain.expert_bias import judge_decisions, read_decisions
+from mock_scheduler.comparison.findings import SIDES, LacksParameter, OtherStart, OtherWeight
+from mock_scheduler.comparison.measure.distance import Pair, compare_updates, find_significant, is_bit_equal
+from mock_scheduler.comparison.measure.figures import compute_figures
+from mock_scheduler.comparison.pairing.pairs import TensorPair, all_of
+from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.router_names import routed_part
+from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.config.instruments import TraceKind
+
+#: What is compared together, in the order within one update.
+STATE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
+
+MovedExperts = Mapping[tuple[int, str], frozenset[int]]
+"""By update and routed part, experts that other tokens chose; without what is not known."""
+
+Outcome = TensorDifference | OtherStart | LacksParameter | OtherWeight | Literal["any tensor"]
+"""How one tensor is judged; ``any tensor``: by what ``measure`` makes of any tensor of a forward or backward pass."""
+
+
+def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
+    """Returns the kinds to be read for comparing the selected ones."""
+    selected = {kind for kind in STATE_KINDS if selection.has_kind(kind)}
+    if "parameter" in selected:
+        selected |= {"initial", "gradient"}
+    if "weight" in selected:
+        selected |= {"initial", "parameter"}
+    return frozenset(selected)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRules:
+    """How the tensors of one name are to be judged.
+
+    Args:
+        bounds: Of all tensors.
+        reported: Kinds whose differences are wanted; the others only serve to judge them.
+        is_first: The step is the first one compared.
+        has_gradient: A gradient moves the parameter.
+        moved_experts: From the choices of experts.
+    """
+
+    bounds: Bounds
+    reported: Collection[TraceKind]
+    is_first: bool
+    has_gradient: bool
+    moved_experts: MovedExperts
+
+
+def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tuple[TensorPair, Outcome]]:
+    """Judges the tensors of one name, read one after another, and yields the outcome of each reported one.
+
+    Memory: the gradient, and the parameter before and after an update, of both sides.
+    """
+    gradient: TensorPair | None = None
+    parameter: TensorPair | None = None
+    for pair in pairs:
+        kind = pair.key.kind
+        outcome: Outcome | None = None
+        if kind == "gradient":
+            gradient, outcome = pair, "any tensor"
+        elif kind == "weight":
+            outcome = _check_weight(pair, parameter)
+        else:
+            before, parameter = parameter, pair
+            if kind in rules.reported:
+                outcome = _judge(before, pair, gradient, rules)
+            # A gradient belongs to the next update only.
+            gradient = None
+        if outcome is not None and kind in rules.reported:
+            yield pair, outcome
+
+
+def _judge(
+    before: TensorPair | None, pair: TensorPair, gradient: TensorPair | None, rules: StateRules
+) -> Outcome | None:
+    if pair.key.kind == "initial":
+        if not rules.is_first:
+            return None
+        if pair.key.step > 0:
+            return "any tensor"
+        return None if pair.is_equal else OtherStart()
+    return LacksParameter(needed_by="update") if before is None else _compare_update(before, pair, gradient, rules)
+
+
+def _compare_update(
+    before: TensorPair, after: TensorPair, gradient: TensorPair | None, rules: StateRules
+) -> TensorDifference:
+    pairs = [before, after, *([gradient] if gradient is not None else [])]
+    present = all_of([pair.present for pair in pairs])
+    old, new, *rest = (_kept(pair, present) for pair in pairs)
+    figures = after.sums.figures
+    if present is not None and present is not after.present:
+        figures = compute_figures(after.baseline, after.candidate, present=present)
+    bound = rules.bounds.tensor(after.key)
+    difference = compare_updates(
+        after.key,
+        before=old,
+        after=new,
+        # Equal gradients tell no element apart, so that reading them would be for nothing.
+        gradients=rest[0] if rest and gradient is not None and not gradient.is_equal else None,
+        significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
+        bound=bound,
+        figures=figures,
+        is_same_before=before.is_equal or None,
+    )
+    if rules.has_gradient or difference.bit_equal or bound.is_exact:
+        return difference
+    decisions = read_decisions(old, new)
+    if decisions is None:
+        return difference
+    key = after.key
+    moved = rules.moved_experts.get((key.update, routed_part(key.name))) if after.dims == ("expert",) else None
+    return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
+
+
+def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParameter | OtherWeight | None:
+    if parameter is None:
+        return LacksParameter(needed_by="weight")
+    present = all_of([pair.present, parameter.present])
+    weights, parameters = _kept(pair, present), _kept(parameter, present)
+    for side, weight, value in zip(SIDES, weights, parameters, strict=True):
+        # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
+        if not is_bit_equal(weight, value.to(weight.dtype)):
+            return OtherWeight(side=side)
+    return None
+
+
+def _kept(pair: TensorPair, present: torch.Tensor | None) -> Pair:
+    """Returns both sides, as far as both runs have them."""
+    if present is None:
+        return pair.baseline, pair.candidate
+    kept = present.expand_as(pair.baseline)
+    return pair.baseline[kept], pair.candidate[kept]

@@ -1,0 +1,247 @@
+"""How two traces are walked, step by step, whatever their level; and the results of a walk so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from mock_scheduler.comparison.bounds.bound import TensorBound
+from mock_scheduler.comparison.findings import SIDES, Finding, Note, NotShown, OnlyIn
+from mock_scheduler.comparison.pairing.ledgers import compare_ledgers
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.pairing.selection import (
+    Absence,
+    Selection,
+    explain_absence,
+    find_empty_kinds,
+    find_faults,
+    list_not_compared,
+)
+from mock_scheduler.comparison.pairing.sources import StepSource
+from mock_scheduler.comparison.pairing.tokens import find_row_differences
+from mock_scheduler.comparison.residuals import Side
+from mock_scheduler.comparison.tensors import ExpertFlips, LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.trace.entries import StepFooter, TraceKey
+from mock_scheduler.trace.full.reader import ReplicaConflict
+
+OnKey = Callable[[int, int], None]
+"""Called with how many tensors are done, of how many."""
+
+Pool = tuple[str, int, str]
+"""Tensors whose rounding is taken together: kind, update, and of an optimizer which moment."""
+
+
+class StepComparer(Protocol):
+    """Compares the tensors of one step."""
+
+    def run(self) -> Iterator[int]:
+        """Compares everything; yields after each group of tensors how many there were."""
+
+
+@dataclass(kw_only=True)
+class Found:
+    """The parts of a ``TensorComparison`` so far; ``notes`` are the keys of a dict, so each is there once."""
+
+    findings: list[Finding] = field(default_factory=list)
+    differences: list[TensorDifference] = field(default_factory=list)
+    unusable: list[Finding] = field(default_factory=list)
+    conflicts: tuple[list[ReplicaConflict], list[ReplicaConflict]] = field(default_factory=lambda: ([], []))
+    absences: list[Absence] = field(default_factory=list)
+    flips: list[ExpertFlips] = field(default_factory=list)
+    ledgers: list[LedgerComparison] = field(default_factory=list)
+    notes: dict[Note, None] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    num_located: int = 0
+
+    def sort(self) -> None:
+        """Puts the differences in the order training computes them."""
+        position = {key: index for index, key in enumerate(order_keys(item.key for item in self.differences))}
+        self.differences.sort(key=lambda item: position[item.key])
+
+    def result(self, steps: tuple[int, ...], *, level: Literal["full", "sketch"] = "full") -> TensorComparison:
+        """Returns all of it."""
+        not_compared = list_not_compared(self.absences)
+        compared = {difference.key.kind for difference in self.differences}
+        return TensorComparison(
+            steps=steps,
+            differences=tuple(self.differences),
+            findings=(*self.findings, *find_faults(self.absences)),
+            baseline_conflicts=tuple(self.conflicts[0]),
+            candidate_conflicts=tuple(self.conflicts[1]),
+            unusable=tuple(sorted(self.unusable, key=lambda item: (item.step, item.update or 0))),
+            level=level,
+            not_compared=not_compared,
+            flips=tuple(self.flips),
+            ledgers=tuple(self.ledgers),
+            notes=(*self.notes, *find_empty_kinds(not_compared, compared)),
+            numbers=dict(self.numbers),
+            num_located=self.num_located,
+        )
+
+
+def walk_steps(
+    sources: tuple[StepSource, StepSource],
+    selection: Selection,
+    found: Found,
+    open_step: Callable[[StepSides], StepComparer],
+    on_key: OnKey | None,
+) -> tuple[int, ...]:
+    """Compares every selected step of both traces, and their ledgers; returns these steps.
+
+    ``open_step``: makes the comparer of one step.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
+    ours, theirs = (source.steps for source in sources)
+    steps = tuple(step for step in sorted(set(ours) & set(theirs)) if selection.has_step(step))
+    found.findings += find_missing_steps(ours, theirs, selection)
+    keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
+    total, done = sum(len(mine | other) for mine, other in keys.values()), 0
+    for step in steps:
+        sides = StepSides.read(sources, step, keys[step], selection, found, is_first=step == steps[0])
+        for num_keys in open_step(sides).run():
+            done += num_keys
+            if on_key is not None:
+                on_key(done, total)
+        found.ledgers += compare_ledgers(sources, step, selection, found.notes)
+    # Walked by name, reported in the order of computation.
+    found.sort()
+    return steps
+
+
+def find_missing_steps(baseline: Collection[int], candidate: Collection[int], selection: Selection) -> list[Finding]:
+    """Finds selected steps of one side alone."""
+    rows: list[tuple[int, Side]] = [(step, "baseline") for step in set(baseline) - set(candidate)]
+    rows += [(step, "candidate") for step in set(candidate) - set(baseline)]
+    return [
+        Finding(kind="step", step=step, update=None, name=f"step {step}", fact=OnlyIn(side=side))
+        for step, side in sorted(rows)
+        if selection.has_step(step)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSides:
+    """Both sides of one step.
+
+    Args:
+        step: Global step.
+        keys: Tensors of each side.
+        footers: Of the first rank of each side.
+        is_partial: Some ranks of a side wrote nothing.
+        selection: Of the comparison.
+        found: Results so far.
+        is_first: It is the first step compared.
+    """
+
+    step: int
+    keys: tuple[frozenset[TraceKey], frozenset[TraceKey]]
+    footers: tuple[StepFooter, StepFooter]
+    is_partial: tuple[bool, bool]
+    selection: Selection
+    found: Found
+    is_first: bool
+
+    @classmethod
+    def read(
+        cls,
+        sources: tuple[StepSource, StepSource],
+        step: int,
+        keys: tuple[frozenset[TraceKey], frozenset[TraceKey]],
+        selection: Selection,
+        found: Found,
+        *,
+        is_first: bool,
+    ) -> StepSides:
+        """Reads them; rows not the same on both sides are findings."""
+        ours, theirs = sources
+        # Rows and selection are the same on every rank, so that the first rank's footer stands for all.
+        footers = (ours.footers(step)[0][1], theirs.footers(step)[0][1])
+        found.findings += find_row_differences(step, *footers)
+        return cls(
+            step=step,
+            keys=keys,
+            footers=footers,
+            is_partial=(not ours.is_complete(step), not theirs.is_complete(step)),
+            selection=selection,
+            found=found,
+            is_first=is_first,
+        )
+
+    @property
+    def all_keys(self) -> list[TraceKey]:
+        """The tensors of either side, in the order training computes them."""
+        return order_keys(self.keys[0] | self.keys[1])
+
+    def is_selected(self, key: TraceKey) -> bool:
+        """Whether a tensor is to be compared."""
+        return self.selection.has_kind(key.kind) and self.selection.has_name(key.name)
+
+    def has_both(self, key: TraceKey, *, is_reported: bool = True) -> bool:
+        """Whether both sides have a tensor; if not, keeps the absence with its reason."""
+        present = [key in keys for keys in self.keys]
+        if not all(present) and is_reported:
+            # One side has it, or the key would not be walked.
+            place = present.index(False)
+            absence = explain_absence(key, SIDES[place], self.footers[place], is_partial=self.is_partial[place])
+            self.found.absences.append(absence)
+        return all(present)
+
+    def find_unobserved(self) -> list[Absence]:
+        """Finds tensors both runs were asked for and neither shows."""
+        absences = []
+        named = {(key.kind, key.name) for keys in self.keys for key in keys}
+        for side, footer in zip(SIDES, self.footers, strict=True):
+            for item in footer.unobserved:
+                key = TraceKey(step=self.step, update=0, kind=item.kind, name=item.name)
+                if (item.kind, item.name) not in named and self.is_selected(key):
+                    absences.append(Absence(key=key, side=side, reason=NotShown(reason=item.reason)))
+        return absences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unrounded:
+    """A difference whose bound lacks the rounding of its pool.
+
+    Args:
+        position: Among the differences.
+        bound: Of its tensor.
+        unit: Spacing at 1 of its numbers.
+        distance: ``||a - b||``.
+        size: ``||a||``.
+        pool: Tensors whose rounding is taken together.
+    """
+
+    position: int
+    bound: TensorBound
+    unit: float
+    distance: float
+    size: float
+    pool: Pool
+
+
+class RoundingPools:
+    """The mean square of all baseline tensors of a kind and update, by which their rounding is measured."""
+
+    def __init__(self) -> None:
+        self._squares: dict[Pool, tuple[float, int]] = {}
+        self.unrounded: list[Unrounded] = []
+
+    def add(
+        self, key: TraceKey, *, position: int, bound: TensorBound, unit: float, distance: float, size: float, count: int
+    ) -> None:
+        """Adds one tensor of ``count`` elements; the rest as in ``Unrounded``."""
+        # The two moments of an optimizer are a gradient and its square, of which no size is common.
+        pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
+        total, elements = self._squares.get(pool, (0.0, 0))
+        self._squares[pool] = (total + size * size, elements + count)
+        self.unrounded.append(
+            Unrounded(position=position, bound=bound, unit=unit, distance=distance, size=size, pool=pool)
+        )
+
+    def mean_square(self, pool: Pool) -> float:
+        """Returns Σa² / n over all tensors of a pool."""
+        total, count = self._squares[pool]
+        return total / max(count, 1)

@@ -1,0 +1,150 @@
+"""Two traces of any level, compared at the finest level both have.
+
+Whole tensors are read from both sides at once, paired by canonical key, and judged; memory is bounded by the largest
+name of a step (``full_step``). When all is judged, the first tensors beyond their bound and the largest differences are
+read once more, to say where they differ and what that looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.explain.explanation import explain_differences, layout_numbers
+from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
+from mock_scheduler.comparison.pairing.pairs import TracePair
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSource
+from mock_scheduler.comparison.pairing.tokens import TokenAlignment
+from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.full_step import FullStep
+from mock_scheduler.comparison.walk.sketches import compare_sketches
+from mock_scheduler.comparison.walk.steps import Found, OnKey, StepSides, walk_steps
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.errors import TraceError
+from mock_scheduler.support.threads import without_inner_threads
+from mock_scheduler.trace.full.reader import TraceReader, open_trace
+from mock_scheduler.trace.sketch.files import has_full, has_sketches
+from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
+from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS
+
+_COMPUTED_IN: tuple[TraceKind, ...] = ("initial", "parameter", "activation", "weight")
+_NARROWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def trace_level(trace_dir: Path) -> Literal["full", "sketch"]:
+    """Returns the level of a trace.
+
+    Raises:
+        TraceError: There is none.
+    """
+    if has_full(trace_dir):
+        return "full"
+    if has_sketches(trace_dir):
+        return "sketch"
+    raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full or trace.level=sketch")
+
+
+def compare_trace_folders(
+    baseline_dir: Path,
+    candidate_dir: Path,
+    *,
+    bounds: Bounds,
+    selection: Selection = EVERYTHING,
+    on_key: OnKey | None = None,
+) -> TensorComparison:
+    """Compares two traces: whole tensors where both have them, else sketches.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
+    levels = trace_level(baseline_dir), trace_level(candidate_dir)
+    if levels == ("full", "full"):
+        with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
+            return compare_traces(baseline, candidate, bounds=bounds, selection=selection, on_key=on_key)
+    with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
+        return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
+
+
+def compare_traces(
+    baseline: TraceReader,
+    candidate: TraceReader,
+    *,
+    bounds: Bounds,
+    selection: Selection = EVERYTHING,
+    on_key: OnKey | None = None,
+) -> TensorComparison:
+    """Compares every selected tensor of every step; tensors of one side only, or of other shapes, are findings.
+
+    Raises:
+        TraceError: A file of either side is damaged.
+    """
+    found = Found()
+    alignments: dict[int, TokenAlignment] = {}
+    with TracePair(baseline, candidate) as traces, PlaceNoise(bounds.noise) as places, without_inner_threads():
+
+        def open_step(sides: StepSides) -> FullStep:
+            step = FullStep(traces, sides, bounds=bounds, places=places)
+            alignments[sides.step] = step.tokens
+            return step
+
+        steps = walk_steps(traces.readers, selection, found, open_step, on_key)
+        if bounds.noise is not None:
+            gradients = (item.key for item in found.differences if item.key.kind == "gradient")
+            found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
+        found.differences = explain_differences(found.differences, traces, alignments, found.conflicts[1])
+    return found.result(steps)
+
+
+@contextmanager
+def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[SketchSource, SketchSource]]:
+    """Opens two traces of any level, both with sketches of one size.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
+    folders = (baseline_dir, candidate_dir)
+    readers = [open_sketches(path) if trace_level(path) == "sketch" else None for path in folders]
+    # Whole tensors are sketched as finely as the other side is, or the two could not be subtracted.
+    num_buckets = next((_count_buckets(reader) for reader in readers if reader is not None), NUM_BUCKETS)
+    with ExitStack() as stack:
+        ours, theirs = (
+            FullAsSketches(stack.enter_context(open_trace(path)), num_buckets=num_buckets) if reader is None else reader
+            for path, reader in zip(folders, readers, strict=True)
+        )
+        yield ours, theirs
+
+
+def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torch.dtype]:
+    """Finds the dtypes of all tensors of some kinds in the first step.
+
+    Raises:
+        TraceError: There is no trace.
+    """
+    if trace_level(trace_dir) == "sketch":
+        sketches = open_sketches(trace_dir)
+        keys = [key for key in sketches.keys(sketches.steps[0]) if key.kind in kinds]
+        return frozenset(sketches.sketch(key).dtype for key in keys)
+    with open_trace(trace_dir) as reader:
+        keys = [key for key in reader.keys(reader.steps[0]) if key.kind in kinds]
+        return frozenset(reader.dtype_and_shape(key)[0] for key in keys)
+
+
+def find_epsilon(trace_dir: Path) -> float:
+    """Returns the spacing at 1 of the numbers a model computes in; float32's where its trace shows none."""
+    dtypes = find_dtypes(trace_dir, _COMPUTED_IN)
+    narrowest = next((dtype for dtype in _NARROWEST_FIRST if dtype in dtypes), torch.float32)
+    return torch.finfo(narrowest).eps
+
+
+def _count_buckets(reader: SketchReader) -> int:
+    """Returns how many buckets the sketches of a trace have; 1 where it has none."""
+    for step in reader.steps:
+        for key in sorted(reader.keys(step), key=str):
+            return reader.sketch(key).sketch.num_buckets
+    return 1

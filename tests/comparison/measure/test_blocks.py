@@ -1,0 +1,82 @@
+"""Blocks on several threads: the sums are those of one thread, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mock_scheduler.comparison.bounds.bound import TensorBound
+from mock_scheduler.comparison.measure import blocks
+from mock_scheduler.comparison.measure.blocks import map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.measure.distance import compare_updates
+from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
+from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.trace.entries import TraceKey
+
+KEY = TraceKey(step=0, update=0, kind="parameter", name="w")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a chunk, so that a small tensor has several."""
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", blocks.CHUNK_ELEMENTS)
+
+
+BOUND = TensorBound(relative=5e-3)
+
+
+def measured(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[PairSums, TensorDifference]:
+    monkeypatch.setattr(blocks, "num_threads", lambda: num_threads)
+    generator = torch.Generator().manual_seed(3)
+    size = 5 * blocks.CHUNK_ELEMENTS + 17
+    before, change, noise = (torch.randn(size, generator=generator) for _ in range(3))
+    after = before + change, before + change * (1 + 1e-3 * noise)
+    gradients = change, change * (1 + 5e-3 * noise)
+    update = compare_updates(
+        KEY,
+        before=(before, before),
+        after=after,
+        gradients=gradients,
+        significant=1e-2,
+        bound=BOUND,
+    )
+    return sum_pair(*after), update
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_sums_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, several = measured(1, monkeypatch), measured(3, monkeypatch)
+    assert one == several
+    assert 0 < one[1].num_excluded < one[1].num_elements // 2
+
+
+def test_blocks_and_chunks_hold_every_element_once() -> None:
+    assert split_blocks(0) == []
+    assert split_blocks((1 << 20) + 5) == [(0, 1 << 20), (1 << 20, (1 << 20) + 5)]
+    size = blocks.CHUNK_ELEMENTS
+    assert list(split_chunks(7, 2 * size)) == [(7, size + 7), (size + 7, 2 * size)]
+
+
+def test_results_come_in_the_order_of_the_blocks() -> None:
+    assert map_blocks(lambda item: item * item, list(range(50))) == [item * item for item in range(50)]
+
+
+def test_an_error_in_a_block_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        map_blocks(lambda item: 1 // item, [1, 0])
+
+
+def test_what_is_known_to_be_equal_is_read_once() -> None:
+    """The candidate is not looked at, so that another one shows it."""
+    values = torch.tensor([3.0, 4.0])
+    sums = sum_pair(values, values + 1, is_known_equal=True)
+    assert (sums.norm, sums.is_finite, sums.figures.num_different, sums.figures.relative) == (5.0, True, 0, 0.0)
+
+
+@pytest.mark.parametrize("is_known_equal", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_on_both_sides_is_said(value: float, is_known_equal: bool) -> None:
+    values = torch.tensor([3.0, value, 4.0])
+    sums = sum_pair(values, values.clone(), is_known_equal=is_known_equal)
+    assert (sums.norm, sums.is_finite) == (5.0, False)
+    assert sum_pair(torch.ones(3), torch.tensor([1.0, value, 2.0])).is_finite is False
