@@ -1,11 +1,11 @@
-"""What it costs to check that all ranks hold the same settings, where they do and where one rank differs.
+"""Measures the check that all ranks hold the same settings, where they do and where one rank differs.
 
 Two measurements, each with the settings that this machine reads back:
 
 - real processes over gloo: time, words handed to reductions, and bytes that the process wrote to its sockets;
 - simulated ranks, up to 8192 in this process, each running the real rounds over a recursive-doubling all-reduce that
-  moves the words pair by pair and counts every message: what a rank sends must not grow with the number of ranks beyond
-  the log2(N) messages of fixed size that any all-reduce has.
+  moves the words pair by pair and counts every message: a rank's traffic must not grow with the number of ranks beyond
+  the log2(N) messages of fixed size of any all-reduce.
 
 Run: ``python -m benchmarks.agreement [--json FILE] [--processes 2,4,8] [--ranks 8,64,...]``. No GPU, no network.
 """
@@ -41,7 +41,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(kw_only=True, slots=True)
 class Traffic:
-    """What each simulated rank sent: one number per rank."""
+    """The traffic of each simulated rank: one number per rank."""
 
     messages: Array
     sent_bytes: Array
@@ -62,7 +62,7 @@ _COMBINE: dict[Op, Callable[[Array, Array], Array]] = {Op.MIN: np.minimum, Op.SU
 
 
 def all_reduce(rows: Array, op: Op, traffic: Traffic) -> Array:
-    """Recursive doubling over ``rows`` [ranks, words]: each rank's result, computed from what it received.
+    """Reduces ``rows`` [ranks, words] by recursive doubling: each rank's result, computed from the words it received.
 
     In step k every rank exchanges its words with the one whose number differs in bit k. Ranks beyond the largest power
     of two hand theirs to a partner first and get the result back.
@@ -87,7 +87,7 @@ def all_reduce(rows: Array, op: Op, traffic: Traffic) -> Array:
 
 
 def simulate(values: Sequence[Mapping[str, str]]) -> tuple[list[str], Traffic]:
-    """Run the rounds of every rank in step; returns the lines, the same on all ranks, and what was sent.
+    """Runs the rounds of every rank in step; returns the lines, the same on all ranks, and the traffic.
 
     Raises:
         RuntimeError: ranks that ask for different reductions, or end with different lines; in a real run, a hang.
@@ -117,7 +117,7 @@ def simulate(values: Sequence[Mapping[str, str]]) -> tuple[list[str], Traffic]:
 
 
 def planted(values: Mapping[str, str], world_size: int) -> tuple[list[Mapping[str, str]], int]:
-    """``values`` on every rank but one, and which: there ``NCCL_ALGO`` is Tree."""
+    """Puts ``values`` on every rank but one, where ``NCCL_ALGO`` is Tree; also returns this rank."""
     by_rank: list[Mapping[str, str]] = [values] * world_size
     global_rank = int(world_size * PLANTED_SHARE)
     by_rank[global_rank] = {**values, "NCCL_ALGO": "Tree"}
@@ -126,7 +126,7 @@ def planted(values: Mapping[str, str], world_size: int) -> tuple[list[Mapping[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedCost:
-    """What the busiest rank sends; ``gathered_bytes``: what it would receive if every rank's values were gathered."""
+    """The busiest rank's traffic; ``gathered_bytes``: its traffic if every rank's values were gathered."""
 
     world_size: int
     is_agreeing: bool
@@ -174,7 +174,7 @@ class CountingGroup(TorchRankGroup):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealCost:
-    """Of one check on the busiest rank; ``socket_bytes``: what the process wrote, ``None`` where that is not known."""
+    """The cost of one check on the busiest rank; ``socket_bytes``: written by the process, ``None`` where unknown."""
 
     world_size: int
     is_agreeing: bool

@@ -1,9 +1,9 @@
-"""What an alignment of five candidates takes, against five plain runs of the same candidates.
+"""Times an alignment of five candidates against five plain runs of the same candidates.
 
-Plain: each candidate in mock on the same recording, started by itself and without a trace, as one would to look at its
-metrics. Aligned: the same candidates as an alignment, without the runs that proofs need; then once more with all of
-them. Reported: seconds and the ratio of the alignment (runs and comparisons, without the baseline) to the plain runs;
-what emulation, noise and the rest of the proofs cost beside it. The bar is a ratio of at most 1.3.
+Plain: each candidate in mock on the same recording, started by itself and without a trace, as for a look at its
+metrics. Aligned: the same candidates as an alignment, without the runs for proofs; then once more with all of them.
+Reported: seconds and the ratio of the alignment (runs and comparisons, without the baseline) to the plain runs, and the
+cost of emulation, noise and the rest of the proofs beside it. The bar is a ratio of at most 1.3.
 
 Run: ``python -m benchmarks.align [--json FILE] [--rounds 1] [--config-name quickstart]``.
 """

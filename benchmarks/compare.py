@@ -214,7 +214,9 @@ def _anonymous_bytes() -> int:
 
 
 def _busy_s() -> float:
-    """Seconds that all cores together have worked since the machine started, with what another machine took of them."""
+    """Reads the seconds that all cores together have worked since the machine started, another machine's share
+    included.
+    """
     counts = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = counts[3] + counts[4]
     return (sum(counts) - idle) / os.sysconf("SC_CLK_TCK")

@@ -85,7 +85,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Of one case: medians over the rounds; verl's are ``None`` where it is absent, peaks where they cannot be read.
+    """The medians of one case over the rounds; verl's are ``None`` where it is absent, peaks where they cannot be read.
 
     ns_per_token: of ours, per response token.
     """
@@ -124,7 +124,7 @@ def correct(batch: Batch, case: str) -> CorrectionResult:
 
 
 def check_agreement(batch: Batch, case: str, helper: VerlHelper) -> None:
-    """Raise ``SystemExit`` where the two do not do the same: float32 sums may decide otherwise at a bound."""
+    """Raises ``SystemExit`` where the two disagree; float32 sums may decide otherwise at a bound."""
     ours, (weights, mask, _) = correct(batch, case), helper(batch.train, batch.rollout, batch.mask, **CASES[case])
     num_rows = int((ours.mask != mask).any(dim=1).sum())
     if num_rows > 1:
@@ -134,7 +134,7 @@ def check_agreement(batch: Batch, case: str, helper: VerlHelper) -> None:
 
 
 def time_routes(routes: dict[str, Route], *, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds, and those of the processor, of each route in each round."""
+    """Measures the seconds of each route in each round, elapsed and of the processor."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in routes}
     for number in range(rounds + 1):
         for name in list(routes) if number % 2 else list(reversed(routes)):
@@ -181,7 +181,7 @@ def read_peak(side: str, fill: str, case: str, options: argparse.Namespace) -> i
 
 
 def measure_peak(side: str, fill: str, case: str, options: argparse.Namespace) -> int | None:
-    """What ``read_peak`` starts a process for."""
+    """Measures the peak in the process that ``read_peak`` starts."""
     helper = load_verl_helper(options.verl) if side == "verl" else None
 
     def call(batch: Batch) -> object:
@@ -263,7 +263,9 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def is_met(results: Sequence[Result], *, forward_ns: float) -> bool:
-    """Whether every bar is: time and memory against verl where both were measured, and the share of a forward pass."""
+    """Says whether every bar is met: time and memory against verl where both were measured, and the share of a forward
+    pass.
+    """
     slow = any(item.ratio is not None and item.ratio > LARGEST_RATIO for item in results)
     large = any(
         item.verl_peak_bytes is not None

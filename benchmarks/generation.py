@@ -1,9 +1,10 @@
-"""How fast episodes are played with kept keys and values, against computing every history anew for each token.
+"""Compares the speed of playing episodes with kept keys and values, and with every history computed anew for each
+token.
 
 Both engines play the same episodes with the same weights in this process, in turn, round by round; they must draw the
 same tokens. A policy of 2 layers and 64 hidden units plays 4x4 FrozenLake, ten turns at most. Reported for each number
-of episodes: sampled tokens per second of each engine and their ratio (medians over the rounds), the share of generation
-that environments take, and the shares of a whole step, generation and two epochs of updates, that each of these takes.
+of episodes: sampled tokens per second of each engine and their ratio (medians over the rounds), the environments' share
+of generation, and the shares of generation in a whole step with two epochs of updates.
 
 Run: ``python -m benchmarks.generation [--json FILE] [--episodes 64,128] [--rounds 5]``. One thread, no GPU, no network.
 """
@@ -60,7 +61,7 @@ class Player:
 
 
 def build_config(num_episodes: int, *, use_kv_cache: bool) -> PipelineConfig:
-    """The run that is measured."""
+    """Builds the configuration of the measured run."""
     return PipelineConfig.model_validate(
         {
             "exp_name": "generation",
@@ -128,7 +129,7 @@ def measure(num_episodes: int, runtime: Runtime, *, rounds: int) -> Result:
 
 
 def summarise(num_episodes: int, tokens: Sequence[float], seconds: dict[str, list[float]]) -> Result:
-    """Medians of what was measured round by round."""
+    """Takes the medians of the rounds."""
 
     def median_of_quotients(above: Sequence[float], below: Sequence[float]) -> float:
         return statistics.median(one / other for one, other in zip(above, below, strict=True))

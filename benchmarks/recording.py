@@ -104,9 +104,7 @@ def info(writer: RecordingWriter, step: int) -> StepInfo:
     return StepInfo(step=step, mode="train", scheduler_id="default", run_id=writer.run_id, policy_version=step)
 
 
-def open_writer(
-    folder: Path, *, background: bool, shard: RowShard | None = None, run_id: str | None = None
-) -> RecordingWriter:
+def open_writer(folder: Path, *, background: bool) -> RecordingWriter:
     return open_recording(
         str(folder),
         contract=Contract([]),
@@ -139,7 +137,7 @@ def read_all(batch: object) -> None:
 
 
 def save_pickle_route(padded: Padded, path: Path) -> None:
-    """What ROLL's rollout mock does: ``torch.save`` of the batch into a buffer, which is pickled to the file."""
+    """Saves as ROLL's rollout mock does: ``torch.save`` of the batch into a buffer, pickled to the file."""
     buffer = io.BytesIO()
     torch.save(padded, buffer)
     with path.open("wb") as file:
@@ -153,7 +151,7 @@ def load_pickle_route(path: Path) -> object:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Memory that ``work`` needs at its peak beyond what was held before, in MiB; measured in a forked child."""
+    """Measures the memory that ``work`` needs at its peak beyond the present, in MiB, in a forked child."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -194,7 +192,7 @@ class Comparison:
             writer.write_step(self.core, info(writer, 0))
 
     def check(self) -> None:
-        """What is measured is the same content: decoded from the recording it equals the padded batch bit for bit."""
+        """Checks that the content is the same: decoded from the recording it equals the padded batch bit for bit."""
         assert self._load("core").is_identical(self.core), "the core batch came back otherwise"
         decoded = CODEC.decode(self._load("recording"))
         for name, value in self.padded.items():
@@ -234,7 +232,7 @@ class Comparison:
         return {**foreground, **{name: statistics.median(values) for name, values in blocked.items()}}
 
     def load_times(self, rounds: int) -> dict[str, float]:
-        """From the file to each of the forms that the module's docstring lists."""
+        """Times the way from the file to each of the forms in the module's docstring."""
         reader, core_reader = (RecordingReader(str(self.folder / name)) for name in ("recording", "core"))
         wanted = request(self.num_rows)
         shard = RowShard(index=3, count=8)
@@ -289,7 +287,7 @@ def bars_of(sizes: dict[str, int], write: dict[str, float], load: dict[str, floa
 
 
 def scaling(folder: Path, rounds: int) -> list[tuple[str, dict[str, float]]]:
-    """How times grow with rows, with the ranks that share a step, and with the steps of a recording."""
+    """Measures how times grow with rows, with the ranks that share a step, and with the steps of a recording."""
     results: list[tuple[str, dict[str, float]]] = []
     for num_rows in (32, 128, 512):
         case = Comparison(folder / f"rows{num_rows}", num_rows=num_rows, width=2048, mean_length=700)

@@ -1,4 +1,4 @@
-"""How long ``mock-scheduler --help`` takes, against what the interpreter and a one-command typer program take.
+"""Times ``mock-scheduler --help`` against the bare interpreter and a one-command typer program.
 
 The three are started in turn, round by round. Reported: the medians and the fastest starts in milliseconds, and the
 ratio of ours to the typer program's. The bar of the design is 0.3 s on an idle machine.

@@ -64,7 +64,7 @@ _NUM_TIMED_CALLS = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Of one mode: medians over the rounds.
+    """The medians of one mode over the rounds.
 
     ratio, cpu_ratio: to a step without a trace, of elapsed time and of the processor time of all threads.
     bytes_per_step: on the disk.
@@ -90,7 +90,7 @@ class CountingProbe(TrainingProbe):
 
 
 def build_large_config() -> PipelineConfig:
-    """The run that is measured."""
+    """Builds the configuration of the measured run."""
     config = build_config(Case(model="dense", precision="float32", option="one-update"))
     changes = {
         "sequence_length": 256,
@@ -116,7 +116,7 @@ class Benchmark:
         return sum(local.parameter.numel() for local in self.learner.policy.policy.parameters())
 
     def take_step(self, trace: TraceConfig | None) -> tuple[float, float, int]:
-        """Milliseconds of one step, those of the processor, and the bytes that its trace wrote."""
+        """Takes one step; returns its milliseconds, the processor's, and the bytes of its trace."""
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
         if trace is None:
             self.learner.train_step(self.batch)
@@ -149,7 +149,7 @@ class Benchmark:
         ]
 
     def off_cost(self) -> tuple[int, float]:
-        """The calls that a step makes of a probe that does nothing, and the milliseconds that they take together."""
+        """Counts the calls of a step to a probe that does nothing, and the milliseconds they take together."""
         counting = CountingProbe()
         self.learner.train_step(self.batch, probe=counting)
         started_s = time.perf_counter()

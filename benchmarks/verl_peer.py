@@ -1,11 +1,11 @@
-"""verl's own rollout correction, as the peer of a benchmark.
+"""Loads verl's own rollout correction, as the peer of a benchmark.
 
-Nothing of it is part of the project. It is installed in a folder of its own, which uses this environment's torch:
+It is no part of the project. It is installed in a folder of its own, with this environment's torch:
 
     pip install --no-deps --target FOLDER verl==0.9.1 tensordict pyvers cloudpickle importlib_metadata zipp
 
-Its helper imports ``ray``, ``transformers``, ``codetiming`` and ``orjson`` at the top and uses none of them here; those
-that are absent are stood in for by empty modules, in this process alone.
+Its helper imports ``ray``, ``transformers``, ``codetiming`` and ``orjson`` at the top and uses none of them here; empty
+modules stand in for the absent ones, in this process alone.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ def test_help_imports_no_more_than_the_command_line() -> None:
         "mock_scheduler",
         "mock_scheduler.cli",
         "mock_scheduler.errors",
+        "mock_scheduler.support",
+        "mock_scheduler.support.version",
     ]
     slow = {"torch", "numpy", "hydra", "omegaconf", "pydantic", "yaml", "plotly", "fsspec", "asyncio", "email", "ssl"}
     assert {name.partition(".")[0] for name in modules} & slow == set()

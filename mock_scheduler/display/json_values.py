@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def dataclass_to_json(value: DataclassInstance) -> dict[str, JSON]:
-    """A dataclass as a JSON object: its fields, in order, as ``to_json`` gives them."""
+    """Makes a JSON object of a dataclass: its fields, in order, as ``to_json`` gives them."""
     return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
 
 
 def to_json(value: object) -> JSON:
-    """Plain data (dataclasses, mappings, sequences, paths, numbers, text) as JSON values.
+    """Makes JSON values of plain data (dataclasses, mappings, sequences, paths, numbers, text).
 
     NaN and infinities are ``"nan"``, ``"inf"`` and ``"-inf"``; an enum's member is its value.
     """

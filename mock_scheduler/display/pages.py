@@ -104,7 +104,7 @@ def write_page(page: str, path: Path, error_type: type[MockSchedulerError]) -> N
 
 @cache
 def _environment(package: str) -> Environment:
-    """The environment of all pages; a package's own templates stand before the shared ones."""
+    """Builds the environment of all pages; a package's own templates stand before the shared ones."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(_SHARED)]),
         autoescape=True,
@@ -122,7 +122,7 @@ def _environment(package: str) -> Environment:
 
 
 def _load_palette(environment: Environment) -> Mapping[str, Mapping[str, str]]:
-    """The colours of light and of dark pages, by name; apart for colour-blind eyes (Okabe and Ito, 2008)."""
+    """Loads the colours of light and of dark pages, by name; apart for colour-blind eyes (Okabe and Ito, 2008)."""
     loader = environment.loader
     assert loader is not None
     palette: Mapping[str, Mapping[str, str]] = json.loads(loader.get_source(environment, "palette.json")[0])

@@ -25,7 +25,7 @@ _LEAST_WIDTH = 16
 
 
 def build_console() -> Console:
-    """A console on stdout; as wide as the terminal or as ``COLUMNS`` says, or 120 columns where there is neither."""
+    """Build a console on stdout, as wide as the terminal or ``COLUMNS``, or 120 columns where there is neither."""
     console = Console()
     is_width_known = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return console if is_width_known else Console(width=_PLAIN_WIDTH)
@@ -42,7 +42,7 @@ def print_wrapped(console: Console, text: Text, *, indent: int = 0, label: str =
 
 
 def cut(lines: Sequence[str], limit: int) -> list[str]:
-    """The first ``limit`` lines, and one that says how many more there are in the JSON form."""
+    """Keep the first ``limit`` lines, and say in one more how many others the JSON form has."""
     rest = len(lines) - limit
     return [*lines[:limit], *([f"and {rest:,} more (all with --json)"] if rest > 0 else [])]
 
@@ -56,7 +56,7 @@ def print_labelled(console: Console, rows: Iterable[tuple[str, str]], *, indent:
 
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as few as tell all of them apart."""
+    """Shorten each path to its last parts, as few as tell all of them apart."""
     longest = max((len(path.parts) for path in paths), default=1)
     for depth in range(1, longest):
         names = ["/".join(path.parts[-depth:]) for path in paths]

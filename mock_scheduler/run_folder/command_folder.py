@@ -58,6 +58,7 @@ def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
         yield
         return
     path.mkdir(parents=True, exist_ok=True)
+    # A lock on the folder itself needs no file in it, and goes with the process, however it ends.
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -67,7 +68,7 @@ def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
                 f"another {marker.command} works in {path}; wait until it has ended, or choose another --output-dir"
             ) from None
         except OSError:
-            pass
+            pass  # no locks on this file system: better without protection than not at all
         yield
     finally:
         os.close(descriptor)

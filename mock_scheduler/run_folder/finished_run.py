@@ -109,10 +109,6 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_object_of(is_valid: Callable[[object], bool], value: object) -> bool:
-    return isinstance(value, dict) and all(map(is_valid, value.values()))
-
-
 def _is_digests(value: object) -> bool:
     return isinstance(value, dict) and all(
         step.isdecimal() and isinstance(digest, str) for step, digest in value.items()
@@ -122,7 +118,10 @@ def _is_digests(value: object) -> bool:
 _TEXT = _Kind(text="a text", is_valid=lambda value: isinstance(value, str))
 _INTEGER = _Kind(text="an integer", is_valid=_is_integer)
 _NUMBER = _Kind(text="a number", is_valid=lambda value: _is_integer(value) or isinstance(value, float))
-_COUNTS = _Kind(text="an object of integers", is_valid=lambda value: _is_object_of(_is_integer, value))
+_COUNTS = _Kind(
+    text="an object of integers",
+    is_valid=lambda value: isinstance(value, dict) and all(map(_is_integer, value.values())),
+)
 _DIGESTS = _Kind(text="an object of digests by step", is_valid=_is_digests)
 _COMPLETED = _Kind(text="'completed'", is_valid=lambda value: value == "completed")
 

@@ -158,7 +158,7 @@ def find_trace(path: Path) -> Path:
 
 
 def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceConfig:
-    """``base`` with bounds ``name=value`` over it. Raises ``ConfigError`` with every invalid one."""
+    """Puts bounds ``name=value`` over ``base``. Raises ``ConfigError`` with every invalid one."""
     values: dict[str, float] = {}
     problems = []
     for text in (part for item in stated for part in item.split(",") if part.strip()):

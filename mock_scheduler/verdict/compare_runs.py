@@ -108,6 +108,7 @@ def compare_runs(
         selection=selection,
         on_key=on_key,
     )
+    # Whoever chooses kinds or names asks about them alone; without a choice gradients and parameters must be there.
     is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
     return decide(metrics, tensors, bounds=bounds, required=() if is_chosen else JUDGED_KINDS, selection=selection)
 
@@ -131,6 +132,7 @@ def count_steps(ranges: StepRanges) -> int:
 
 def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRollouts | None:
     """Where two runs trained on different batches; ``None`` where all shared steps have equal ones."""
+    # Steps of one side alone are a finding of the comparison; other rollouts in a shared step make it meaningless.
     shared = sorted(baseline.batches.keys() & candidate.batches.keys(), key=int)
     different = [step for step in shared if baseline.batches[step] != candidate.batches[step]]
     if not different:

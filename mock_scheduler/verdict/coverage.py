@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from mock_scheduler.comparison.findings import Note
 from mock_scheduler.comparison.noise.judging import first_hidden_step
 from mock_scheduler.comparison.tensors import ExpertFlips, TensorComparison, TensorDifference
+from mock_scheduler.comparison.thresholds import GREW_TENFOLD, NEARLY_BEYOND
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
 
-#: A difference that rounding made grow was at least so near to its bound at the update before,
-_NEAR_BEFORE = 0.03
-#: and at the first update smaller than it by this factor.
-_SMALL_AT_FIRST = 0.1
-
 
 def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
     """The tensor nearest to its bound, or furthest beyond it; ``None`` where no judged tensor differs."""
     differences = () if tensors is None else tensors.differences
+    # Tensors no larger than noise have no margin: their distance says nothing.
     apart = [item for item in differences if not item.bit_equal and item.is_judged]
     return min(apart, key=lambda item: item.margin, default=None)
 
@@ -140,5 +137,6 @@ def _has_grown(first: Divergence, tensors: TensorComparison) -> bool:
     before = [item for item in series if (item.key.step, item.key.update) < (first.step, first.update or 0)]
     if not before or first.value is None or first.bound == 0:
         return False
-    is_near = before[-1].relative > _NEAR_BEFORE * before[-1].tolerance
-    return is_near and before[0].relative < _SMALL_AT_FIRST * before[-1].relative
+    # Rounding grows step by step: near its bound one update before, and far smaller at the first one.
+    is_near = before[-1].relative > NEARLY_BEYOND * before[-1].tolerance
+    return is_near and before[0].relative < GREW_TENFOLD * before[-1].relative

@@ -91,6 +91,7 @@ def full_dump_overrides(tensors: TensorComparison) -> tuple[str, ...]:
     step = min(key.step for key in suspects)
     first = [key for key in suspects if key.step == step][:_NUM_DUMPED]
     kinds = {key.kind for key in first}
+    # An update is judged by its change: the parameter before it and its gradient are needed, too.
     if "parameter" in kinds:
         kinds |= {"initial", "gradient"}
     names = dict.fromkeys(key.name for key in first)
@@ -130,11 +131,13 @@ class _Evidence:
         if first is None and self._is_empty() and self.selection != EVERYTHING:
             return VerdictKind.INCOMPARABLE, NothingCompared(chosen=self.selection)
         missing = self._find_missing()
+        # A divergence counts whatever else is missing; equality proves something only with gradients and parameters.
         if first is None and missing:
             return VerdictKind.INCOMPARABLE, KindsMissing(kinds=missing)
         if self._is_empty():
             return VerdictKind.INCOMPARABLE, NothingCompared()
         if first is not None:
+            # One exceeded bound that was measured is enough; extrapolated bounds alone make no divergence.
             is_estimated = all(item.is_estimate for item in divergences if not item.is_selection)
             kind = VerdictKind.SUSPECT if is_estimated else VerdictKind.DIVERGED
             return kind, BeyondBounds(is_estimated=is_estimated)
@@ -166,6 +169,7 @@ class _Evidence:
         gradients, changes = (
             [item for item in tensors.differences if item.key.kind == kind] for kind in ("gradient", "parameter")
         )
+        # Runs without training are equal under every change, so equality would prove nothing.
         if gradients and all(item.is_zero for item in gradients):
             return NothingTrained(still="gradient")
         names = {item.key.name for item in gradients}

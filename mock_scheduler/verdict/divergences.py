@@ -139,6 +139,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     if metrics is not None:
         found += [_from_finding(finding) for finding in metrics.findings]
         found += [from_metric(difference) for difference in metrics.exceeding]
+    # Within a phase the modules' own order decides, the same as for compared tensors.
     keys = {_trace_key(item) for item in found} - {None}
     position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
 
@@ -149,6 +150,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
 
     flipped = () if tensors is None else tensors.flipped_decisions
     if flipped:
+        # From the update after the first turned decision on, no bound was measured for these parameters.
         first = min((item.key.step, item.key.update) for item in flipped)
         found = [replace(item, is_estimate=True) if _is_amount(item) and time(item) > first else item for item in found]
 
@@ -197,7 +199,11 @@ def _list_of_tensors(tensors: TensorComparison) -> list[Divergence]:
     found += [_from_finding(finding) for finding in tensors.findings]
     found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
     found += [_from_tensor(difference) for difference in tensors.exceeding]
-    return found + [_from_ledger(ledger) for ledger in tensors.ledgers if ledger.difference is not None]
+    return found + [
+        Divergence(step=ledger.step, update=None, kind="ledger", name=ledger.kind, evidence=ledger)
+        for ledger in tensors.ledgers
+        if ledger.difference is not None
+    ]
 
 
 def _is_amount(item: Divergence) -> bool:
@@ -242,10 +248,6 @@ def _from_tensor(difference: TensorDifference) -> Divergence:
         bound=difference.tolerance,
         is_estimate=difference.is_estimate,
     )
-
-
-def _from_ledger(ledger: LedgerComparison) -> Divergence:
-    return Divergence(step=ledger.step, update=None, kind="ledger", name=ledger.kind, evidence=ledger)
 
 
 def _trace_key(item: Divergence) -> TraceKey | None:

@@ -1,17 +1,8 @@
 """From the comparisons of a candidate to one verdict and its proofs, strongest first.
 
-Contract: pure; the comparisons are there already.
-
-- *replicas*: unequal copies within the candidate's own run refute it, whatever else holds.
-- *bit-equality* with the baseline proves it. Where its order of sums is the baseline's and nothing else may round, a
-  difference refutes it: no measure of noise excuses it.
-- *emulation*: bit-equality with a reference that adds in the candidate's order proves it, if the reference itself is
-  within the noise of the baseline, or in float64 computes the same. Where only the layout is another, a difference
-  refutes it. Where something else may round, the difference is judged by noise: without the layout's own rounding it
-  shows more, and the graver of the two verdicts counts.
-- *noise* judges all else.
-- *referee*: a difference beyond its bound that is not so in float64 makes the candidate suspect and not diverged: the
-  two compute the same function, and either this precision alone is wrong or the noise was larger than measured.
+Contract: pure; the comparisons are there already. ``_decide`` goes down the ladder: replicas, bit-equality, emulation,
+noise and referee. A new kind of proof has a name in ``reasons.PROOF_NAMES``, a ``_judge_`` function here, words in
+``wording.proofs``, and runs in ``align.prove.proof_runs``.
 """
 
 from __future__ import annotations
@@ -120,11 +111,14 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     replicas, equality, emulation, noise, referee = (proof.outcome for proof in proofs)
     if equality == "proved" and replicas != "refuted":
         return direct
+    # Unequal copies within the candidate's own run refute it, whatever else holds.
     if replicas == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="replicas"))
+    # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
     if emulation == "proved":
+        # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
         vouched_by: Literal["noise", "referee"] | None = None
         if "proved" in (noise, referee):
             vouched_by = "noise" if noise == "proved" else "referee"
@@ -132,8 +126,10 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         if vouched_by is None:
             return replace(direct, kind=VerdictKind.SUSPECT, why=why)
         return replace(direct, kind=VerdictKind.EMULATED, why=why, first=None)
+    # Only the layout is another, and the reference adds in its order: a difference is no rounding.
     if emulation == "refuted" and emulated is not None:
         return _diverged(direct, emulated, RefutedBy(proof="emulation"))
+    # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:
         if direct.kind not in (VerdictKind.DIVERGED, VerdictKind.SUSPECT) and sharper is None:
@@ -147,6 +143,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
             return _diverged(direct, sharper, ApartFromReference(is_refuted=True))
         why_apart = ApartFromReference(is_refuted=False)
         return replace(direct, kind=VerdictKind.SUSPECT, why=why_apart, suspicions=sharper.suspicions)
+    # Suspect and not diverged: both compute one function, and either this precision alone is wrong, or the noise was
+    # larger than measured.
     if direct.kind is VerdictKind.DIVERGED and referee == "proved":
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
     return direct
@@ -176,6 +174,7 @@ def _is_same_place(direct: Verdict, wide: Verdict) -> bool:
 
 def _judge_replicas(evidence: Evidence) -> Proof:
     tensors = evidence.direct.tensors
+    # One process holds every element once: agreement would be said of nothing.
     if evidence.num_processes == 1:
         return Proof(name="replicas", outcome="not tried", facts=NotTried(cause=NotTriedCause.ONE_PROCESS))
     conflicts = () if tensors is None else tensors.candidate_conflicts

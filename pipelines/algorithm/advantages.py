@@ -185,6 +185,7 @@ def whiten(values: torch.Tensor) -> torch.Tensor:
     array = values.double().cpu().numpy()
     if len(array) == 0:
         return torch.from_numpy(array.copy())
+    # NumPy's sum has one order; torch's follows the number of threads.
     centred = array - array.sum() / len(array)
     std = np.sqrt((centred * centred).sum() / max(len(array) - 1, 1))
     return torch.from_numpy(centred / (std + WHITENING_EPSILON))

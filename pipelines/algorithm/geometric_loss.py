@@ -49,6 +49,7 @@ def compute_geometric_loss(
     loss = -_mean(tokens.advantages, tokens.kept) * ratio
     if tokens.weights is not None:
         loss = loss * _sequence_weights(tokens.weights, tokens, zero_weight_floor)
+    # Spread over the line's tokens, so that a sum over tokens has each sequence once.
     num_kept = tokens.kept.sum(dim=-1, keepdim=True)
     surrogate = Surrogate(
         loss=(loss / num_kept.clamp(min=1)).expand_as(log_ratio),

@@ -218,6 +218,7 @@ def sum_terms(
 ) -> PolicyLossOutput:
     """Sums the policy gradient and the other terms of the loss, each under its own mask."""
     mask, kept = inputs.response_mask, tokens.kept
+    # One factor per token and no mean: the caller divides once, by the tokens of the whole update.
     factor = mask.to(tokens.log_ratio.dtype)
     if inputs.loss_weights is not None:
         factor = torch.where(mask, inputs.loss_weights, 0.0).to(tokens.log_ratio.dtype)
@@ -245,6 +246,7 @@ def sum_terms(
     num_tokens = num_kept if config.rs_denominator == "kept" else num_response
     terms = (total, policy_gradient, entropy, kl, rollout_kl)
     of_kept = (estimate_kl(tokens.log_ratio, "k3"), surrogate.is_clipped, surrogate.is_dual_clipped)
+    # In float64, since the sums of all micro-batches are added once more.
     with torch.no_grad():
         sums = [term.double().sum() for term in terms] + [(term.double() * kept).sum() for term in of_kept]
         sums.append(torch.where(mask, inputs.entropy, 0.0).double().sum())

@@ -110,6 +110,7 @@ def compute_value_loss(inputs: ValueLossInputs, config: ValueLossConfig) -> Valu
     num_tokens = num_kept if config.rs_denominator == "kept" else mask.sum()
     wide_returns = returns.double()
     terms = (loss, is_clipped, new_values, squared_error, wide_returns, wide_returns.square())
+    # In float64, since ``explained_variance`` subtracts nearly equal sums.
     with torch.no_grad():
         sums = [(term.double() * kept).sum() for term in terms] + [num_kept.double(), num_tokens.double()]
     return ValueLossOutput(

@@ -81,6 +81,7 @@ def _place_fixed(rows: Sequence[int], size: int, width: int) -> list[Placement]:
 
 def _place_dynamic(rows: Sequence[int], lengths: Sequence[int], padded: Sequence[int], budget: int) -> list[Placement]:
     """The longest rows first (equal ones in their order), as many as fit with their padding; shapes differ."""
+    # sorted is stable, so rows of one length keep the batch's order.
     chunks: list[list[int]] = []
     for row in sorted(rows, key=lambda row: -lengths[row]):
         # The first row of a micro-batch is its longest, so the others are padded to it.
@@ -151,6 +152,7 @@ def place_step(batch: RolloutBatch, training: TrainingConfig, *, count_multiple:
         "loss_weights": ones,
     }
     filled = _fill(batch, [placement for update in placements for placement in update], by_token)
+    # Empty ones are numbered behind all others: the layout adds them and must renumber none.
     index = count(len(filled))
     updates = []
     position = 0

@@ -119,6 +119,7 @@ class Learner:
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
+        # Added in the order of the updates.
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()

@@ -114,6 +114,7 @@ def _set_state(
         inner.data.copy_(parts[WIDE_COPY].view_as(inner))
     state: dict[str, Any] = {name: parts[name].detach().view_as(inner).clone() for name in MOMENTS}
     if _counts_by_parameter(optimizer):
+        # torch keeps a float32 tensor on the host, also for parameters on a GPU.
         state["step"] = torch.tensor(float(num_updates))
     optimizer.optimizer.state[inner] = state
 

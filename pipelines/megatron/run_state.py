@@ -1,7 +1,7 @@
 """The file of a checkpoint that says where its run stood; written last, and read before anything is built.
 
 Contract: ``run_state.json`` holds step, mode, the settings behind the checkpoint's tensors, the states of rollout
-scheduler and learner, and the size of every other file. Importing this imports no torch.
+scheduler and learner, and the size of every other file.
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ class TrainedModel:
 
     def update(self) -> UpdateResult:
         """Clip, update the parameters and move the schedule on; gradients must have been reduced."""
+        # Read before the step: the schedule then moves on to the next update's rate.
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         succeeded, grad_norm, _ = self.optimizer.step()
         self.lr_schedule.step(increment=1)

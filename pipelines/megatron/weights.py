@@ -157,6 +157,7 @@ def canonical_initial_weight(name: str, shape: tuple[int, ...], *, model: ModelC
     std = model.init_method_std
     if name.endswith(_RESIDUAL_WRITERS):
         std /= (2.0 * model.num_layers) ** 0.5
+    # Drawn and scaled in float64, rounded once.
     return torch.from_numpy((generator.standard_normal(shape) * std).astype(np.float32))
 
 

@@ -120,7 +120,15 @@ def test_torchrun_passes_on_what_the_failed_rank_exits_with(tmp_path: Path, monk
     """Rank 1 crashes as a peer of a failed rank does; the code that rank 0 chose is the run's, and its message stays
     readable: torchrun alone exits with 1 and ends with thirty lines of its own traceback.
     """
-    entry = "import os, sys\nsys.exit('peer lost' if os.environ['RANK'] == '1' else 3)\n"
+    entry = (
+        "import os, sys\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    pipe = open('alive', 'w')\n"
+        "    sys.exit(3)\n"
+        "open('alive').read()\n"
+        "sys.exit('peer lost')\n"
+    )
+    os.mkfifo(tmp_path / "alive")  # rank 1 waits until rank 0 is gone, or torchrun may end rank 0 before it has chosen
     code, log = run_two_ranks(tmp_path, monkeypatch, entry)
     assert code == 3
     assert "Traceback" not in log

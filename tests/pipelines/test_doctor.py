@@ -12,6 +12,8 @@ import pytest
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import read_json, run_cli, write_tiny_config
 
+pytestmark = pytest.mark.timeout(600)  # the first test may pay for an alignment of eight runs
+
 MLP = "policy.decoder.layers.0.mlp"
 # One update of four rows, enough for every operation of a step.
 ONE_UPDATE = (

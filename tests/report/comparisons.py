@@ -35,10 +35,10 @@ from tests.comparison.stated import stated
 BOUNDS = stated()
 FAULT = "decoder.layers.2.self_attention.linear_proj"
 SENTENCE = (
-    f"step 0, update 0, forward: activation of {FAULT} differs by 0.0031 (bound 0.0001): a partial sum of tp is "
-    "missing, 98 % of it in channels 32 to 63 of 64: the second shard of tp2, largest at index [17, 40] (sample "
-    "train/g0/e1/v3/t0, token 5), held by global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), "
-    "global rank 1 (tp1 pp0 dp0) in the candidate; the 15 tensors before it are equal"
+    f"step 0, update 0, forward: activation of {FAULT} differs by 0.0031 (bound 0.0001): the part of tp1 is "
+    "missing from the candidate, channels 32 to 63 hold 98.0 % of the difference (32 of 64 channels): just the piece "
+    "of one rank, largest at index [17, 40] (sample train/g0/e1/v3/t0, token 5), held by "
+    "global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), global rank 1 (tp1 pp0 dp0) in the candidate; the 15 tensors before it are equal"
 )
 PARTS = (
     "input_layernorm",

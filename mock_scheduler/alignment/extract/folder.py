@@ -112,7 +112,8 @@ def write_reproduction(
     if weights.checkpoint is not None:
         checkpoint = f"{CHECKPOINT_FOLDER}/{source.reductions.checkpoint_name(weights.first_step)}"
     config = _build_config(source, reduction, checkpoint=checkpoint)
-    contract = {name: value for name, value in reduction.values.items() if name in _contract_names(source)}
+    promised = {field.name for field in source.reader.manifest.contract.fields}
+    contract = {name: value for name, value in reduction.values.items() if name in promised}
     write_subset(source.reader, str(folder / RECORDING_FOLDER), groups, contract=contract)
     if weights.checkpoint is not None and checkpoint is not None:
         source.reductions.copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction)
@@ -162,10 +163,6 @@ def _candidate(source: DivergedCandidate, reduction: ReducedBatch) -> CandidateC
     if not added:
         return source.change
     return source.change.model_copy(update={"overrides": [*source.change.overrides, *added]})
-
-
-def _contract_names(source: DivergedCandidate) -> frozenset[str]:
-    return frozenset(field.name for field in source.reader.manifest.contract.fields)
 
 
 def _find_start(source: DivergedCandidate, checkpoint: Path) -> int:

@@ -33,7 +33,7 @@ from mock_scheduler.verdict.localisation import (
 
 
 def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[DifferingTensor]:
-    """All differing tensors, in execution order; ``is_exact``: equal means equal bits, else within the bounds."""
+    """Lists all differing tensors, in execution order; ``is_exact``: equal means equal bits, else within the bounds."""
     found: dict[TraceKey, DifferingTensor] = {}
     for item in comparison.differences:
         if not item.bit_equal if is_exact else item.exceeds:
@@ -50,11 +50,12 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
 
 
 def find_first_step(comparison: TensorComparison, *, is_exact: bool) -> int | None:
-    """The first step with a difference; ``None`` without any.
+    """Finds the first step with a difference; ``None`` without any.
 
     An undecided sketch counts only where nothing is certain.
     """
     steps = [item.key.step for item in find_differing(comparison, is_exact=is_exact)]
+    # An earlier undecided step could be rounding, and would send all further runs to the wrong place.
     steps = steps or [item.key.step for item in comparison.undecided]
     return min(steps, default=None)
 
@@ -92,7 +93,7 @@ class GraftWalk:
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:
-        """The names to put in next: every cause so far and the first tensor still differing; empty at the end."""
+        """Names the tensors to put in next: every cause and the first tensor still differing; empty at the end."""
         if self.end is not None or not self.remaining:
             return ()
         cause = self._find_end(self.remaining[0])
@@ -117,6 +118,7 @@ class GraftWalk:
         cause, still = self.remaining[0], {item.key for item in differing}
         self.num_runs += 1
         self.causes.append(cause)
+        # Equal with the graft and different without it: the tensor only passed the difference on.
         self.healed.append([item for item in self.remaining[1:] if item.key not in still])
         self.remaining = list(differing)
 
@@ -132,8 +134,10 @@ class GraftWalk:
 
 
 def find_reduction_faults(differing: Sequence[DifferingTensor], key: TraceKey) -> list[DifferingTensor]:
-    """The differing main gradients of the update of ``key``, beside equal activations and gradients of them: their own
-    reduction or accumulation makes the difference."""
+    """Lists the differing main gradients of the update of ``key``, behind equal activations and their equal gradients.
+
+    Their own reduction or accumulation makes the difference.
+    """
     return [item for item in differing if item.key.update == key.update and pass_of(item.key) == "gradient"]
 
 
@@ -154,7 +158,7 @@ def build_localisation(
     trace_dirs: tuple[Path, Path],
     seconds: float,
 ) -> Localisation:
-    """The facts of one localisation.
+    """Collects the facts of one localisation.
 
     Args:
         origin: The first differing tensor, explained.
@@ -210,7 +214,7 @@ def _list_causes(walk: GraftWalk) -> tuple[GraftedModule, ...]:
 
 
 def _list_amplifiers(walk: GraftWalk) -> tuple[GraftedModule, ...]:
-    """Each module mended by a graft before it, in order, compared with the cause."""
+    """Lists each module mended by a graft before it, in order, and compares it with the cause."""
     return tuple(
         GraftedModule(
             name=item.key.name,
@@ -226,7 +230,7 @@ def _list_amplifiers(walk: GraftWalk) -> tuple[GraftedModule, ...]:
 
 
 def _find_maker(key: TraceKey, comparison: TensorComparison) -> str:
-    """The module whose backward pass comes before a gradient at an output; empty of anything else."""
+    """Finds the module whose backward pass comes before a gradient at an output; empty for any other tensor."""
     if pass_of(key) != "backward":
         return ""
     keys = [item.key for item in comparison.differences if pass_of(item.key) == "backward"]
@@ -236,12 +240,12 @@ def _find_maker(key: TraceKey, comparison: TensorComparison) -> str:
 
 
 def _is_upto(key: TraceKey, origin: TraceKey) -> bool:
-    """Whether a tensor is of the origin's pass or one before it, of the origin's step and update."""
+    """Says whether a tensor belongs to the origin's pass or one before it, in the origin's step and update."""
     place = (key.update, _ORDER.index(pass_of(key)))
     return key.step == origin.step and place <= (origin.update, _ORDER.index(pass_of(origin)))
 
 
 def _count_before(comparison: TensorComparison, key: TraceKey) -> int:
-    """The compared tensors of the step before this one."""
+    """Counts the compared tensors of the step before this one."""
     keys = [item.key for item in comparison.differences if item.key.step == key.step]
     return keys.index(key) if key in keys else 0

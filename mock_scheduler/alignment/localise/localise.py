@@ -114,8 +114,9 @@ class _Search:
     max_trace_bytes: int
 
     def narrow(self, first: Divergence | None) -> _Stage:
-        """The first differing step, with its whole tensors."""
+        """Finds the first differing step, and traces its whole tensors."""
         step = None if first is None else first.step
+        # Nothing comes before step 0: where its tensors have room, sketches would only cost two runs.
         if step == 0 and self._guess_bytes() <= self.max_trace_bytes:
             return self._trace_whole(0)
         sketches = self._run_both("sketches", [sketch_overrides(run, step) for run in self._sides])
@@ -131,7 +132,7 @@ class _Search:
     def graft(
         self, stage: _Stage, origin: DifferingTensor, *, max_grafts: int
     ) -> tuple[GraftWalk | None, list[DifferingTensor]]:
-        """The causes in the origin's pass, and the main gradients with a difference of their own."""
+        """Finds the causes in the origin's pass, and the main gradients with a difference of their own."""
         if pass_of(origin.key) not in ("forward", "backward"):
             return None, []
         with open_trace(stage.full[0]) as trace:
@@ -164,7 +165,7 @@ class _Search:
         return walk, find_reduction_faults(rest, origin.key) if is_last else []
 
     def explain(self, stage: _Stage, item: DifferingTensor) -> DifferingTensor:
-        """The tensor with the look of its difference; a comparison has it of the first ones alone."""
+        """Adds the look of its difference to a tensor; a comparison looks at the first ones alone."""
         difference = item.difference
         if difference is None or difference.residual is not None or difference.localities:
             return item
@@ -212,7 +213,7 @@ class _Search:
         return _Stage(step=step, full=full, level=level, compared=compared, comparison=comparison, differing=differing)
 
     def _guess_bytes(self) -> float:
-        """The size of whole tensors of step 0, by the reference's trace of fewer kinds; infinite where it has none."""
+        """Guesses the size of whole tensors of step 0 by the reference's trace of fewer kinds; infinite without one."""
         try:
             with open_trace(self.reference.output_dir / TRACE_FOLDER) as trace:
                 return guess_bytes(self.reference, trace, num_ranks=self.candidate.config.parallel.world_size)

@@ -34,20 +34,23 @@ class MakeRun(Protocol):
 
 
 def sketch_overrides(run: PlannedRun, last_step: int | None) -> list[str]:
-    """Sketches of all tensors of every step, up to ``last_step``; ``None``: of all."""
+    """Writes overrides for sketches of all tensors of every step, up to ``last_step``; ``None``: of all."""
     steps = "null" if last_step is None else f"'0-{last_step}'"
     return [*_trace("sketch", steps, ("*",)), *run.program.end_after(run.config, last_step)]
 
 
 def full_overrides(run: PlannedRun, step: int, names: Sequence[str] | None) -> list[str]:
-    """Whole tensors of one step, of the given names; ``None``: of all."""
+    """Writes overrides for whole tensors of one step, of the given names; ``None``: of all."""
     return [*_trace("full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
 
 
 def graft_overrides(
     run: PlannedRun, *, level: str, kind: GraftKind, names: Sequence[str], place: tuple[int, int], trace: Path
 ) -> list[str]:
-    """The reference's tensors put in, and a trace of the whole step. place: step and update. trace: their folder."""
+    """Writes overrides to put the reference's tensors in, and to trace the whole step.
+
+    ``place``: step and update. ``trace``: the folder of the reference's tensors.
+    """
     step, update = place
     return [
         *_trace(level, f"'{step}'", ("*",)),
@@ -61,7 +64,7 @@ def graft_overrides(
 
 
 def estimate_bytes(comparison: TensorComparison, step: int, *, num_ranks: int, item_bytes: int) -> int:
-    """The most bytes of full traces of one step, by one process and by ``num_ranks`` ranks with all of it each."""
+    """Bounds the bytes of full traces of one step, by one process and by ``num_ranks`` ranks with all of it each."""
     elements = sum(item.num_elements + item.num_absent for item in comparison.differences if item.key.step == step)
     return elements * item_bytes * (1 + num_ranks)
 

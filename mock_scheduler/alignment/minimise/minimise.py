@@ -71,6 +71,7 @@ class _Search:
 
     def raise_one(self, dimension: int) -> None:
         """Raises one dimension to the highest level at which the case still fails."""
+        # From the most reduced level down: the first that fails is the best for this dimension.
         for level in range(self.highest[dimension], self.current[dimension], -1):
             if self.try_levels((*self.current[:dimension], level, *self.current[dimension + 1 :])):
                 return
@@ -105,6 +106,7 @@ def minimise(
         before = None
         while before != search.current:
             before = search.current
+            # Large steps first: most dimensions have no part in a fault, and fall together in few runs.
             for subset in _subsets(search):
                 search.raise_subset(subset)
             for dimension in search.open_dimensions():

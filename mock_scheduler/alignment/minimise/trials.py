@@ -47,11 +47,11 @@ class Trials:
     tried: list[dict[str, JSON]] = field(default_factory=list)
 
     def fails(self, levels: Levels) -> bool:
-        """Whether the candidate still shows the fault."""
+        """Align a case, and say whether the candidate still shows the fault."""
         return self.align_at(levels) in self.failing
 
     def is_valid(self, levels: Levels) -> bool:
-        """Whether both runs of a case are possible, and the candidate is not the baseline itself."""
+        """Say whether both runs of a case are possible, and the candidate is not the baseline itself."""
         reduction = self.space.build(levels)
         if reduction.is_baseline:
             return False

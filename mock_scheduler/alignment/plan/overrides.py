@@ -20,24 +20,25 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 def check_free(where: str, overrides: Sequence[str], taken: Iterable[str]) -> None:
     """Raise ``ConfigError`` for an override of a key reserved for the alignment; ``a.`` takes all keys below it."""
     keys = override_keys(overrides)
-    clashes = [clash for name in taken for clash in dict.fromkeys(keys) if clash == name or _is_below(clash, name)]
+    clashes = [
+        clash
+        for name in taken
+        for clash in dict.fromkeys(keys)
+        if clash == name or (name.endswith(".") and f"{clash}.".startswith(name))
+    ]
     if clashes:
         raise ConfigError(f"an alignment run sets {', '.join(clashes)} itself; remove it from {where}")
 
 
-def _is_below(key: str, section: str) -> bool:
-    return section.endswith(".") and f"{key}.".startswith(section)
-
-
 def format_override(key: str, value: object) -> str:
-    """``key=value`` for a number, a bool, ``None`` or a text."""
+    """Writes ``key=value`` for a number, a bool, ``None`` or a text."""
     if value is None or isinstance(value, bool):
         return f"{key}={'null' if value is None else str(value).lower()}"
     return f"{key}={value}" if isinstance(value, int | float) else quote_override(key, str(value))
 
 
 def quote_override(key: str, value: str) -> str:
-    """``key='value'`` in Hydra's grammar, for any text: quotes and interpolations in it stay text."""
+    """Writes ``key='value'`` in Hydra's grammar, for any text: quotes and interpolations in it stay text."""
     return f"{key}={quote_value(value)}"
 
 

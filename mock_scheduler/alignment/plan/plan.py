@@ -165,6 +165,7 @@ class _Planner:
             *(format_override(key, value) for key, value in self.program.folder_keys.items()),
         )
         config = self.load(complete)
+        # In the order of all kinds, so that equal traces have equal fingerprints.
         missing = set(self.trace_kinds) - set(config.trace.kinds)
         if missing:
             kinds = [kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in {*config.trace.kinds, *missing}]

@@ -65,7 +65,7 @@ class AlignmentRunner:
     _noise: NoiseBounds | None = None
 
     def run(self) -> AlignmentResult:
-        """Every stage. Raises ``AlignmentError`` where the baseline fails, with the baseline's own exit code."""
+        """Go through every stage; raises ``AlignmentError`` with the exit code of a failed baseline."""
         planned = self.plan.baseline
         with self.store.timed("baseline"):
             outcome = self.store.execute([planned])[planned.name]
@@ -147,6 +147,7 @@ class AlignmentRunner:
             except ConfigError as error:
                 item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=str(error))
                 continue
+            # Names and folders apart, candidates with one layout have one reference.
             values = run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
             item.emulated_run = by_config.setdefault(str(values), run)
         return list(by_config.values())
@@ -160,7 +161,7 @@ class AlignmentRunner:
             if run not in usable:
                 self._warn(f"{run.name} failed; its output is in {run.log_path}")
         if not usable:
-            return None
+            return None  # bounds of theory stand in
         with self.store.timed("noise"), self.console.status("measuring the noise of every tensor"):
             noise = measure_noise(
                 baseline.output_dir,
@@ -171,7 +172,7 @@ class AlignmentRunner:
         return noise
 
     def _bounds_of(self, baseline: RunSummary, item: CandidateState) -> Bounds:
-        """The bounds of a candidate: stated ones over measured ones, or else over theory."""
+        """Choose the bounds of a candidate: stated ones over measured ones, or else over theory."""
         assert item.summary is not None
         otherwise: Bounds | None = self._noise
         if otherwise is None:
@@ -187,6 +188,7 @@ class AlignmentRunner:
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
+            # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
 
@@ -282,7 +284,7 @@ class AlignmentRunner:
 
 
 def _why_not_emulated(item: CandidateState) -> NotTried | None:
-    """Why no reference is run in a candidate's order of sums; ``None`` where one is."""
+    """Says why no reference is run in a candidate's order of sums; ``None`` where one is."""
     if not item.baseline.config.align.proofs.emulate:
         return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
     if is_same_order(item.baseline, item.run):

@@ -102,7 +102,7 @@ class CandidateState:
         )
 
     def to_result(self) -> CandidateResult:
-        """The result for reports."""
+        """Make the result for reports."""
         run = self.run
         return CandidateResult(
             name=run.name,
@@ -133,7 +133,7 @@ class CloserLook:
     store: RunStore
 
     def localise(self, item: CandidateState) -> Localisation | None:
-        """Where a divergence begins, against a reference with the candidate's order of sums where there is one.
+        """Find where a divergence begins, against a reference with the candidate's order of sums where there is one.
 
         Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
         """
@@ -142,12 +142,13 @@ class CloserLook:
         differs = item.emulated is not None and item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
+        # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
             bounds = self._measure_all_kinds(0 if first is None else first.step)
         return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
 
     def _measure_all_kinds(self, step: int) -> Bounds:
-        """The noise of every tensor of one step, traced or not in ordinary runs."""
+        """Measure the noise of every tensor of one step, traced or not in ordinary runs."""
         overrides = full_overrides(self.plan.baseline, step, None)
         whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
         folders = [

@@ -30,7 +30,7 @@ _MOCK = ("rollout_mock.mode=mock",)
 def derive_run(
     run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path, entry: str | None = None
 ) -> PlannedRun:
-    """The run with further overrides, named ``name``, in ``{root}/{name}``.
+    """Plans the run again with further overrides, named ``name``, in ``{root}/{name}``.
 
     ``entry``: another module in the place of the run's own. Raises ``ConfigError`` where the overrides do not fit.
     """
@@ -53,26 +53,28 @@ def derive_run(
 
 
 def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The reference of a candidate: one process with its layout's order of sums and the baseline's code.
+    """Plans the reference of a candidate: one process with its layout's order of sums and the baseline's code.
 
     Raises ``ConfigError`` where the order cannot be followed.
     """
     layout = candidate.config.parallel
     emulated = layout.model_dump(mode="json", exclude_defaults=True, exclude={"allow_known_wrong"})
+    # One process, whatever axes the candidate has: the reference's only parallelism is the order it follows.
     plain = {f"parallel.{key}": value for key, value in ParallelConfig().model_dump(mode="json").items()}
     overrides = [
         *(f"{key}={json.dumps(value)}" for key, value in plain.items()),
         f"order.emulate={_to_hydra(emulated)}",
-        "order.ordered_reductions=false",
+        "order.ordered_reductions=false",  # it concerns ranks, and the reference has one
     ]
     run = derive_run(
         candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
     )
+    # The baseline's code: a candidate's own module or packages must not vouch for themselves.
     return replace(run, python=baseline.python, env=baseline.env, versions=baseline.versions, sources=baseline.sources)
 
 
 def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
-    """The plan, with reductions in rank order where an emulated candidate reduces over more than two ranks.
+    """Puts reductions in rank order where an emulated candidate reduces over more than two ranks.
 
     A library's own order over more than two ranks is nobody's to follow.
     """
@@ -82,12 +84,12 @@ def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
 
 
 def describe_order_limits(run: PlannedRun) -> str:
-    """Why the order of sums of a run cannot be followed; empty where it can."""
+    """Says why the order of sums of a run cannot be followed; empty where it can."""
     return "; ".join(run.program.order_limits(run.config))
 
 
 def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
-    """Whether a candidate adds in the baseline's order."""
+    """Says whether a candidate adds in the baseline's order."""
     if candidate.changes.kind == "nothing":
         return True
     if any(describe_order_limits(run) for run in (baseline, candidate)):
@@ -97,12 +99,12 @@ def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
 
 
 def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The baseline with weights perturbed by one unit roundoff."""
+    """Plans the baseline with weights perturbed by one unit roundoff."""
     return derive_run(baseline, f"noise-{seed}", [f"perturbation.seed={seed}"], load=load, root=root)
 
 
 def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """The run in float64."""
+    """Plans the run in float64."""
     return derive_run(run, f"float64-{run.name}", ["precision=float64"], load=load, root=root)
 
 
@@ -118,5 +120,5 @@ def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
 
 
 def _to_hydra(values: dict[str, object]) -> str:
-    """A mapping of plain values in Hydra's grammar; an empty one means one process."""
+    """Writes a mapping of plain values in Hydra's grammar; an empty one means one process."""
     return "{" + ",".join(f"{key}:{json.dumps(value)}" for key, value in values.items()) + "}"

@@ -167,6 +167,7 @@ def digest_folder(folder: Path) -> str:
 def digest_checkpoint(folder: Path) -> str:
     """Computes a SHA-256 (hex) over a checkpoint's files: the size, the two ends and the time of writing of each."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    # Checkpoints are too large to read whole; a changed one has another time of writing, or other ends.
     files: dict[str, JSON] = {
         path.relative_to(folder).as_posix(): [*_describe_file(path), path.stat().st_mtime_ns] for path in paths
     }

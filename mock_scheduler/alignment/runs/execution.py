@@ -162,7 +162,7 @@ def failed_run_error(what: str, run: PlannedRun, failure: RunFailure, *, consequ
 
 
 def _execute_alone(group: RunGroup, *, launch: LaunchRuns, console: Console, on_done: OnDone) -> None:
-    """A group beside no other, in this thread."""
+    """Carries one group out beside no other, in this thread."""
     with console.status(", ".join(escape(run.name) for run in group.runs)) as status:
 
         def take(run: PlannedRun, outcome: Outcome) -> None:
@@ -216,7 +216,7 @@ def _execute_group(
     on_done: OnDone,
     is_over: threading.Event | None = None,
 ) -> None:
-    """``is_over`` is set where whoever waits has given up, so that nothing may be started any more."""
+    """Carries one group out; nothing is started any more once ``is_over`` is set: nobody waits for it."""
 
     def tell(run: PlannedRun, outcome: Outcome) -> None:
         if is_over is None or not is_over.is_set():

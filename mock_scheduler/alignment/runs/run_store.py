@@ -148,8 +148,10 @@ def read_machine() -> dict[str, str]:
 
 def read_settings(run: PlannedRun, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the settings of a run's processes at their start, and their threads, without unset ones."""
+    # Later ones win, as when the processes are started.
     started = {**environ, **launch_environment(run.config.system_envs), **run.env}
     several = run.config.parallel.world_size > 1
+    # The number of threads decides how a kernel splits a sum, and so the last bits.
     threads = started.get("OMP_NUM_THREADS", "1" if several else f"{os.cpu_count()} cores")
     names = [name for name in recorded_names(started) if name in started and not _is_per_node(name)]
     return {**{name: started[name] for name in names}, "OMP_NUM_THREADS": threads}
@@ -226,7 +228,7 @@ class RunStore:
     _started_s: float = field(default_factory=time.perf_counter)
 
     def execute(self, runs: Sequence[PlannedRun], on_done: OnDone = lambda run, outcome: None) -> dict[str, Outcome]:
-        """Outcomes by name: of finished runs, taken again, and of new ones. Seconds are the caller's to count.
+        """Takes finished runs again and makes the others; returns outcomes by name. Seconds are the caller's to count.
 
         ``on_done`` is told of each as soon as it is known. Raises ``AlignmentError`` where an ``error.json`` cannot be
         read.

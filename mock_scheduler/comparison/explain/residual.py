@@ -64,9 +64,9 @@ def classify_residual(
         common: The ratio of the gradients of the update.
     """
     figures = compute_figures(baseline, candidate, present=present)
-    one = _find_one_element(figures)
     # Integers have no rounding, so that any difference of them may be explained.
     rounding = torch.finfo(baseline.dtype).eps * EXPLAINED_ROUNDING_UNITS if baseline.is_floating_point() else 0.0
+    one = _find_one_element(figures, rounding=rounding)
     if one is not None or not 0.0 < figures.norm < math.inf:
         return one
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
@@ -103,7 +103,7 @@ def _best(*found: Residual | None) -> Residual | None:
     return max((item for item in found if item is not None), key=lambda item: item.explained, default=None)
 
 
-def _find_one_element(figures: Figures) -> Residual | None:
+def _find_one_element(figures: Figures, *, rounding: float) -> Residual | None:
     """Finds one unequal element, or one so far off that it outweighs all others."""
     worst = figures.worst
     if worst is None or figures.num_elements < 2:
@@ -112,6 +112,11 @@ def _find_one_element(figures: Figures) -> Residual | None:
     if figures.num_different == 1:
         share = 1.0
     elif figures.num_elements < FEWEST_ELEMENTS or figures.max_abs < OUTLIER_SHARE * abs(worst.baseline):
+        return None
+    # Another order of sums moves small elements as far as mean ones. Where rounding to the dtype undoes that at most
+    # elements, few differ, and one of them outweighs the others by chance.
+    is_rounding = figures.relative * math.sqrt(figures.num_elements) <= rounding
+    if is_rounding and figures.num_different > 1:
         return None
     offset = worst.candidate - worst.baseline
     one = OneElement(num_elements=figures.num_elements, num_different=figures.num_different)

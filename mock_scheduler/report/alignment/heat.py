@@ -114,6 +114,7 @@ def shade_of(difference: TensorDifference | None) -> str:
 def shrink_grid(grid: Grid, max_cells: int) -> tuple[Grid, int]:
     """The grid with as many columns put together, worst first, as ``max_cells`` asks for; and how many are one."""
     most = max(max_cells // max(len(grid.rows), 1), LEAST_COLUMNS)
+    # Columns are put together evenly; the worst of several stands for them, so nothing beyond a bound is hidden.
     is_apart = bool(grid.spans) and grid.spans[-1][0] == OUTSIDE  # the parts of no layer stay by themselves
     inner = len(grid.spans) - is_apart
     size = max(-(-inner // max(most - is_apart, 1)), 1)

@@ -269,7 +269,7 @@ def _choose_update(points: Sequence[PathPoint], verdict: Verdict) -> tuple[int, 
 
 
 def _bounded(points: Sequence[PathPoint]) -> tuple[PathPoint, ...]:
-    for group_of in (_by_part, _by_layer, _by_kind):
+    for group_of in (_by_part, _by_layer, lambda point: point.key.kind):
         if len(points) <= MAX_POINTS:
             break
         groups: dict[Hashable, list[PathPoint]] = {}
@@ -286,10 +286,6 @@ def _by_part(point: PathPoint) -> tuple[TraceKind, int | None, str]:
 def _by_layer(point: PathPoint) -> tuple[TraceKind, int | None, str]:
     """Tensors outside of the layers stay apart: the embedding is not the output."""
     return point.key.kind, point.place.layer, point.place.part if _is_outside(point) else ""
-
-
-def _by_kind(point: PathPoint) -> TraceKind:
-    return point.key.kind
 
 
 def _worst_of(points: Sequence[PathPoint]) -> PathPoint:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.comparison.tensors import TensorComparison
-from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricLog, load_metrics
 from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
@@ -206,7 +206,13 @@ def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: l
         note += " Their curves are not drawn, since the logs cannot be read any more."
     else:
         figures += [
-            metric_figure(item.name, logs, name_sides(result), f"metric{number}", floor=_floor(result, item))
+            metric_figure(
+                item.name,
+                logs,
+                name_sides(result),
+                f"metric{number}",
+                floor=result.bounds.metric(item.nearest_step, item.name).floor,
+            )
             for number, item in enumerate(drawn)
         ]
     if drawn and len(drawn) < len(differing):
@@ -214,11 +220,6 @@ def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: l
     table = build_metric_table(differing)
     plots = tuple(f"metric{number}" for number in range(len(drawn)))
     return _MetricPart(note=note, plots=plots, rows=table.rows, num_more=table.num_more)
-
-
-def _floor(result: ComparisonResult, metric: MetricDifference) -> float:
-    """The least divisor of a relative difference."""
-    return result.bounds.metric(metric.nearest_step, metric.name).floor
 
 
 def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:

@@ -70,8 +70,8 @@ def print_trajectory(
     tag = f"  {trajectory.tag}" if trajectory.tag else ""
     console.print(Text.assemble((str(trajectory.identity), "bold"), tag), soft_wrap=True)
     console.print(
-        f"{trajectory.termination.name.lower()}, reward {_total(batch, row)}, {count_of(num_turns, 'turn')}, "
-        f"{count_of(len(trajectory.tokens), 'token')}, {num_response} of them sampled",
+        f"{trajectory.termination.name.lower()}, reward {show_value(batch.rewards[row])}, "
+        f"{count_of(num_turns, 'turn')}, {count_of(len(trajectory.tokens), 'token')}, {num_response} of them sampled",
         highlight=False,
     )
     by_stretch = num_turns == sum(stretch.is_response for stretch in stretches)
@@ -157,10 +157,6 @@ def _describe_value(value: RowValue) -> str:
     more = " …" if tensor.numel() > _NUM_VALUES else ""
     ragged = "ragged " if isinstance(value, Ragged) else ""
     return f"{ragged}{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: {' '.join(shown)}{more}"
-
-
-def _total(batch: RolloutBatch, row: int) -> str:
-    return show_value(batch.rewards[row])
 
 
 def recorded_vocabulary(reader: RecordingReader) -> Vocabulary | None:

@@ -48,6 +48,7 @@ def clip_states(rule: ClipRule, log_ratio: torch.Tensor, advantages: torch.Tenso
     states = torch.zeros(log_ratio.shape, dtype=torch.int8)
     if not rule.has_clip:
         return states
+    # The loss bounds the exponent before it takes the exponential; a token there is decided by the bounded ratio.
     log_ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     if rule.is_geometric:
         sign = advantages.sign()
@@ -134,7 +135,7 @@ class _Step:
         for item, is_ours in zip(merged, (True, False), strict=True):
             num_tokens = self.tokens.rows.num_tokens if is_ours else self.tokens.num_candidate_tokens
             if item.tensor.shape != (num_tokens,):
-                return None
+                return None  # of another number of tokens: nothing to match by
             mask = torch.ones(num_tokens, dtype=torch.bool) if item.present is None else item.present
             is_moved = not is_ours and self.tokens.index is not None
             values.append(self.tokens.in_baseline_order(item.tensor) if is_moved else item.tensor)
@@ -191,6 +192,7 @@ class _Collected:
 
     def _add_gap(self, old: _Tokens, rollout: _Tokens) -> None:
         is_known = [values.isfinite() for values in rollout.values]
+        # An engine may leave a token's log-probability out, and then writes NaN; both runs must know it.
         present = old.present & rollout.present & is_known[0] & is_known[1]
         for kept, train, sampled in zip(self.differences, old.values, rollout.values, strict=True):
             kept.append((train[present].double() - sampled[present].double()).abs())
@@ -205,6 +207,7 @@ class _Collected:
             current, compared = new.values[side][present].double(), other.values[side][present].double()
             # Tokens are samples of the policy for the first, and of the rollout policy for the second.
             log_ratio = current - compared if reference is None else compared - current
+            # The estimator k3, e^ℓ - 1 - ℓ: never negative, and exact to the last digits near 0 through expm1.
             self.kl_sums[side] += float((torch.expm1(log_ratio) - log_ratio).sum())
         self.kl_to = target
         self.num_kl_tokens += int(present.sum())
@@ -229,6 +232,7 @@ class _Collected:
             if kept is not None:
                 own[~kept.values[side][present].bool()] = 0
             states.append(own)
+        # A pair of states as one number in base len(CLIP_STATES), so one count finds every way of changing.
         pairs = torch.stack(states, dim=1).long() @ torch.tensor([len(CLIP_STATES), 1])
         counts = torch.bincount(pairs, minlength=len(CLIP_STATES) ** 2).tolist()
         self.flips = self.flips or Counter()

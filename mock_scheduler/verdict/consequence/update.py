@@ -45,6 +45,7 @@ class _Sums:
 
     def add(self, before: Sequence[MergedTensor], after: Sequence[MergedTensor]) -> None:
         flat = [item.tensor.reshape(-1) for item in (*before, *after)]
+        # In chunks, since float64 copies of four whole tensors may not fit into memory.
         for start, stop in split_chunks(0, flat[0].numel()):
             olds_and_news = [tensor[start:stop].double() for tensor in flat]
             ours, theirs = (new - old for old, new in zip(olds_and_news[:2], olds_and_news[2:], strict=True))
@@ -74,7 +75,9 @@ class UpdateDirections:
         ours, theirs = (reader.keys(step) for reader in traces.readers)
         by_rule = find_without_gradient(ours) & find_without_gradient(theirs)
         ours, theirs = (frozenset(key for key in keys if key.name not in by_rule) for keys in (ours, theirs))
-        updated = sorted((key for key in ours & theirs if _is_policy(key, "parameter")), key=_order)
+        updated = sorted(
+            (key for key in ours & theirs if _is_policy(key, "parameter")), key=lambda key: (key.name, key.update)
+        )
         sums = {key.update: _Sums() for key in updated}
         self.left_out |= {key.name for key in ours ^ theirs if _is_policy(key, "parameter")}
         for name in dict.fromkeys(key.name for key in updated):
@@ -91,6 +94,7 @@ class UpdateDirections:
         before, last = traces.merge(initial), -1
         for key in keys:
             after = traces.merge(key)
+            # Elements nobody holds are 0 here; a change of them would be no change of the training.
             is_whole = all(item.present is None for item in (*before, *after))
             if key.update != last + 1 or not is_whole or len({item.tensor.shape for item in (*before, *after)}) > 1:
                 self.left_out.add(name)
@@ -101,7 +105,3 @@ class UpdateDirections:
 
 def _is_policy(key: TraceKey, kind: str) -> bool:
     return key.kind == kind and not key.name.startswith(_CRITIC)
-
-
-def _order(key: TraceKey) -> tuple[str, int]:
-    return key.name, key.update

@@ -16,6 +16,7 @@ from pipelines.megatron.emulation.parts import Context, cut_graph, join_graph, o
 
 def _weight_gradient(grad: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """dW ``[out, in]``, and dy as ``[tokens, out]``."""
+    # dyᵀ x in this form: the transposed product may add in another order.
     rows = grad.contiguous().view(-1, grad.shape[-1])
     return rows.t().matmul(inputs.contiguous().view(-1, inputs.shape[-1])), rows
 
@@ -38,6 +39,7 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, *weights = ctx.saved_tensors
+        # In a layout this sum is an all-reduce or reduce-scatter over tp.
         of_inputs = ordered_sum([grad.matmul(weight) for grad, weight in zip(grads, weights, strict=True)])
         of_weights, rows = zip(*(_weight_gradient(grad, inputs) for grad in grads), strict=True)
         of_biases = [part.sum(dim=0) for part in rows] if ctx.has_bias else []

@@ -141,6 +141,7 @@ class Emulation(Execution):
         """In the place of ``finalize_model_grads``: after the last replica, sum and divide."""
         if num_tokens is not None:
             self._num_tokens.append(num_tokens)
+        # Megatron calls this at the end of every round; the sums of replicas wait for the last.
         self._runs_left -= 1
         if self._runs_left:
             return

@@ -34,6 +34,7 @@ def write_main_gradients(
 
     num_tokens: of the update, over all replicas; ``None`` where each replica has divided already.
     """
+    # Megatron multiplies by 1 / tokens and does not divide: the two round differently.
     scaling = None if num_tokens is None or int(num_tokens) == 0 else 1.0 / num_tokens
     for parameter in parameters:
         uses = [_gradient_of_use(item, plan) for item in accumulators.of(parameter)]
@@ -62,6 +63,7 @@ def _over_replicas(accumulator: Accumulator, plan: OrderPlan, part: int) -> torc
     zero = torch.zeros_like(like)
     num_replicas = plan.rounds * accumulator.split.num_replicas
     sums = [accumulator.sums.get((replica, part), zero) for replica in range(num_replicas)]
+    # Each replica's gradient is scaled before the sum, as DistributedDataParallel scales a bucket before its reduction.
     scale = plan.gradient_scale
     return ordered_sum(sums if scale == 1.0 else [one * scale for one in sums])
 
@@ -146,6 +148,7 @@ def _gradients_of_rank(
             if chunk[owned.place].counts_on(part):
                 flat = gradients[owned.place].reshape(-1)[owned.start : owned.end]
                 held.append((chunk[owned.place].is_vector, flat))
+    # Megatron lists gradients by parameter group: matrices, then vectors.
     for vectors in (False, True):
         yield from (own for is_vector, own in held if is_vector is vectors)
 

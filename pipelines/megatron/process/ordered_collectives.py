@@ -47,6 +47,7 @@ def fold_in_order(parts: torch.Tensor) -> torch.Tensor:
 
     parts: ``[n, ...]`` with n > 0. In bfloat16 each of the n - 1 additions rounds once.
     """
+    # No tree and no wider accumulator: one process must be able to repeat each rounding.
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

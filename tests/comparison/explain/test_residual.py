@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.comparison.explain.ratios import name_factor
@@ -172,6 +172,17 @@ def test_one_element_is_found() -> None:
     assert found.value == pytest.approx(0.5, abs=1e-5)
 
 
+def test_one_element_is_found_among_others_that_are_rounded_otherwise() -> None:
+    baseline = values(32, 16).to(torch.bfloat16)
+    candidate = rounded(baseline.double(), relative=1e-4).to(torch.bfloat16)
+    assert int((baseline != candidate).sum()) > 1
+    assert classify_residual(baseline, candidate) is None
+    candidate[3, 5] = baseline[3, 5] + 0.5
+    found = classify_residual(baseline, candidate)
+    assert found is not None
+    assert (found.kind, found.value) == ("one element", pytest.approx(0.5, rel=0.02))
+
+
 def test_one_bit_of_one_element_is_found() -> None:
     baseline = values(32, 16)
     candidate = baseline.clone()
@@ -278,6 +289,7 @@ def test_of_a_large_tensor_evenly_spaced_elements_are_looked_at() -> None:
     noise=st.sampled_from([1e-9, 1e-6, 1e-4, 1e-2, 0.1, 1.0]),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )
+@example(seed=1354, shape=(16,), noise=1e-4, dtype=torch.bfloat16)  # 3 elements differ, one holds 92 % of it
 def test_random_noise_looks_like_nothing(seed: int, shape: tuple[int, ...], noise: float, dtype: torch.dtype) -> None:
     baseline, previous = values(*shape, seed=seed).to(dtype), values(*shape, seed=seed + 1).to(dtype)
     candidate = rounded(baseline.double(), relative=noise, seed=seed + 2).to(dtype)

@@ -228,7 +228,7 @@ def test_what_a_model_does_not_show_is_listed_and_no_divergence(tmp_path: Path) 
     assert list(map(describe_note, found.notes)) == [
         f"no activation was compared at all: {LAYER} is not shown by both runs"
     ]
-    assert judge(found).verdict is VerdictKind.IDENTICAL
+    assert judge(found).kind is VerdictKind.IDENTICAL
 
 
 def test_a_trace_of_some_ranks_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_tiny, write_tiny_config
 from tests.programs import run_program
 
+pytestmark = pytest.mark.timeout(900)  # the first test may pay for an alignment of eight runs
+
 SERVICE_STARTS_S = 240.0
 
 

@@ -75,7 +75,7 @@ def test_an_identical_comparison_is_this_text_of_less_than_a_screen(tmp_path: Pa
 def test_a_divergence_begins_with_the_verdict_and_its_sentence(tmp_path: Path) -> None:
     lines = render(diverged(tmp_path)).splitlines()
     assert lines[0] == "diverged: tp2 against base"
-    assert " ".join(line.strip() for line in lines[4:9]) == SENTENCE
+    assert " ".join(line.strip() for line in lines[4:10]) == SENTENCE
 
 
 def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path) -> None:
@@ -86,8 +86,9 @@ def test_the_first_divergent_tensors_have_their_figures_and_words(tmp_path: Path
         "                                                 relative    bound  max |a-b|     ULP     slope    cosine",
         "  step 0, update 0: activation",
         f"{first}   3.1e-03  1.0e-04    3.1e-03  52,009  0.998967  0.999990",
-        "      where       98 % of it in channels 32 to 63 of 64: the second shard of tp2",
-        "      looks like  a partial sum of tp is missing",
+        "      where       channels 32 to 63 hold 98.0 % of the difference (32 of 64 channels): just the piece of one "
+        "rank",
+        "      looks like  the part of tp1 is missing from the candidate",
         "      worst       sample train/g0/e1/v3/t0 token 5, element [17, 40]: 0.125 in the baseline, 0.1281 in the "
         "candidate;",
         "                  held by global rank 0 (tp0 pp0 dp0) in the baseline and global rank 0 (tp0 pp0 dp0), "
@@ -170,7 +171,7 @@ def test_no_line_is_cut_or_wider_than_the_terminal(
 
 def test_the_reason_does_not_repeat_the_sentence(tmp_path: Path) -> None:
     text = " ".join(render(diverged(tmp_path)).split())
-    assert text.count("a partial sum of tp is missing, 98 %") == 1
+    assert text.count("the part of tp1 is missing from the candidate, channels 32 to 63") == 1
     assert "first metric: pg_loss from step 0 on" in text
     assert "beyond the stated bounds: 1 of 3 metrics, 301 of 316 tensors; 1 could not be compared" in text
 
