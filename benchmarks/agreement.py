@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
-from mock_scheduler.determinism.agreement.rounds import Op, Reduction, Words, agreement_rounds
+from mock_scheduler.determinism.agreement_rounds import Op, Reduction, Words, agreement_rounds
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.errors import RankDisagreementError
 

@@ -39,7 +39,7 @@ from safetensors import safe_open
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
 from mock_scheduler.comparison.measure.blocks import num_threads
 from mock_scheduler.comparison.walk.traces import compare_traces
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.reader import open_trace

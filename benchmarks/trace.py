@@ -39,7 +39,7 @@ from benchmarks.layouts.cases import Case, build_config
 from benchmarks.layouts.options import merge_changes
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe

@@ -20,11 +20,10 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import PROGRAM_KEY, ConfigSource
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.order_plan import OrderPlan
 

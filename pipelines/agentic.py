@@ -57,7 +57,7 @@ def run_entry(
 
     def load() -> PipelineConfig:
         # Imports typer, for which a session, whose runs come here without arguments, should not wait.
-        from mock_scheduler.config.arguments import parse_config_arguments
+        from mock_scheduler.config.loading import parse_config_arguments
 
         return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.config.base import Decides
+from mock_scheduler.config.base import Decides, Mode
 from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule
 from mock_scheduler.support.digests import JSON
-from pipelines.config.schema import Mode, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.weights import compute_initial_weights_digest
-from pipelines.rollout.scheduler import first_episode
+from pipelines.rollout.plan import first_episode
 
 # What may be the thing that is compared: layout, algorithm, optimizer, precision, kernels.
 _CHANGEABLE = Decides.TRAINING | Decides.BITS | Decides.ORDER | Decides.EXECUTION

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mock_scheduler.config.base import Decides
-from mock_scheduler.config.effects import effects_of
+from mock_scheduler.config.base import Decides, effects_of
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from pipelines.config.schema import PipelineConfig
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.megatron.order_plan import OrderPlan, limits, plan_order
+from mock_scheduler.megatron.layout import emulation_limits
+from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
 from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig
-from pipelines.config.clip_rule import load_clip_rule
-from pipelines.config.loading import build_loader
+from pipelines.config.loading import build_loader, load_clip_rule
 from pipelines.config.schema import PipelineConfig
 from pipelines.reductions import PipelineReductions, own_config
 
@@ -70,16 +70,16 @@ class PipelineProgram:
         return 2 * (model.num_layers * by_layer + vocabulary)
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:
-        """Says the limits of the run's own layout, as ``mock_scheduler.megatron.order_limits`` does."""
+        """Says the limits of the run's own layout, as ``mock_scheduler.megatron.layout`` does."""
         own = own_config(config)
-        return limits(own.parallel, own.model, own.training)
+        return emulation_limits(own.parallel, own.model, own.training)
 
     def plan_order(self, config: RunConfig) -> OrderPlan:
         """Plans the order, as ``mock_scheduler.megatron.order_plan`` does."""
         return plan_order(own_config(config))
 
     def load_clip_rule(self, config_path: Path) -> ClipRule:
-        """Reads the keys of the policy loss, as ``pipelines.config.clip_rule`` does."""
+        """Reads the keys of the policy loss, as ``pipelines.config.loading`` does."""
         return load_clip_rule(config_path)
 
 

@@ -21,8 +21,15 @@ from typing import Annotated
 import typer
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
-from mock_scheduler.config.arguments import ConfigName, ConfigPath, Overrides, with_one_spelling
-from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigSource
+from mock_scheduler.config.base import Mode
+from mock_scheduler.config.loading import (
+    DEFAULT_CONFIG_PATH,
+    ConfigName,
+    ConfigPath,
+    ConfigSource,
+    Overrides,
+    with_one_spelling,
+)
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
 from mock_scheduler.recording.contract import Contract
@@ -36,12 +43,12 @@ from mock_scheduler.support.files import save_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.text import count_of
 from pipelines.config.loading import load_source
-from pipelines.config.schema import Mode, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
 from pipelines.environments.replay import EpisodeComparison, EpisodeDifference, replay_episode
-from pipelines.environments.seeding import environment_seed, split_of
+from pipelines.environments.splits import environment_seed, split_of
 
 FORMAT_VERSION = 1
 

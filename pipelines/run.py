@@ -48,7 +48,8 @@ from pipelines.megatron.transformer_config import build_transformer_config, read
 from pipelines.observation import check_trace_ranks
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
-from pipelines.rollout.scheduler import AgenticRolloutScheduler, first_episode
+from pipelines.rollout.plan import first_episode
+from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
 from pipelines.training import build_training, checkpoint_settings
 

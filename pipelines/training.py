@@ -31,7 +31,7 @@ from pipelines.observation import StepObservation, record_operations
 from pipelines.tracking import Clock
 
 if TYPE_CHECKING:
-    from pipelines.remote.learner import RemoteLearner
+    from pipelines.remote import RemoteLearner
 
 
 class Training(Protocol):
@@ -149,7 +149,7 @@ class ServiceTraining:
     def build(self, resumed: RunState | None) -> None:
         """Greet the service; the configuration has refused to resume."""
         # Imports httpx, for which no other run should wait.
-        from pipelines.remote.learner import RemoteLearner
+        from pipelines.remote import RemoteLearner
 
         self._learner = RemoteLearner(self._config, self._tokenizer, url=self._url)
         self.layout = self._learner.service.layout

@@ -12,11 +12,10 @@ from pydantic import Field
 
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.base import ConfigSection, Decides, PositiveInt
-from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import ConfigForm, ConfigSource, build_loader
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.config.trace import TraceConfig
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.megatron.order_plan import OrderPlan
 from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig

@@ -15,9 +15,9 @@ from benchmarks.layouts.options import (
     split_options,
     values_options,
 )
-from mock_scheduler.config.layout import parse_layout
+from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
-from pipelines.config.schema import ParallelConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import LOSS_VALUES
 
 PRECISIONS = ("float32", "float64")

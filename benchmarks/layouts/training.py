@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks.layouts.cases import GROUP_SIZE, LONGEST_ROW, NUM_GROUPS, SEED, Case, build_config
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.support.text import count_of
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner

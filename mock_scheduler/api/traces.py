@@ -12,7 +12,7 @@ import torch
 
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.walk.traces import trace_level
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import TraceError
 from mock_scheduler.run_folder.inputs import find_trace

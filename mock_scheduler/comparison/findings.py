@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mock_scheduler.comparison.residuals import Residual, Side
-from mock_scheduler.config.trace import LedgerKind, TraceKind
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.replicas import SketchConflict
 

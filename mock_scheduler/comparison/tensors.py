@@ -13,7 +13,7 @@ from typing import Literal
 from mock_scheduler.comparison.findings import Finding, NotCompared, Note
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND
-from mock_scheduler.config.trace import TRACE_KINDS, LedgerKind, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 

@@ -12,14 +12,14 @@ CandidateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 class ToleranceConfig(ConfigSection):
-    """How far a candidate may be from the baseline and still be called ``rounding``, where a user states it.
+    """Bounds by a user: how far a candidate may be from the baseline and still be called ``rounding``.
 
-    A quantity without a stated bound is held to the measured noise, or to theory where none was measured.
+    A quantity without a stated bound is held to the measured noise, or to theory where no noise was measured.
 
     ``metric``: largest |a - b| / max(|a|, |b|, metric_floor) of a logged metric; ``metric_floor``: ``None`` is 0.
-    ``activation``: largest ||a - b|| / ||a|| of anything that the forward pass computes, from inputs to losses.
+    ``activation``: largest ||a - b|| / ||a|| of anything in the forward pass, from inputs to losses.
     ``gradient``: the same of a main gradient, an activation's gradient, the gradients' norm and the optimizer's state.
-    ``update``: largest ||d_a - d_b|| / ||d_a|| of the change d that one update made to a parameter, beyond rounding.
+    ``update``: largest ||d_a - d_b|| / ||d_a|| of the change d of a parameter by one update, beyond rounding.
     """
 
     metric: NonNegativeFloat | None = None
@@ -33,10 +33,10 @@ class CandidateConfig(ConfigSection):
     """One candidate of an alignment run, by its differences from the baseline.
 
     ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the place of the program's own
-    (``None``), for a change that is code: one that puts another kernel in, say, and then calls ``main`` of the
-    program's. ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
-    ``exact``: whether it must equal the reference to the last bit, in its own order of sums where that is emulated;
-    ``None``: exactly where its code is this one's and nothing but its layout differs, so that nothing else may round.
+    (``None``), for a change of code: it puts another kernel in, say, and then calls the program's ``main``.
+    ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
+    ``exact``: whether it must equal the reference to the last bit, in its own order of sums where this is emulated;
+    ``None``: exactly where its code is this one's and nothing but its layout differs, so nothing else may round.
     """
 
     name: CandidateName
@@ -59,12 +59,12 @@ class MatrixConfig(ConfigSection):
 
 
 class ProofsConfig(ConfigSection):
-    """The proofs that an alignment may spend runs on; each is tried only where a stronger one has not decided.
+    """The proofs for which an alignment may spend runs; each is tried only where no stronger one has decided.
 
-    ``emulate``: a reference in one process that adds in the candidate's order. ``num_perturbations``: runs whose
-    weights are perturbed by one unit roundoff, to measure the noise of every tensor; 0: none. ``referee``: both sides
-    again in float64, ``auto`` where the verdict is suspect or diverged. ``localise``: further runs that narrow a
-    divergence down to step, tensor and module. ``consequence``: the effect of a difference on clipping, KL and update.
+    ``emulate``: a reference in one process, adding in the candidate's order. ``num_perturbations``: runs with weights
+    perturbed by one unit roundoff, to measure the noise of every tensor; 0: none. ``referee``: both sides again in
+    float64, ``auto`` where the verdict is suspect or diverged. ``localise``: further runs to narrow a divergence down
+    to step, tensor and module. ``consequence``: the effect of a difference on clipping, KL and update.
     """
 
     emulate: bool = True
@@ -77,11 +77,11 @@ class ProofsConfig(ConfigSection):
 class AlignConfig(ConfigSection):
     """``mock-scheduler align``: the overrides of the baseline and of each candidate, and how they are judged.
 
-    ``tolerance``: bounds that the user states in the place of measured noise. ``share_processes``: candidates of one
-    world size run one after another in one process group. ``at_once``: groups of processes that may run at a time.
+    ``tolerance``: the user's bounds in the place of measured noise. ``share_processes``: candidates of one world size
+    run one after another in one process group. ``at_once``: how many groups of processes may run at a time.
     """
 
-    # What is done with runs: no run reads it.
+    # No run reads this section: it says how runs are made and judged.
     decides: ClassVar = Decides.LABEL
 
     output_dir: str | None = None

@@ -1,12 +1,19 @@
-"""What all configuration models share: the base of sections, the types of their fields, the facts that these state.
+"""All configuration models are made of this: the base of sections, types of fields, and the facts that fields state.
 
-Contract: importing this imports no torch.
+Contract: importing this imports no torch, and no key of any program is named here. The nearest statement about a key
+counts: a field's own, else its section's (``ConfigSection.decides``), else that of the field around the section.
+``Decides.VALIDATION`` of the field around a section is added to each.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Annotated, ClassVar, Literal
+from fnmatch import fnmatchcase
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -41,20 +48,20 @@ def _read_steps(value: object) -> StepRanges:
 
 
 Steps = Annotated[StepRanges, BeforeValidator(_read_steps), PlainSerializer(str, return_type=str)]
-"""A set of steps that is not empty, as ``StepRanges.parse`` reads it."""
+"""A set of at least one step, as ``StepRanges.parse`` reads it."""
 
 
 class Decides(Flag):
-    """Facts about a key: what follows from its value; each field states them, as ``Annotated[int, Decides.BITS]``.
+    """The consequences of a key's value; each field states its own, as ``Annotated[int, Decides.BITS]``.
 
-    Every rule about keys is made of these facts, at the place that needs the rule: the contract of a recording, that of
-    a training service, the settings of a checkpoint, the kind of a candidate's change, the fingerprint of a run.
+    Every rule about keys is made of these facts where it is needed: the contract of a recording or of a training
+    service, the settings of a checkpoint, the kind of a candidate's change, the fingerprint of a run.
     """
 
     NOTHING = 0
-    """No bit of a training on given rollouts: what is traced, recorded, saved or shown."""
+    """No bit of a training on given rollouts: tracing, recording, saving and showing."""
     ROLLOUTS = auto()
-    """The rollouts that are played: their tokens, rewards, number and order."""
+    """The played rollouts: their tokens, rewards, number and order."""
     TRAINING = auto()
     """The mathematics of training: policy, algorithm, optimizer and schedule, whatever computes them."""
     BITS = auto()
@@ -62,21 +69,21 @@ class Decides(Flag):
     ORDER = auto()
     """The order of sums alone."""
     EXECUTION = auto()
-    """How training is executed: what is computed twice, elsewhere or at another time. No bit of it moves."""
+    """How training is executed: twice, elsewhere or at another time. No bit of it moves."""
     STATE = auto()
-    """The tensors, seeded parts and counters that a checkpoint hands on: a run that goes on needs the same value."""
+    """The tensors, seeded parts and counters in a checkpoint: a resumed run needs the same value."""
     VALIDATION = auto()
-    """Validation alone; stated beside the other facts. Of a section it holds for every key inside."""
+    """Validation alone; stated beside the other facts. At a section it holds for every key inside."""
     OUTSIDE = auto()
-    """Something outside the configuration, of any effect; it is compared as it is found there, and not by the key."""
+    """Something outside the configuration, of any effect; it is compared as found there, and not by the key."""
     LABEL = auto()
-    """Only a name, or where something lies: neither a value nor a file's content follows from the text."""
+    """Only a name or a place: neither a value nor a file's content follows from the text."""
 
 
 class ConfigSection(BaseModel):
     """Base of all sections: unknown keys are errors, values are immutable once loaded.
 
-    ``decides``: the facts about each field that states none itself.
+    ``decides``: the facts about each field without any of its own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
@@ -84,10 +91,91 @@ class ConfigSection(BaseModel):
 
 
 def union_tag(name: str) -> str:
-    """Returns the tag of one section of several that a key may hold; pydantic puts it into an error's path."""
+    """Returns the tag of one of several sections that a key may hold; pydantic puts it into an error's path."""
     return f"<{name}>"
 
 
 def is_union_tag(part: str | int) -> bool:
-    """Says whether a part of an error's path is a tag, and no key that a user wrote."""
+    """Says whether a part of an error's path is a tag, and no key of the user's."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")
+
+
+_ANY = "*"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyEffects:
+    """The facts about each key of a schema.
+
+    ``by_key``: by dotted keys, in the order of the schema; ``*`` stands for a key of the user's choice, as in
+    ``custom_envs.*.max_steps``, and for the index of a list.
+    """
+
+    by_key: Mapping[str, Decides]
+
+    def of(self, key: str) -> Decides:
+        """Returns the facts about one dotted key; raises ``KeyError`` for a key outside the schema."""
+        if key in self.by_key:
+            return self.by_key[key]
+        found = [facts for pattern, facts in self.by_key.items() if _ANY in pattern and fnmatchcase(key, pattern)]
+        if not found:
+            raise KeyError(f"{key} is no key of this configuration")
+        return found[0]
+
+
+@functools.cache
+def effects_of(schema: type[ConfigSection]) -> KeyEffects:
+    """Reads the statements of a schema, through sections, optional ones, and lists, mappings and unions of them.
+
+    Raises:
+        TypeError: names every key without a statement, and every key of a union whose sections state two.
+    """
+    stated: dict[str, Decides] = {}
+    problems: list[str] = []
+    for key, facts in _walk(schema, None, ""):
+        if facts is None:
+            problems.append(f"{key} does not state what it decides: write Annotated[..., Decides.X] at its field")
+        elif stated.setdefault(key, facts) != facts:
+            problems.append(f"{key} states {stated[key]} in one section and {facts} in another; state one")
+    if problems:
+        raise TypeError(f"{schema.__name__}: {'; '.join(problems)}")
+    return KeyEffects(by_key=stated)
+
+
+def _walk(schema: type[ConfigSection], held: Decides | None, prefix: str) -> Iterator[tuple[str, Decides | None]]:
+    """Yields every key below a section with its facts; ``held``: the facts about the field around the section."""
+    for name, field in schema.model_fields.items():
+        own = next((item for item in field.metadata if isinstance(item, Decides)), schema.decides)
+        facts = held if own is None else own
+        if facts is not None and held is not None:
+            facts |= held & Decides.VALIDATION
+        yield from _walk_value(field.annotation, facts, f"{prefix}{name}")
+
+
+def _walk_value(annotation: Any, facts: Decides | None, key: str) -> Iterator[tuple[str, Decides | None]]:  # noqa: ANN401 - a type's expression
+    """Yields the keys made by a value of this type: its own unless it is always a section, and all keys inside."""
+    kinds = list(_alternatives(annotation))
+    sections = [kind for kind in kinds if _is_section(kind)]
+    if len(sections) < len(kinds):
+        yield key, facts
+    for section in sections:
+        yield from _walk(section, facts, f"{key}.")
+    for kind in kinds:
+        if get_origin(kind) in (dict, list):
+            yield from _walk_value(get_args(kind)[-1], facts, f"{key}.{_ANY}")
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:  # noqa: ANN401 - a type's expression
+    """Yields the types of a union, or the one type, bare of ``Annotated``."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for kind in get_args(annotation):
+            yield from _alternatives(kind)
+    else:
+        yield annotation
+
+
+def _is_section(kind: Any) -> bool:  # noqa: ANN401 - a type's expression
+    return isinstance(kind, type) and issubclass(kind, ConfigSection)

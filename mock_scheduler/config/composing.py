@@ -1,4 +1,4 @@
-"""A composer puts a configuration's YAML files and overrides together, by Hydra; whose schema they follow is given.
+"""A composer puts a configuration's YAML files and overrides together, by Hydra; the caller gives the schema.
 
 Contract: creates no folder, changes no working directory and configures no logging.
 """
@@ -41,8 +41,8 @@ class Composer:
     """One configuration under any overrides: ``{folder}/{name}.yaml``.
 
     ``traps``: the keys whose numbers are looked at where they are written. ``reads_once``: the files are read once for
-    all overrides that only set values, as the candidates of an alignment have them, with the result that Hydra gives.
-    All other overrides go through Hydra each time.
+    all overrides that only set values, such as an alignment's candidates, with the same result as by Hydra. All other
+    overrides go through Hydra each time.
     """
 
     def __init__(self, folder: Path, name: str, *, traps: NumberTraps, reads_once: bool = False) -> None:
@@ -69,7 +69,7 @@ class Composer:
 
     @cached_property
     def _bare(self) -> DictConfig | None:
-        """Without any override; ``None`` where that cannot be composed."""
+        """Composed without any override; ``None`` where this fails."""
         try:
             return self._ask_hydra([])[0]
         except ConfigError:
@@ -109,7 +109,7 @@ class Composer:
 def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[Override]:
     """Reads overrides in Hydra's grammar.
 
-    Raises ``ConfigError`` with all that cannot be read, or would start a sweep, where ``schema`` decides the advice.
+    Raises ``ConfigError`` with every override that cannot be read or would start a sweep; ``schema`` shapes the advice.
     """
     parsed, problems, nested = [], [], ""
     for text in overrides:
@@ -137,7 +137,7 @@ def _parse(text: str) -> Override:
 
 
 def _set_values(bare: DictConfig, overrides: Sequence[Override]) -> DictConfig | None:
-    """Merges values as Hydra merges ``++key=value`` (1.3); ``None`` where one cannot be, to let Hydra say why."""
+    """Merges values as Hydra merges ``++key=value`` (1.3); ``None`` where one cannot be merged: Hydra then says why."""
     composed = deepcopy(bare)
     try:
         for override in overrides:
@@ -150,7 +150,7 @@ def _set_values(bare: DictConfig, overrides: Sequence[Override]) -> DictConfig |
 def _describe_sweep(text: str, override: Override, schema: type[BaseModel]) -> str:
     """Says why an override with a comma is refused, and how its meaning is written.
 
-    A list is advised only where the schema does not say that the key takes none.
+    A list is advised unless the schema says otherwise of the key.
     """
     one_value = "is a sweep over several runs for Hydra, and this is one; give one value"
     key, _, value = text.partition("=")
@@ -169,7 +169,7 @@ def _describe_sweep(text: str, override: Override, schema: type[BaseModel]) -> s
 
 
 def _annotation(key: str, schema: type[BaseModel]) -> object:
-    """Returns the type that the schema gives to a dotted key; ``None`` where it gives none."""
+    """Returns the schema's type of a dotted key; ``None`` for an unknown key."""
     found: object = schema
     for name in key.split("."):
         models = [item for item in _members(found) if isinstance(item, type) and issubclass(item, BaseModel)]

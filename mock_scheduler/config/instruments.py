@@ -1,16 +1,102 @@
-"""A run is made part of a proof by the order in which it adds, by perturbed weights, or by grafted tensors.
+"""A run's instruments: the trace of its internals, the order in which it adds, perturbed weights and grafted tensors.
 
-Contract: importing this imports no torch. All three are off by default, and alignment sets them itself.
+Contract: importing this imports no torch. All are off by default; an alignment sets the last three itself, to make a
+run part of a proof.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeInt
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeInt, PositiveInt, Steps
 from mock_scheduler.config.layout import ParallelConfig
+
+TraceKind = Literal[
+    "initial",
+    "input",
+    "score",
+    "advantage",
+    "activation",
+    "router",
+    "logits",
+    "output",
+    "loss",
+    "activation_gradient",
+    "gradient",
+    "gradient_norm",
+    "optimizer",
+    "parameter",
+    "weight",
+]
+"""The kind of a traced tensor, in the order in which a step computes them; ``trace.entries.PHASES`` explains each."""
+
+LedgerKind = Literal["random", "collective"]
+"""A sequence of calls rather than a tensor: random draws, and collectives."""
+
+#: In the order in which a step computes them.
+TRACE_KINDS: tuple[TraceKind, ...] = get_args(TraceKind)
+LEDGER_KINDS: tuple[LedgerKind, ...] = get_args(LedgerKind)
+
+#: The kinds that an alignment judges; the default of ``trace.kinds``.
+DEFAULT_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")
+
+TraceLevel = Literal["off", "sketch", "full"]
+
+
+def _parse_kinds(value: object) -> object:
+    """``all`` is every kind of tensor and both ledgers."""
+    return [*TRACE_KINDS, *LEDGER_KINDS] if value == "all" else value
+
+
+class TraceConfig(ConfigSection):
+    """The training internals to write to ``{output_dir}/trace``, and how much of each.
+
+    ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, enough
+    for ``mock-scheduler compare`` to estimate how far two runs are apart.
+
+    ``kinds``: names of ``TraceKind`` and ``LedgerKind``, or ``all``. ``patterns``: globs of canonical names, as
+    ``decoder.layers.3.*``; a tensor is written where its name matches one of them and none of ``exclude``. Ledgers have
+    no names and follow ``kinds`` alone.
+
+    ``steps``: as in ``0-4, 7``; ``null`` is every step. Among them every ``dump_every_n_steps``-th step of the run is
+    written. ``ranks``: the writing global ranks; ``null`` is all.
+
+    ``sketch_buckets``: numbers in a sketch of one tensor; the error of its estimate falls with their square root.
+    ``part_bytes``: at this size a rank's file of a step is ended, and another begun. ``operations``: write digests of
+    every torch operation of a step, for ``mock-scheduler doctor``.
+    """
+
+    decides: ClassVar = Decides.NOTHING
+
+    level: TraceLevel = "off"
+    kinds: Annotated[list[TraceKind | LedgerKind], BeforeValidator(_parse_kinds)] = Field(default=[*DEFAULT_KINDS])
+    patterns: list[str] = Field(default=["*"])
+    exclude: list[str] = Field(default=[])
+    steps: Steps | None = None
+    dump_every_n_steps: PositiveInt = 1
+    ranks: list[NonNegativeInt] | None = None
+    sketch_buckets: Annotated[int, Field(ge=8, le=4096)] = 64
+    part_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30
+    operations: bool = False
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> TraceConfig:
+        for name, values in (("kinds", self.kinds), ("patterns", self.patterns), ("ranks", self.ranks)):
+            if values is not None and not values:
+                raise ValueError(f"{name} is empty, so nothing would be written; set level=off for that")
+            doubled = sorted({str(value) for value in values or () if list(values or ()).count(value) > 1})
+            if doubled:
+                raise ValueError(f"{name} has {', '.join(doubled)} more than once")
+        return self
+
+    def is_due(self, step: int) -> bool:
+        """Says whether anything is traced at a step."""
+        if self.level == "off" or step % self.dump_every_n_steps:
+            return False
+        return self.steps is None or step in self.steps
+
 
 #: u by precision: half the distance from 1 to the next larger number.
 UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -19,7 +105,7 @@ UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 class OrderConfig(ConfigSection):
     """The order in which sums are made.
 
-    ``emulate``: a layout whose order of sums one process follows, in matrix products, reductions and accumulators; the
+    ``emulate``: one process follows this layout's order in matrix products, reductions and accumulators; the
     computation stays the reference's own. ``ordered_reductions``: reductions over more than two ranks add the ranks'
     parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology.
     """
@@ -31,10 +117,10 @@ class OrderConfig(ConfigSection):
 
 
 class PerturbationConfig(ConfigSection):
-    """Weights moved by about one rounding, to measure how much a difference of that size becomes.
+    """Weights moved by about one rounding, to measure how far so small a difference grows.
 
-    Every weight w that a run begins with, initial or of its checkpoint, is w · (1 + unit_roundoffs · u · ξ), with
-    ξ ~ N(0, 1) drawn by ``seed`` and the canonical name, so that it is the same in every layout; u is 2^-24 in float32,
+    Every weight w at the start of a run, initial or of its checkpoint, is w · (1 + unit_roundoffs · u · ξ), with
+    ξ ~ N(0, 1) drawn by ``seed`` and the canonical name, so it is the same in every layout; u is 2^-24 in float32,
     2^-8 in bfloat16, 2^-53 in float64. The output of the embedding is moved likewise. ``seed``: ``None`` perturbs
     nothing.
     """
@@ -48,12 +134,12 @@ class PerturbationConfig(ConfigSection):
 class GraftConfig(ConfigSection):
     """A reference's tensors are put into a run, to tell the cause of a difference from a module that passes it on.
 
-    ``trace_dir``: a trace of level ``full`` that has them; ``None`` grafts nothing. ``names``: canonical names of
+    ``trace_dir``: a trace of level ``full`` with these tensors; ``None`` grafts nothing. ``names``: canonical names of
     module outputs. ``kind``: ``activation`` (in the forward pass) or ``activation_gradient`` (in the backward pass).
-    ``step``, ``update``: the only update in which it is done.
+    ``step``, ``update``: the one update with grafts.
     """
 
-    # What is put in is the same mathematics, computed elsewhere.
+    # A grafted tensor is the same mathematics, computed elsewhere.
     decides: ClassVar = Decides.BITS
 
     trace_dir: Annotated[str | None, Decides.BITS | Decides.LABEL] = None

@@ -1,6 +1,6 @@
 """The ``parallel`` section, whose degrees are named as in Megatron's arguments; importing this imports no torch.
 
-``mock_scheduler.megatron.layout`` has the rules that a layout must keep.
+``mock_scheduler.megatron.layout`` has the rules for layouts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SEQUENCE_PARALLEL = "sp"
 
 
 class ParallelConfig(ConfigSection):
-    """The layout: tp × pp × cp × dp processes, with experts over ep of the cp × dp (and tp) that are not pipeline.
+    """The layout: tp × pp × cp × dp processes, with experts over ep of the tp × cp × dp ranks of a pipeline stage.
 
     ``virtual_pipeline_model_parallel_size``: model chunks per stage, run by the interleaved schedule.
     ``overlap_p2p_comm``: how the interleaved schedule sends between stages; false is Megatron's default, batched.
-    ``allow_known_wrong``: names of rules by which the installed Megatron computes wrong values (``docs/layouts.md``);
-    a run that breaks one of these goes on with a warning, to show or to study it.
+    ``allow_known_wrong``: names of rules about wrong values of the installed Megatron (``docs/layouts.md``); a run that
+    breaks one of them goes on with a warning, to show or to study it.
     """
 
     decides: ClassVar = Decides.ORDER
@@ -56,7 +56,7 @@ class ParallelConfig(ConfigSection):
 
     @property
     def world_size(self) -> int:
-        """Number of processes that this layout needs."""
+        """The number of processes of this layout."""
         return (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
@@ -81,7 +81,7 @@ class ParallelConfig(ConfigSection):
         return " ".join([*parts, "sp"] if self.sequence_parallel else parts)
 
     def describe_degrees(self) -> str:
-        """Returns every degree with its key's value, 1 included, for messages about a layout that cannot be run."""
+        """Returns every degree with its value, 1 included, for messages that refuse a layout."""
         degrees = {
             "tp": self.tensor_model_parallel_size,
             "pp": self.pipeline_model_parallel_size,
@@ -103,8 +103,8 @@ class ParallelConfig(ConfigSection):
 def parse_layout(text: str) -> dict[str, int | bool | None]:
     """``tp2-sp-pp2`` as keys of the ``parallel`` section, every degree and ``sequence_parallel`` among them.
 
-    A degree that is not named is 1, of virtual stages ``None``. Raises ``LayoutError`` with every part that is none or
-    is there twice.
+    A degree without a name in the text is 1, of virtual stages ``None``. Raises ``LayoutError`` with every part that is
+    no degree or is there twice.
     """
     keys: dict[str, int | bool | None] = dict.fromkeys(LAYOUT_AXES.values(), 1)
     keys |= {LAYOUT_AXES["vpp"]: None, "sequence_parallel": False}

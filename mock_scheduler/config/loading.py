@@ -1,8 +1,10 @@
-"""Loading of a run's configuration: Hydra composes, OmegaConf resolves, and the schema of a program checks.
+"""Loads a run's configuration: Hydra composes, OmegaConf resolves, and the schema of a program checks.
+
+The command line of an entry is ``--config-name NAME --config-path DIR a.b=c ...``, in any order.
 
 Contract: imports no torch; creates no folder, changes no working directory and configures no logging; may be called
-any number of times in one process. Every failure is a ConfigError that lists all problems found at that stage:
-the files, then interpolations, then keys and values, then the combinations that the schema refuses.
+any number of times in one process. Every failure is a ConfigError with all problems of one stage: the files, then
+interpolations, then keys and values, then combinations that the schema refuses.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar
 
+import typer
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -24,13 +27,14 @@ from omegaconf.errors import (
 from pydantic import BaseModel, ValidationError
 
 from mock_scheduler.config.composing import Composer, parse_overrides
-from mock_scheduler.config.dialects.dialects import Resolved
+from mock_scheduler.config.dialects.reader import Resolved
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.arguments import parse_arguments
 
 DEFAULT_CONFIG_PATH = "configs"
-#: The top-level key by which a configuration names its program; a schema that has no such field never sees it.
+#: The top-level key by which a configuration names its program; a schema without this field never sees it.
 PROGRAM_KEY = "program"
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -45,7 +49,7 @@ class ConfigForm(Generic[ConfigT]):
     """The form of a program's configuration.
 
     ``schema``: the model that checks it. ``resolve``: turns sections of other frameworks into the schema's own.
-    ``traps``: keys whose numbers may have been meant as pairs of bounds.
+    ``traps``: keys with numbers that may have been meant as pairs of bounds.
     """
 
     schema: type[ConfigT]
@@ -62,7 +66,7 @@ class ConfigSource:
     overrides: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """Return the command line that ``arguments.parse_config_arguments`` reads back to this source."""
+        """Return the command line from which ``parse_config_arguments`` reads this source back."""
         return ["--config-path", self.config_path, "--config-name", self.config_name, *self.overrides]
 
 
@@ -78,9 +82,9 @@ def load_config(form: ConfigForm[ConfigT], source: ConfigSource) -> ConfigT:
     """Loads a configuration: its files and overrides composed, interpolations resolved, and the result checked.
 
     A plain override ``a.b=c`` sets any key of the schema, whether or not the YAML has it; where its key names a folder
-    under ``config_path`` it selects from that config group, as in Hydra. ``+``, ``++`` and ``~`` are Hydra's.
-    Integers in ``system_envs`` become strings. Numbers that were meant as pairs of bounds are refused where they are
-    written. Raises ``ConfigError``.
+    under ``config_path`` it selects from the config group there, as in Hydra. ``+``, ``++`` and ``~`` are Hydra's.
+    Integers in ``system_envs`` become strings. A number meant as a pair of bounds is refused where it is written.
+    Raises ``ConfigError``.
     """
     return build_loader(form, source.config_name, source.config_path, reads_once=False)(source.overrides)
 
@@ -88,9 +92,9 @@ def load_config(form: ConfigForm[ConfigT], source: ConfigSource) -> ConfigT:
 def build_loader(
     form: ConfigForm[ConfigT], config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool
 ) -> Callable[[Sequence[str]], ConfigT]:
-    """Builds a function that loads as ``load_config`` does, one configuration under any overrides.
+    """Builds a function to load one configuration under any overrides, as ``load_config`` does.
 
-    ``reads_once``: the files are read once for all of them, where they only set values.
+    ``reads_once``: the files are read once for all overrides that only set values.
     """
     folder, name = Path(config_path).absolute(), config_name.removesuffix(".yaml")
     composer = Composer(folder, name, traps=form.traps, reads_once=reads_once)
@@ -121,13 +125,13 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
 
 
 def dump_config(config: Dumped) -> str:
-    """Returns the whole configuration as YAML that loads back equal; the same text for equal configurations."""
+    """Returns the whole configuration as YAML, which loads back equal; the same text for equal configurations."""
     values = {key: _escape_interpolations(value) for key, value in config.model_dump(mode="json").items()}
     return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def _escape_interpolations(value: object) -> object:
-    """Escapes every ``${``: values were resolved already, so that one that is left must be loaded as text.
+    """Escapes every ``${``: values were resolved already, so a ``${`` still there must be loaded as text.
 
     OmegaConf halves the backslashes before a ``${`` (2.3), so the text's own are doubled.
     """
@@ -150,7 +154,7 @@ def _check_file_exists(folder: Path, name: str) -> None:
 
 
 def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:
-    """Yields every value that stays open: an interpolation that does not resolve, or ``???``."""
+    """Yields every open value: an unresolved interpolation, or ``???``."""
     for path, text in _texts(OmegaConf.to_container(composed, resolve=False), ""):
         if text == "???":
             yield path, f"has no value yet; give it as {path}=VALUE"
@@ -195,7 +199,7 @@ def _with_string_envs(values: object) -> dict[str, object]:
 
 
 def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
-    """From a dotted key to the override that gave it, if any."""
+    """Makes a function from a dotted key to the override that set it, if any."""
 
     def find(key: str) -> str | None:
         return next((override.input_line for override in overrides if _covers(override.key_or_group, key)), None)
@@ -206,3 +210,29 @@ def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
 def _covers(override_key: str, key: str) -> bool:
     """Says whether an override of one key set the other, at any depth."""
     return f"{override_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{override_key}.")
+
+
+ConfigName = Annotated[str, typer.Option("--config-name", help="file in it, without .yaml")]
+ConfigPath = Annotated[str, typer.Option("--config-path", help="folder of YAML files")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
+
+_ROLL_SPELLING = re.compile(r"^--config_(name|path)(?==|$)")
+
+
+def parse_config_arguments(arguments: Sequence[str], *, prog: str) -> ConfigSource:
+    """Read the source of a run's configuration; raises ``ConfigError`` for a missing name or an unknown option.
+
+    ``arguments``: without the program's name.
+    """
+    return parse_arguments(_read_source, with_one_spelling(arguments), prog=f"python -m {prog}")
+
+
+def with_one_spelling(arguments: Sequence[str]) -> list[str]:
+    """Spell ROLL's ``--config_name`` and ``--config_path`` as ours, so its users' commands go on working."""
+    return [_ROLL_SPELLING.sub(r"--config-\1", argument) for argument in arguments]
+
+
+def _read_source(
+    config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = DEFAULT_CONFIG_PATH
+) -> ConfigSource:
+    return ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))

@@ -1,10 +1,10 @@
-"""Plain scalars such as ``0.5_5``, which YAML reads as a number, are found where a user wrote them.
+"""Finds plain scalars like ``0.5_5``, numbers to YAML, where a user wrote them.
 
-YAML 1.1 allows ``_`` within numbers, so that a pair of bounds without quotes, ``0.5_5``, is 0.55, and ``5_10`` is 510.
-The loaded values show nothing of that, so the files and the command line are searched for the number.
+YAML 1.1 allows ``_`` within numbers, so an unquoted pair of bounds, ``0.5_5``, is 0.55, and ``5_10`` is 510. The
+loaded values show nothing of this, so the files and the command line are searched for the number.
 
-Contract: pure functions of texts; a file that cannot be read was refused before. Only keys that a program names are
-looked at: ``max_steps: 1_000`` is a number as it is meant.
+Contract: pure functions of texts; an unreadable file was refused before. Only the keys named by a program are looked
+at: ``max_steps: 1_000`` is a number as meant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceFile:
 class NumberTraps:
     """The keys at which a number may have been meant as a pair.
 
-    ``places``: sections and keys in which a pair of bounds may stand. ``pair_keys``: names of keys that take a pair;
+    ``places``: sections and keys in which a pair of bounds may stand. ``pair_keys``: names of keys for a pair; the
     other keys in these places take one number.
     """
 
@@ -96,7 +96,7 @@ def _names(override: Override, name: str) -> bool:
 
 
 def _search_overrides(overrides: Sequence[Override], name: str, number: int | float) -> tuple[str, str, str] | None:
-    """Text, reader and a quoted form where the last of the overrides that name the key gave it the number."""
+    """Returns text, reader and a quoted form where the last override of the key gave it the number."""
     line = overrides[-1].input_line or ""
     for text in _written(line, name):
         if _read_by_hydra(text) == number:
@@ -106,7 +106,7 @@ def _search_overrides(overrides: Sequence[Override], name: str, number: int | fl
 
 
 def _search_files(files: Sequence[SourceFile], name: str, number: int | float) -> tuple[str, str, str] | None:
-    """Returns the same of the last file, and in it the first line, that has the number at a key of this name."""
+    """Returns the same of the last file, and in it the first line, with the number at a key of this name."""
     for file in reversed(files):
         for index, line in enumerate(file.path.read_text(encoding="utf-8").splitlines()):
             for text in _written(line, name):
@@ -116,7 +116,7 @@ def _search_files(files: Sequence[SourceFile], name: str, number: int | float) -
 
 
 def _written(line: str, name: str) -> Iterator[str]:
-    """Yields the unquoted values with ``_`` that a line gives to keys of a name; a comment gives none."""
+    """Yields a line's unquoted values with ``_`` at keys of a name; a comment gives none."""
     for match in re.finditer(rf"(?<!\w){re.escape(name)}['\"]?\s*(?=[:=])", line.partition(" #")[0]):
         value = _VALUE.match(line, match.end())
         if value is not None:

@@ -1,7 +1,7 @@
-"""Problems of a configuration, key by key, in words that a user can act on.
+"""Says a configuration's problems key by key, with the remedy of each.
 
 Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one. A
-validator of a whole section raises its problems with ``raise_keyed``, so that each is shown at its own key.
+validator of a whole section raises its problems with ``raise_keyed``, so each is shown at its own key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KeyedError(ValueError):
 
 @contextmanager
 def collecting(problems: list[Problem]) -> Iterator[None]:
-    """Add a ``KeyedError`` of the block to ``problems``, and go on after the block."""
+    """Adds a ``KeyedError`` of the block to ``problems``, and goes on after the block."""
     try:
         yield
     except KeyedError as error:
@@ -47,7 +47,7 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
 
 
 def raise_keyed(title: str, problems: Sequence[Problem], values: Mapping[str, object]) -> NoReturn:
-    """Raise pydantic's ``ValidationError`` with one entry per problem, to be called in a validator of the section.
+    """Raises pydantic's ``ValidationError`` with one entry per problem; for validators of a section.
 
     title: the model's name. values: the section's, for pydantic's own messages.
     """
@@ -62,7 +62,7 @@ def raise_keyed(title: str, problems: Sequence[Problem], values: Mapping[str, ob
 def raise_problems(
     origin: str, problems: Sequence[Problem], *, source_of: Callable[[str], str | None] = lambda key: None
 ) -> NoReturn:
-    """Raise the ConfigError that lists them all; ``source_of`` a key: the override that gave it, if any."""
+    """Raises the ``ConfigError`` with all of them; ``source_of``: from a key to the override that set it, if any."""
     lines = [f"{origin} has {count_of(len(problems), 'problem')}:"]
     for key, text in problems:
         given = source_of(key) if key else None
@@ -72,7 +72,7 @@ def raise_problems(
 
 
 def validation_problems(error: ValidationError, model: type[BaseModel], *, section: str = "") -> list[Problem]:
-    """Returns every problem that pydantic found; ``section``: the dotted key at which ``model`` stands."""
+    """Returns every problem found by pydantic; ``section``: the dotted key at which ``model`` stands."""
     return [_describe(details, model, section) for details in error.errors(include_url=False)]
 
 
@@ -111,7 +111,7 @@ def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) 
 
 
 def _nearest_key(path: _KeyPath, model: type[BaseModel], section: str) -> str | None:
-    """Finds the whole key that may be meant: of this name in a section below or at the top level, else a close one."""
+    """Finds the whole key that a user may mean: of this name in a section below or at the top, else a close one."""
     name, known = str(path[-1]), sorted(_section_fields(path[:-1], model))
     prefix = tuple(filter(None, (section, _dotted("", path[:-1]))))
     below = {field: (*prefix, outer, field) for outer in known for field in _section_fields((*path[:-1], outer), model)}
@@ -146,7 +146,7 @@ def _annotation_at(path: _KeyPath, model: type[BaseModel]) -> object:
 
 
 def _member_of_union(annotation: object, tag: str) -> object:
-    """Returns the section of a union that bears the tag."""
+    """Returns the section of a union with the tag."""
     tagged = {item.tag: get_args(member)[0] for member in get_args(annotation) for item in get_args(member)[1:]}
     return tagged[tag]
 

@@ -1,7 +1,7 @@
 """The section ``rollout_mock`` says where requests are played, recorded or replayed, and when a run refuses to go on.
 
 Contract: importing this module imports no torch. The keys ``enable``, ``mode`` and ``dump_dir`` are ROLL's (v0.2). A
-combination that cannot mean anything is refused here, whether the section is enabled or not.
+meaningless combination is refused here, whether the section is enabled or not.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class ScheduleEntry(ConfigSection):
 
 
 class RetentionConfig(ConfigSection):
-    """The recorded steps that stay. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
+    """The recorded steps to keep. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
 
-    A step is removed only where it lies before a saved checkpoint from which all later ones can be replayed: so at
-    least ``keep_last`` steps stay, and more where no checkpoint allows the cut.
+    A step is removed only before a saved checkpoint from which all later steps can be replayed: so at least
+    ``keep_last`` steps stay, and more where no checkpoint allows the cut.
     """
 
     keep_last: PositiveInt | None = None
@@ -64,14 +64,14 @@ class RolloutMockConfig(ConfigSection):
 
     ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else real
     and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to a
-    request decides its mode, else ``mode`` does. ``steps``, ``every``: of the steps played in dump and cache, record
-    the ones in ``steps`` (None: all) that ``every`` divides. ``dump_dir``: a folder, in which ``~`` is expanded, or an
-    fsspec URL such as ``s3://bucket/path``. ``missing_step``: mock refuses a step that is not recorded, or takes in its
-    place (``repeat``) the nearest earlier, else later one, or (``repeat_last``) the last one. ``origin``: the foreign
-    section this was made from, if any.
+    request decides its mode, else ``mode`` does. ``steps``, ``every``: record only the played steps that are in
+    ``steps`` (None: all) and divisible by ``every``. ``dump_dir``: a folder, in which ``~`` is expanded, or an fsspec
+    URL, as ``s3://bucket/path``. ``missing_step``: for a step missing from the recording, mock refuses, or takes
+    (``repeat``) the nearest earlier step, else a later one, or (``repeat_last``) the last step. ``origin``: the foreign
+    section from which this was made, if any.
     """
 
-    # It says where rollouts come from; the recording's contract sees to it that they are the same.
+    # The section says where rollouts come from; the recording's contract sees to it that they are the same.
     decides: ClassVar = Decides.NOTHING
 
     enable: bool = False
@@ -99,7 +99,7 @@ class RolloutMockConfig(ConfigSection):
 
     @property
     def modes_in_use(self) -> frozenset[RolloutMode]:
-        """Every mode that a request may be answered in."""
+        """Every mode in which a request may be answered."""
         return frozenset({self.effective_mode, *(entry.mode for entry in self.schedule if self.enable)})
 
     def mode_of(self, *, step: int, kind: Mode, scheduler_id: str) -> RolloutMode:
@@ -109,7 +109,7 @@ class RolloutMockConfig(ConfigSection):
         return next(applying, self.effective_mode)
 
     def records_step(self, step: int) -> bool:
-        """Says whether a step that dump or cache plays is written."""
+        """Says whether a step played by dump or cache is written."""
         return step % self.every == 0 and (self.steps is None or step in self.steps)
 
     @field_validator("dump_dir")
@@ -145,7 +145,7 @@ def normalize_location(location: str) -> str:
 
 
 def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
-    """Returns every combination of the section's own keys that cannot mean anything; empty where there is none."""
+    """Returns every meaningless combination of the section's own keys; empty where there is none."""
     modes = {entry.mode for entry in config.schedule}
     problems = unreachable_entries(config.schedule)
     deciders = _deciders_of_all(ScheduleEntry(mode=config.mode), config.schedule)
@@ -171,7 +171,7 @@ def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
 
 
 def unreachable_entries(schedule: Sequence[ScheduleEntry]) -> list[str]:
-    """Returns a line for each entry that can never decide a mode, since earlier ones decide all that it applies to."""
+    """Returns a line for each entry without effect: earlier entries decide every request to which it applies."""
     problems = []
     for index, entry in enumerate(schedule):
         deciders = _deciders_of_all(entry, schedule[:index])
@@ -189,7 +189,7 @@ def _describe_deciders(schedule: Sequence[ScheduleEntry], numbers: Sequence[int]
 
 
 def _deciders_of_all(entry: ScheduleEntry, earlier: Sequence[ScheduleEntry]) -> list[int] | None:
-    """Indices of the earlier entries that together decide all that ``entry`` applies to; else None."""
+    """Returns the earlier entries that together decide every request of ``entry``, by index; else ``None``."""
     # None stands for every scheduler that no entry names.
     named = sorted({name for one in [*earlier, entry] for name in one.schedulers or ()})
     requests = [(kind, scheduler) for kind in KINDS for scheduler in [*named, None]]
@@ -208,7 +208,7 @@ def _concerns(entry: ScheduleEntry, kind: Mode, scheduler: str | None) -> bool:
 def _deciders(
     entry: ScheduleEntry, earlier: Sequence[ScheduleEntry], kind: Mode, scheduler: str | None
 ) -> list[int] | None:
-    """Indices of the earlier entries that together decide all steps of ``entry`` for these requests; else None."""
+    """Returns the earlier entries that together decide all steps of ``entry`` for one kind and scheduler; else None."""
     indices = [index for index, other in enumerate(earlier) if _concerns(other, kind, scheduler)]
     union = StepRanges.parse([earlier[index].steps for index in indices])
     return indices if entry.steps.is_within(union) else None

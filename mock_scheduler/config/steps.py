@@ -56,7 +56,7 @@ class StepRanges:
 
 
 def _covers(outer: tuple[int, int | None], inner: tuple[int, int | None]) -> bool:
-    """Says whether one range holds another whole; ranges of a set are never adjacent, so no two need to share one."""
+    """Says whether one range holds another whole; ranges of a set are never adjacent, so one alone must hold it."""
     return outer[0] <= inner[0] and (outer[1] is None or (inner[1] is not None and inner[1] <= outer[1]))
 
 

@@ -1,5 +1,5 @@
-"""Repeatable runs: the settings, when they are applied, their read-back and agreement across ranks.
+"""Settings make a run repeatable: their table, their application in time, their read-back and agreement across ranks.
 
-``settings``, ``environment`` and ``operations`` import no torch, since they run before it or without it; ``probes``,
-``guard``, ``agreement`` and ``operations.recorder`` do.
+``settings``, ``environment``, ``agreement_rounds`` and ``operations.log`` import no torch, since they run before it or
+without it; ``probes``, ``guard``, ``agreement`` and ``operations.recorder`` do.
 """

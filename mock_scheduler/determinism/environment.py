@@ -1,4 +1,4 @@
-"""The environment of a run: the launchers' exports, whether it is complete, and whether it comes in time.
+"""The environment of a run: launchers export it, and it must be complete and come in time.
 
 Contract: imports no torch. ``apply_system_envs`` must be called by an entry module before it imports torch,
 transformer_engine or megatron, and changes nothing where it raises.
@@ -28,10 +28,10 @@ _LAUNCHED_WITH = Path("/proc/self/environ")
 
 
 def launch_environment(system_envs: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables a launcher exports to every process.
+    """Returns the variables that a launcher exports to every process.
 
-    These are ``system_envs`` and, under ``DETERMINISTIC_MODE=1``, the table's exported settings they leave open:
-    ``PYTHONHASHSEED=0``, ``OMP_NUM_THREADS=1``, ``MKL_NUM_THREADS=1`` and ``NCCL_NVLS_ENABLE=0``.
+    Besides ``system_envs`` they are, under ``DETERMINISTIC_MODE=1``, the table's exported settings:
+    ``PYTHONHASHSEED=0``, ``OMP_NUM_THREADS=1``, ``MKL_NUM_THREADS=1`` and ``NCCL_NVLS_ENABLE=0``; ``system_envs`` win.
     """
     exported = {
         setting.name: setting.recommended
@@ -42,12 +42,12 @@ def launch_environment(system_envs: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_settings(system_envs: Mapping[str, str]) -> None:
-    """Checks the settings of a deterministic run.
+    """Refuses ``system_envs`` that do not make a deterministic run.
 
     Raises:
         DeterminismError: ``DETERMINISTIC_MODE`` is neither 0 nor 1; or it is 1 and a required setting is missing, a
-            setting of the table has a value without repeatable runs, or two settings contradict each other. Lists all,
-            with the YAML lines to write.
+            setting has a value that is not repeatable, or two contradict each other. Lists all, with the YAML lines to
+            write.
     """
     if system_envs.get(DETERMINISTIC_MODE, "0") == "0":
         return
@@ -70,7 +70,7 @@ def _settings_message(problems: list[str], lines: list[str]) -> str:
 
 
 def find_contradictions(system_envs: Mapping[str, str]) -> list[str]:
-    """Finds pairs of settings, one keeping the other from taking effect, each with the change to make."""
+    """Finds settings that keep each other from taking effect, each with its remedy."""
     problems = []
     has_collnet = "Collnet" in system_envs.get("NCCL_ALGO", "")
     collnet = system_envs.get("NCCL_COLLNET_ENABLE")
@@ -95,10 +95,10 @@ def find_contradictions(system_envs: Mapping[str, str]) -> list[str]:
 
 
 def read_launched_with(path: Path = _LAUNCHED_WITH) -> dict[str, str] | None:
-    """Returns the environment this process was started with; ``None`` where the system does not keep it.
+    """Reads the environment at this process's start, or ``None`` where the system does not keep it.
 
-    ``None`` too where the program overwrote it, as programs do to change their title in the list of processes. Source:
-    proc(5), /proc/pid/environ.
+    ``None`` too where the program overwrote it, as programs do to change their title in the list of processes.
+    Source: proc(5), /proc/pid/environ.
     """
     try:
         content = path.read_bytes()
@@ -120,14 +120,14 @@ def apply_system_envs(
     """Exports ``launch_environment(system_envs)`` into this process.
 
     Args:
-        system_envs: As configured.
+        system_envs: The configuration's.
         environ: ``os.environ``.
         modules: ``sys.modules``, which tells the imported libraries.
-        launched_with: ``read_launched_with()``; ``None``: not known, and ``environ`` is taken to be so since the start.
+        launched_with: ``read_launched_with()``; ``None`` where not known: ``environ`` is then taken to be unchanged.
 
     Raises:
-        DeterminismError: A value would change after its reader has read it, or was changed in this process and may have
-            been read before. Lists all.
+        DeterminismError: A value would change after its reader has read it, or was changed in this process and may
+            have been read before. Lists all.
     """
     wanted = launch_environment(system_envs)
     changes = {name: value for name, value in wanted.items() if environ.get(name) != value}
@@ -154,7 +154,7 @@ def apply_system_envs(
 def find_late_changes(
     settings: list[Setting], *, environ: Mapping[str, str], launched_with: Mapping[str, str]
 ) -> list[str]:
-    """Returns one line for each of ``settings`` whose value is not the one at the start of the process."""
+    """Writes one line for each of ``settings`` whose value has changed since the process started."""
     return [
         f"{setting.name} was {_found(launched_with, setting.name)} when the process started and is "
         f"{_found(environ, setting.name)} now, and is read by {setting.reader} {setting.read_at}"
@@ -164,12 +164,9 @@ def find_late_changes(
 
 
 def check_unchanged(at_start: Mapping[str, str], at_end: Mapping[str, str]) -> None:
-    """Checks that ``read_back`` gives the same at the end of a run as at its start.
+    """Raises ``DeterminismError`` with every value of ``read_back`` that changed during a run.
 
     A library imported meanwhile may appear in place of ``not imported``.
-
-    Raises:
-        DeterminismError: Lists all values that changed.
     """
     changed = [
         f"{name} was {at_start.get(name, 'absent')} at the start and is {at_end.get(name, 'absent')} at the end"

@@ -1,8 +1,8 @@
-"""Deterministic mode in torch: switches it on, reads back its effect, refuses settings without effect.
+"""Switches torch's deterministic mode on, reads the values in effect back, and refuses settings without effect.
 
 Order: ``apply_deterministic_mode`` before any model is built (TransformerEngine and Megatron read the switch in their
-constructors), then ``read_back`` and ``check_took_effect`` on every rank, and once more after training, since libraries
-may change flags behind our back. None of them communicates.
+constructors), then ``read_back`` and ``check_took_effect`` on every rank, and once more after training, since
+libraries may change flags meanwhile. None of them communicates.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ UNSET = "unset"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """A flag showing whether an environment variable took effect.
+    """A flag that shows whether an environment variable took effect.
 
-    Args:
-        expected: The flag's value for the variable's, or ``None`` where nothing follows.
-        always: Also outside deterministic mode.
+    ``expected``: from the variable's value to the flag's, or ``None`` where nothing follows. ``always``: also outside
+    deterministic mode.
     """
 
     variable: str
@@ -64,14 +63,12 @@ PROOFS: tuple[Proof, ...] = (
 
 
 def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
-    """Makes torch deterministic where ``DETERMINISTIC_MODE`` is ``1``, and fixes its threads to ``OMP_NUM_THREADS``.
+    """Fixes torch's number of threads to ``OMP_NUM_THREADS``; under ``DETERMINISTIC_MODE=1`` makes torch repeatable.
 
-    It makes cuDNN deterministic, stops its auto-tuning and lets torch refuse operations without a deterministic
-    implementation. Precision stays as it is: TF32 and reduced-precision sums are repeatable, and are read back. Must
-    run before a model is built. Source: ROLL, rollout dump mock guide, "DETERMINISTIC_MODE Effects".
-
-    Raises:
-        DeterminismError: ``OMP_NUM_THREADS`` is no positive number.
+    cuDNN becomes deterministic and tunes nothing, and torch refuses operations without a deterministic implementation.
+    Precision stays as it is: TF32 and reduced-precision sums are repeatable, and are read back. Must run before a model
+    is built. Raises ``DeterminismError`` where ``OMP_NUM_THREADS`` is no positive number.
+    Source: ROLL, rollout dump mock guide, "DETERMINISTIC_MODE Effects".
     """
     threads = environ.get("OMP_NUM_THREADS")
     if threads is not None:
@@ -85,17 +82,17 @@ def apply_deterministic_mode(environ: Mapping[str, str]) -> None:
 
 
 def read_back(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads the values in effect in this process all ranks must share, all as text, sorted by key.
+    """Reads the values in effect in this process, all as text, sorted by key; all ranks must share them.
 
-    Environment settings under their own name (``unset`` where absent), flags as ``torch.*``, ``python.*`` and so on,
-    and ``version.*``. Settings of one node, and of its log, are in ``read_node_values``.
+    Environment settings are under their own name (``unset`` where absent), flags under ``torch.*``, ``python.*`` and so
+    on, versions under ``version.*``. ``read_node_values`` has the settings of one node.
     """
     values = {name: environ.get(name, UNSET) for name in recorded_names(environ) if not _is_per_node(name)}
     return dict(sorted({**values, **read_flags(environ)}.items()))
 
 
 def read_node_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads the values in effect on this node alone: devices, caches, logs; only those set. Sorted."""
+    """Reads the values that may differ between nodes: devices, caches, logs; only the ones that are set. Sorted."""
     values = {name: environ[name] for name in recorded_names(environ) if _is_per_node(name) and name in environ}
     return dict(sorted({**values, **read_node_flags(environ)}.items()))
 
@@ -106,12 +103,9 @@ def _is_per_node(name: str) -> bool:
 
 
 def check_took_effect(values: Mapping[str, str], *, deterministic: bool) -> None:
-    """Checks that each setting of ``read_back`` is in effect.
+    """Raises ``DeterminismError`` with each setting of ``read_back`` that has no effect.
 
     Threads and CPU kernels are checked always; the table's allowed values only where ``deterministic``.
-
-    Raises:
-        DeterminismError: Lists each setting without effect.
     """
     problems = _flag_problems(values) if deterministic else []
     problems += _proof_problems(values, deterministic=deterministic)
@@ -144,11 +138,11 @@ def _environment_problems(values: Mapping[str, str]) -> list[str]:
 
 
 def is_repeatability_setting(name: str) -> bool:
-    """Whether a name of ``read_back`` must be the same where a run is recorded and where it is replayed.
+    """Says whether a name of ``read_back`` must have one value in a recording run and in its replays.
 
-    Only repeatability counts: the settings with allowed values in the table, number of threads and hash seed among
-    them, and the flags of torch and Python following from them. All else selects kernels, algorithms or versions, which
-    may be under comparison.
+    True only of the settings that make runs repeatable: the ones with certain allowed values, number of threads and
+    hash seed among them, and flags of torch and Python that follow from them. All others select kernels, algorithms or
+    versions, and may be the very subject of a comparison.
     """
     setting = find_setting(name)
     return setting is not None and setting.between_runs is Between.MUST_MATCH

@@ -1,7 +1,8 @@
-"""Reads back every flag and version of the settings table in this process.
+"""Probes read every flag and version of the settings table back in this process.
 
-Contract: a probe takes the environment and returns the value in effect; ``None`` for none here. Probes draw from no
-global random generator, change no state and communicate with nobody. They import nothing: ``not imported``.
+Contract: a probe takes the environment and returns the value in effect; ``None``: there is none here. Probes draw from
+no global random generator, change no state and communicate with nobody. They import no library of their own accord: a
+library that the program has not imported is ``not imported``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.utils.deterministic
 
-from mock_scheduler.determinism.settings.versions import APEX_MODULES, PACKAGES
+from mock_scheduler.determinism.settings.machine import APEX_MODULES, PACKAGES
 from mock_scheduler.support.packages import read_package_version
 
 NOT_IMPORTED = "not imported"
@@ -27,7 +28,7 @@ _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
 def read_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads every flag and version of the table for all ranks to agree on, as text; ``absent`` where there is none."""
+    """Reads every flag and version on which ranks must agree, as text; ``absent`` where there is none."""
     return _read(PROBES, environ)
 
 
@@ -42,20 +43,20 @@ def _read(probes: Mapping[str, Probe], environ: Mapping[str, str]) -> dict[str, 
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the installed packages of the table, by plain name (``megatron-core``), and ``cudnn`` where it is."""
+    """Reads the versions of installed packages of the table by plain name (``megatron-core``), ``cudnn`` among them."""
     found = {name.removeprefix("version."): read_package_version(*names) for name, names in PACKAGES.items()}
     found["cudnn"] = _cudnn_version()
     return {name: value for name, value in found.items() if value is not None}
 
 
 def gpu_capability(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Returns the compute capability of this rank's GPU, or ``None`` on the CPU."""
+    """Reads the compute capability of this rank's GPU; ``None`` on the CPU."""
     properties = _gpu(environ)
     return None if properties is None else (properties.major, properties.minor)
 
 
 def _cudnn_version() -> str | None:
-    """Writes cuDNN's 91801 as ``9.18.1`` (since version 9: major 10000, minor 100)."""
+    """``9.18.1`` of cuDNN's 91801 (since version 9: major 10000, minor 100)."""
     number: int | None = torch.backends.cudnn.version()
     if number is None:
         return None
@@ -64,7 +65,7 @@ def _cudnn_version() -> str | None:
 
 
 def _string_hash(environ: Mapping[str, str]) -> object:
-    """Returns a hash only where the seed is fixed: otherwise it differs in every process by design."""
+    """Hashes a text where the seed is fixed: otherwise it differs in every process by design."""
     return hash("mock_scheduler") if environ.get("PYTHONHASHSEED", "").isdecimal() else "random"
 
 
@@ -79,10 +80,10 @@ def _legacy_precision(read: Callable[[], object]) -> Probe:
 
 
 def _optional(module: object, *names: str) -> object:
-    """Returns ``module.a.b``; ``None`` where this version of the library has no such name.
+    """Reads ``module.a.b``; ``None`` where this version of the library has no name like it.
 
-    Not every supported version has all names: ``fp32_precision`` came with torch 2.9, ``allow_fp16_accumulation`` with
-    2.7.
+    For names missing from some supported versions: ``fp32_precision`` came with torch 2.9, ``allow_fp16_accumulation``
+    with 2.7.
     """
     for name in names:
         if not hasattr(module, name):
@@ -126,16 +127,16 @@ def _fills_uninitialized_memory(environ: Mapping[str, str]) -> object:
 
 
 def _plain_name(member: object) -> str:
-    """Returns ``Cublas`` for ``_BlasBackend.Cublas``."""
+    """``Cublas`` of ``_BlasBackend.Cublas``."""
     return str(member).rpartition(".")[2]
 
 
 def _cpu_probe(environ: Mapping[str, str]) -> str:
-    """Returns a digest of a few operations on fixed inputs, on one thread.
+    """Digests the results of a few operations on fixed inputs, on one thread.
 
-    Measured: ``ATEN_CPU_CAPABILITY`` changes randn and softmax, ``ONEDNN_MAX_CPU_ISA`` the bfloat16 product. On two
-    threads exp was not the same in one process of five, which the number of threads is there to say.
+    Measured: ``ATEN_CPU_CAPABILITY`` changes randn and softmax, ``ONEDNN_MAX_CPU_ISA`` the bfloat16 product.
     """
+    # On two threads exp differed in one process of five; the flag torch.num_threads covers the threads.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -163,7 +164,7 @@ def _digest_of_operations() -> str:
 
 
 def _gpu(environ: Mapping[str, str]) -> torch._C._CudaDeviceProperties | None:
-    """Returns properties of this rank's GPU, by ``LOCAL_RANK``; ``None`` without CUDA, or without a GPU of its own."""
+    """Reads properties of this rank's GPU, by ``LOCAL_RANK``; ``None`` without CUDA, or without a GPU of its own."""
     index = int(environ.get("LOCAL_RANK", "0"))
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None

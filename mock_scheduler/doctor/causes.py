@@ -1,7 +1,7 @@
-"""Settings with a bearing on an operation that was not repeatable, and whether they were in effect.
+"""Finds the settings that bear on an operation that was not repeatable, and whether they were in effect.
 
 Contract: imports no torch. A table leads from operators and devices to rows of ``settings.SETTINGS``, with their
-required values and reasons; it is combined with the values both runs read back.
+required values and reasons; these are compared with the values that both runs read back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NCCL = (
     *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_BUFFSIZE"),
 )
 _CPU_KERNELS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
-# Settings that mean nothing where what reads them is absent: beginning of the name -> what must be there.
+# Settings mean nothing where their reader is absent: beginning of the name -> the version that must be there.
 _READERS = {
     "NVTE_": "version.transformer-engine",
     "transformer_engine.": "version.transformer-engine",
@@ -44,13 +44,10 @@ _READERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """Settings with a bearing on some operators.
+    """The settings that bear on some operators.
 
-    Args:
-        operators: A regular expression for the whole name.
-        device: ``None`` for any.
-        why: The reason, for the verdict.
-        settings: Names of the settings table, the likeliest first.
+    ``operators``: a regular expression for the whole name. ``device``: ``None`` for any. ``settings``: names of the
+    settings table, the likeliest first.
     """
 
     operators: str
@@ -59,8 +56,8 @@ class Rule:
     settings: tuple[str, ...] = ()
 
 
-# The first that fits counts. Sources: torch.use_deterministic_algorithms (torch 2.13) for the list of CUDA operations;
-# the cuBLAS, NCCL and cuDNN rows of the settings table for the rest.
+# The first fitting rule counts, so general ones come last. Sources: torch.use_deterministic_algorithms (torch 2.13) for
+# the list of CUDA operations; the cuBLAS, NCCL and cuDNN rows of the settings table for the rest.
 RULES: tuple[Rule, ...] = (
     Rule(
         operators=r"aten\.(rand|randn|randint|randperm|normal|bernoulli|multinomial|uniform|exponential|geometric"
@@ -149,7 +146,7 @@ _NOT_DISPATCHED = Rule(
 
 
 class State(StrEnum):
-    """The state of a setting in both runs."""
+    """The state of a setting in both runs, the likeliest cause first."""
 
     DIFFERS = "differs between the two runs"
     NOT_AS_REQUIRED = "is not as required"
@@ -160,7 +157,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingFound:
-    """One setting with a bearing on the difference, as both runs read it back."""
+    """One setting with its values in both runs."""
 
     name: str
     state: State
@@ -179,13 +176,7 @@ class SettingFound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """The reason for a difference.
-
-    Args:
-        why: In words.
-        settings: With a bearing on it, settings to blame first.
-        others: Unequal in the two runs besides.
-    """
+    """The reason of a difference. ``settings``: all bearing on it, blamed ones first; ``others``: differing besides."""
 
     why: str
     settings: tuple[SettingFound, ...]
@@ -193,7 +184,7 @@ class Cause:
 
     @property
     def responsible(self) -> tuple[SettingFound, ...]:
-        """The settings to blame: unequal ones first, then ones not as required; may be empty."""
+        """The settings to blame: first differing ones, then ones not as required; may be empty."""
         return tuple(
             setting
             for state in (State.DIFFERS, State.NOT_AS_REQUIRED)
@@ -216,7 +207,7 @@ class Cause:
 
 
 def find_rule(difference: Difference) -> Rule:
-    """Finds the row of the table for a difference."""
+    """Finds the rule for a difference."""
     match difference.kind:
         case DifferenceKind.OTHER_PATH | DifferenceKind.OTHER_TENSOR | DifferenceKind.ENDED_EARLIER:
             return _OTHER_PATH
@@ -233,7 +224,7 @@ def find_rule(difference: Difference) -> Rule:
 
 
 def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping[str, str]) -> Cause:
-    """Finds the settings to blame for a difference, from the values both runs read back."""
+    """Explains a difference by the settings that both runs read back."""
     rule = find_rule(difference)
     found = [_look_up(name, first, second) for name in rule.settings]
     order = list(State)
@@ -246,7 +237,7 @@ def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping
 
 
 def _without(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Leaves out random hashes, which differ in every process; they explain nothing where the path is the same."""
+    # Random hashes differ in every process; they explain nothing where the path is the same.
     return [name for name in names if name not in set(known)]
 
 

@@ -1,9 +1,7 @@
-"""Finds where two runs of the same step first differ, from their operation logs: a pure comparison.
+"""Compares the operation logs of two runs of the same step, to find their first difference.
 
-Contract: reads operation logs, imports no torch. Within a rank (and there within a lane) records are compared in order;
-the first unequal one is the rank's difference, and its consequences are not looked at. Where another rank fed a
-communication with other bits, a rank whose first difference is this communication only received it, and is not the
-origin.
+Contract: pure; imports no torch. Within a rank (and there within a lane) records are compared in order, and the first
+differing one is the rank's difference; nothing after it is looked at. ``differences.find_origin`` chooses among ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from mock_scheduler.determinism.operations import OperationRecord, TensorRecord
-from mock_scheduler.doctor.differences import Difference, DifferenceKind, ReadableLog
-from mock_scheduler.doctor.origin import find_origin
+from mock_scheduler.doctor.differences import Difference, DifferenceKind, ReadableLog, find_origin
 from mock_scheduler.errors import TraceError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankComparison:
-    """One rank: how much was equal, and the first difference. ``num_digests``: digests of the equal records."""
+    """One rank: the number of equal operations, and the first difference. ``num_digests``: of the equal records."""
 
     global_rank: int
     num_operations: int
@@ -31,7 +28,7 @@ class RankComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepComparison:
-    """All ranks of one step. ``origin``: the difference the others follow from, as far as the logs show."""
+    """All ranks of one step. ``origin``: the difference behind all others, as far as the logs show."""
 
     step: int
     ranks: tuple[RankComparison, ...]
@@ -39,21 +36,17 @@ class StepComparison:
 
     @property
     def num_operations(self) -> int:
-        """Equal operations, over all ranks."""
+        """Compared and equal operations, over all ranks."""
         return sum(compared.num_operations for compared in self.ranks)
 
     @property
     def num_digests(self) -> int:
-        """Tensors with equal digests, over all ranks."""
+        """Tensors with compared and equal digests, over all ranks."""
         return sum(compared.num_digests for compared in self.ranks)
 
 
 def compare_step(step: int, first: Mapping[int, ReadableLog], second: Mapping[int, ReadableLog]) -> StepComparison:
-    """Compares one step's operation logs, by global rank.
-
-    Raises:
-        TraceError: A rank has none in one run.
-    """
+    """Compares one step's operation logs, by global rank. Raises ``TraceError`` where a rank has none in one run."""
     if first.keys() != second.keys() or not first:
         raise TraceError(
             f"step {step}: the first run has operation logs of ranks {sorted(first)}, the second of "
@@ -65,11 +58,9 @@ def compare_step(step: int, first: Mapping[int, ReadableLog], second: Mapping[in
 
 
 def compare_rank(first: ReadableLog, second: ReadableLog) -> RankComparison:
-    """Compares two operation logs of one rank record by record.
-
-    Views are passed over: megatron-core 0.19.2 makes some in the order of a set of parameters, which differs between
-    processes and changes no bit.
-    """
+    """Compares two operation logs of one rank record by record; views are passed over."""
+    # megatron-core 0.19.2 makes some views in the order of a set of parameters, which differs between processes and
+    # changes no bit.
     previous: OperationRecord | None = None
     num_operations = num_digests = 0
     difference = None
@@ -82,7 +73,6 @@ def compare_rank(first: ReadableLog, second: ReadableLog) -> RankComparison:
         num_operations += one.completes is None
         num_digests += one.num_digests
     if difference is not None and difference.kind is DifferenceKind.NOT_DISPATCHED:
-        # Only then the logs are read once more, to find who last touched the memory.
         difference = _explain_input(difference, first, second)
     return RankComparison(
         global_rank=first.header.global_rank,
@@ -100,7 +90,7 @@ _Pair = tuple[OperationRecord | None, OperationRecord | None]
 
 
 def _pair_lanes(first: Iterable[OperationRecord], second: Iterable[OperationRecord]) -> Iterator[_Pair]:
-    """Pairs the n-th record of each lane with the n-th of the same lane: threads may interleave in another way."""
+    """Pairs the n-th records of each lane: threads may interleave in another way."""
     waiting: dict[str, tuple[deque[OperationRecord], deque[OperationRecord]]] = {}
     for pair in zip_longest(first, second):
         for side, record in enumerate(pair):
@@ -129,7 +119,6 @@ def _compare_records(
     if first is None or second is None:
         kind = DifferenceKind.ENDED_EARLIER
     elif _path(first) != _path(second):
-        # From the outside in: bits mean something only where both runs do the same with the same inputs.
         kind = DifferenceKind.OTHER_PATH
     elif tensors := _differing(first.inputs, second.inputs):
         kind = DifferenceKind.NOT_DISPATCHED
@@ -150,12 +139,12 @@ def _compare_records(
 
 
 def _path(record: OperationRecord) -> tuple[object, ...]:
-    """Returns the part of a record two runs of one program must have in common before their bits can be compared."""
+    """Returns the facts about a record that must be equal before bits can be compared."""
     return (
         *(record.operator, record.phase, record.module, record.node, record.place, record.device, record.arguments),
         *(record.group, record.peer, record.completes is None),
         _layout(record.inputs),
-        # Not of an output: what an operation such as nonzero finds is a result.
+        # An output's shape is a result, as of nonzero, so only their number is compared.
         len(record.outputs),
     )
 
@@ -173,7 +162,7 @@ def _differing(first: Sequence[TensorRecord], second: Sequence[TensorRecord]) ->
 
 
 def _explain_input(difference: Difference, first: ReadableLog, second: ReadableLog) -> Difference:
-    """Finds whether the program took another tensor, and if not, up to which record the changed memory was equal."""
+    """Finds out whether the program took another tensor; else up to which record the changed memory was equal."""
     index = next(
         position
         for position, tensor in enumerate(difference.record.inputs)
@@ -189,7 +178,7 @@ def _explain_input(difference: Difference, first: ReadableLog, second: ReadableL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mentions:
-    """An input in earlier records of one run: the memory, its last record, whether its bits were seen."""
+    """Earlier records about an input: its memory, its last record, and whether its bits were seen."""
 
     storage: int
     last: OperationRecord | None

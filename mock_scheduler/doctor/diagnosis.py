@@ -1,4 +1,4 @@
-"""Compares two replays of the same steps: operation logs, batches and metrics, to the last bit.
+"""Diagnoses two replays of the same steps: operation logs, batches and metrics are compared to the last bit.
 
 Contract: reads the folders of two completed runs; writes and starts nothing.
 """
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from mock_scheduler.comparison.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_metrics
 from mock_scheduler.determinism.operations import OperationLog, find_operation_logs
-from mock_scheduler.doctor import Cause, StepComparison, compare_step, find_cause
+from mock_scheduler.doctor.causes import Cause, find_cause
+from mock_scheduler.doctor.comparison import StepComparison, compare_step
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.run_folder.finished_run import load_batches
 from mock_scheduler.support.run_files import METRICS_FILE
@@ -19,13 +20,10 @@ from mock_scheduler.support.run_files import METRICS_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The result of two replays.
+    """The result of comparing two replays.
 
-    Args:
-        steps: Steps with compared logs, up to the first unequal one.
-        cause: Of the last step's origin.
-        num_metrics: Metrics compared.
-        others: Unequal batches and metrics, in words.
+    ``steps``: compared logs, up to the first differing one. ``cause``: of the last one's origin. ``others``: differing
+    batches and metrics, in words. ``num_metrics``: compared metrics.
     """
 
     steps: tuple[StepComparison, ...]
@@ -62,9 +60,8 @@ class Diagnosis:
 def diagnose(first_dir: Path, second_dir: Path, *, step: int) -> Diagnosis:
     """Compares two finished runs with ``trace.operations``, by their ``output_dir``; ``step`` must be among theirs.
 
-    Raises:
-        TraceError: Operation logs or metrics are missing or cannot be read.
-        AlignmentError: A run's own summary cannot be read.
+    Raises ``TraceError`` for missing or unreadable operation logs or metrics, ``AlignmentError`` for unreadable facts
+    about the runs.
     """
     first, second = find_operation_logs(first_dir), find_operation_logs(second_dir)
     steps: list[StepComparison] = []
@@ -92,7 +89,7 @@ def _find_cause(step: StepComparison, first: _Logs, second: _Logs) -> Cause | No
 
 
 def _compare_results(first: Path, second: Path) -> tuple[int, list[str]]:
-    """Counts the compared metrics, and lists unequal ones: batches of steps, metrics of steps."""
+    """Compares batches and metrics of all steps; returns the number of compared metrics, and a line per difference."""
     one, other = load_batches(first), load_batches(second)
     problems = [f"the batch of step {step}" for step in sorted({*one, *other}) if one.get(step) != other.get(step)]
     ones, others = _load_computed(first), _load_computed(second)
@@ -104,7 +101,7 @@ def _compare_results(first: Path, second: Path) -> tuple[int, list[str]]:
 
 
 def _load_computed(output_dir: Path) -> dict[tuple[int, str], float]:
-    """Loads the metrics a run computed itself, by step and name."""
+    """Loads the metrics that a run computed itself, by step and name."""
     return {
         (step, name): value
         for step, metrics in load_metrics(output_dir / METRICS_FILE).items()

@@ -1,7 +1,7 @@
 """Plans the runs of ``mock-scheduler doctor``: a recording where there is none, and two replays; nothing runs here.
 
-All train the same steps, from the first to the requested one, under the configuration's own layout. Work that costs
-time and is equal by design is left out: validation, checkpoints, trackers.
+All train the same steps, from the first to the requested one, under the configuration's own layout. Validation,
+checkpoints and trackers are left out: they cost time and cannot differ.
 """
 
 from __future__ import annotations
@@ -32,24 +32,16 @@ _SET_BY_DOCTOR = {
     "rollout_mock.missing_step": "error",
     "rollout_mock.on_mismatch": "error",
     "rollout_mock.retention.keep_last": "null",
-    # What is not deterministic is what is looked for; a replay would refuse to run without deterministic settings.
+    # The doctor looks for the very lack of determinism with which a replay would refuse to run.
     "rollout_mock.allow_nondeterministic": "true",
 }
-# In the configuration file these are as they are; on this command line they would have no effect.
+# A configuration file may have these keys; on this command line they would have no effect.
 _NOT_FOR_USERS = ("max_steps", "trace.level", "trace.operations")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorPlan:
-    """The runs of the doctor.
-
-    Args:
-        step: The last one replayed.
-        output_dir: Of all runs.
-        recording_dir: Of the replayed recording.
-        recorder: The run making the recording; ``None`` where there is one.
-        replays: Both.
-    """
+    """The runs. ``recorder``: makes the recording; ``None`` where there is one. ``step``: the last replayed step."""
 
     step: int
     output_dir: Path
@@ -63,7 +55,7 @@ class DoctorPlan:
         return (*([self.recorder] if self.recorder else []), *self.replays)
 
     def describe(self) -> str:
-        """Writes ``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
+        """``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
         steps = "1 step (0)" if self.step == 0 else f"{count_of(self.step + 1, 'step')} (0 to {self.step})"
         return f"{steps} in each of {len(self.runs)} runs: {', '.join(run.name for run in self.runs)}"
 
@@ -78,13 +70,21 @@ def plan_doctor(
     recording: Path | None,
     entry: str | None = None,
 ) -> DoctorPlan:
-    """Plan the runs; ``load`` makes a checked configuration of ``program`` out of overrides.
+    """Plans the runs.
 
-    ``output_dir``: ``None`` is the configuration's; the runs go to ``doctor`` in it. ``recording``: ``None`` is the one
-    that the configuration replays (``rollout_mock.mode`` mock or cache), or else a new one. ``entry``: the module that
-    runs the replays; ``None`` is the program's own.
-    Raises ``ConfigError`` for a step, an override or a module that cannot be used, ``DeterminismError`` for settings,
-    ``RecordingError`` for a recording that must be looked into and cannot be.
+    Args:
+        load: Makes a checked configuration of ``program`` out of overrides.
+        program: The training program.
+        overrides: Of all runs.
+        output_dir: ``None`` is the configuration's; the runs go to ``doctor`` in it.
+        step: The last step to replay.
+        recording: ``None`` is the configuration's own (``rollout_mock.mode`` mock or cache), or else a new one.
+        entry: The module that runs the replays; ``None`` is the program's own.
+
+    Raises:
+        ConfigError: A step, an override or a module cannot be used.
+        DeterminismError: Settings do not make a deterministic run.
+        RecordingError: The recording has to be read for the step, and cannot be.
     """
     _check_overrides(overrides, program)
     entry = entry or program.entry
@@ -138,7 +138,7 @@ def _configured_recording(config: RunConfig) -> Path | None:
 
 
 def _check_step(step: int, config: RunConfig, recording: Path | None) -> None:
-    """Refuse a step that the run does not have; a recording that is replayed may have more than ``max_steps``."""
+    """Refuses a step beyond the run's; a replayed recording may have more than ``max_steps``."""
     if step < 0:
         raise ConfigError(f"--step is {step}; it must be the number of a training step, from 0")
     if step < config.max_steps:

@@ -1,4 +1,4 @@
-"""A doctor's diagnosis on the terminal, and as JSON: one object, ``format_version`` 1."""
+"""Shows a doctor's diagnosis on the terminal, and as JSON: one object, ``format_version`` 1."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
-from mock_scheduler.doctor import Cause, Difference, StepComparison
+from mock_scheduler.doctor.causes import Cause
+from mock_scheduler.doctor.comparison import StepComparison
 from mock_scheduler.doctor.diagnosis import Diagnosis
+from mock_scheduler.doctor.differences import Difference
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of
 
@@ -67,7 +69,7 @@ def _print_indented(text: str, console: Console) -> None:
 
 
 def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, JSON]:
-    """Returns the whole diagnosis as JSON values."""
+    """Makes JSON values of the whole diagnosis."""
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(diagnosis.exit_code),

@@ -1,7 +1,7 @@
 # ruff: noqa: D102 - the docstring of each class explains its fields
 """Rules and plans read a training on Megatron by the names of Megatron's own fields; imports no torch.
 
-Contract: protocols. A program gives objects of its own that have these attributes, such as the sections of its
+Contract: protocols. A program gives objects of its own with these attributes, such as the sections of its
 configuration; nothing here knows where the values come from.
 """
 
@@ -18,7 +18,7 @@ class DescribedModel(Protocol):
 
     ``query_groups``: groups of keys and values, the number of heads where the model has no groups. ``ffn_size`` and
     ``expert_ffn_size``: inner widths of the MLP and of one expert. ``moe_layers``: for each layer, whether it has
-    experts. ``moe_router_impl``: ``layout_invariant`` or ``megatron``, the one that belongs to Megatron.
+    experts. ``moe_router_impl``: ``layout_invariant``, or ``megatron`` for Megatron's own.
     """
 
     @property
@@ -80,7 +80,7 @@ class DescribedTraining(Protocol):
 
 
 class DescribedRun(Protocol):
-    """A run whose order of sums can be planned: its layout, or the one that it emulates, with model and training."""
+    """A run whose order of sums can be planned: its layout, or an emulated one, with model and training."""
 
     @property
     def parallel(self) -> ParallelConfig: ...

@@ -1,7 +1,8 @@
-"""A layout can run a model and its batches where it keeps the rules of Megatron-core; imports no torch.
+"""A layout runs a model and its batches if it keeps Megatron-core's rules, and can be emulated within some limits.
 
-Megatron-core 0.16.1 and 0.19.2 assert them, mostly after process groups are made; here they hold before a process
-starts. ``docs/layouts.md`` lists them, and the rules that depend on the device.
+Contract: imports no torch. Megatron-core 0.16.1 and 0.19.2 assert the rules, mostly after process groups are made; here
+they are checked before a process starts. ``docs/layouts.md`` lists them, rules that depend on the device, and the
+limits of emulation, in which one process follows the layout's order of sums.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ import math
 from dataclasses import dataclass
 
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.megatron.described import DescribedModel
+from mock_scheduler.megatron.described import DescribedModel, DescribedTraining
 from mock_scheduler.support.text import bullet_list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The facts that a layout's rules look at besides the layout.
+    """The facts for a layout's rules, besides the layout.
 
     ``num_micro_batches``: of one update, over all data-parallel ranks; ``None`` where it follows from the data.
     ``averages_micro_batches``: whether the loss is a mean over micro-batches, not over tokens.
-    ``layers_per_recomputation``: layers that uniform recomputation takes together; 1 where there is none.
-    ``layers_of_block_recomputation``: layers of each stage or chunk that block recomputation takes; 0 where there is
-    none.
+    ``layers_per_recomputation``: layers recomputed together by the uniform method; 1 without recomputation.
+    ``layers_of_block_recomputation``: recomputed layers of each stage or chunk by the block method; 0 without it.
     """
 
     model: DescribedModel
@@ -36,7 +36,7 @@ class Workload:
 def layout_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
     """Returns every rule by which the layout cannot run this model and batch; empty where it can.
 
-    Stricter than Megatron-core in one: a tensor-parallel rank holds whole query groups, never a part of one.
+    One rule is stricter than Megatron-core's: a tensor-parallel rank holds whole query groups, never a part of one.
     """
     return [
         *_tensor_problems(parallel, work.model),
@@ -48,7 +48,7 @@ def layout_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
 
 
 _Division = tuple[str, int, str, int]
-"""What is divided and its size, the axis that divides it and its size."""
+"""The divided thing and its size, the dividing axis and its size."""
 
 
 def _remainders(*divisions: _Division) -> list[str]:
@@ -117,7 +117,7 @@ def _batch_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
 
 
 def _filling_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
-    """Lists rules of an update that empty micro-batches fill up, since the data decides how many there are.
+    """Lists broken rules of an update with empty micro-batches: they fill it up, since the data decides the number.
 
     In a mean over micro-batches they would count, and Megatron's own router cannot take them.
     """
@@ -147,11 +147,9 @@ def _filling_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
 
 
 def _sequence_problems(parallel: ParallelConfig, work: Workload) -> list[str]:
-    """Lists rules of the length of rows.
-
-    Context parallelism cuts a row into 2 · cp parts and gives two to each rank; sequence parallelism cuts the two
-    together into tp parts.
-    """
+    """Lists broken rules of the length of rows."""
+    # Context parallelism cuts a row into 2 · cp parts and gives two to each rank; sequence parallelism cuts the two
+    # together into tp parts.
     tp, cp, multiple = parallel.tensor_model_parallel_size, parallel.context_parallel_size, work.sequence_multiple_of
     is_sequence_parallel = parallel.sequence_parallel and tp > 1
     problems = []
@@ -209,5 +207,79 @@ def _expert_problems(parallel: ParallelConfig, model: DescribedModel) -> list[st
 
 
 def describe_layout_problems(parallel: ParallelConfig, problems: list[str]) -> str:
-    """Returns the refusal of a layout: its degrees, the processes it needs and every rule that it breaks."""
+    """Writes the refusal of a layout: its degrees, its processes and every broken rule."""
     return f"layout {parallel.describe_in_full()} cannot be run:{bullet_list(problems, limit=None)}"
+
+
+def ranks_of_replica(layout: ParallelConfig) -> int:
+    """Counts the ranks of a pipeline stage that compute one micro-batch."""
+    return layout.tensor_model_parallel_size * layout.context_parallel_size
+
+
+def emulation_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> tuple[str, ...]:
+    """Says why one process cannot follow this layout's order with this model; empty where it can."""
+    problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training)
+    if model.transformer_impl != "local":
+        problems.append(
+            f"model.transformer_impl {model.transformer_impl}: only local layers' products and sums can be cut one by "
+            "one; set it to local"
+        )
+    if training.overlap_grad_reduce or training.overlap_param_gather:
+        problems.append(
+            "training.overlap_grad_reduce, overlap_param_gather: they cut the buffers of gradients into other buckets; "
+            "set both to false"
+        )
+    if layout.context_parallel_size > 1 and not training.calculate_per_token_loss:
+        problems.append(
+            "context_parallel_size above 1 with training.calculate_per_token_loss false: each rank divides by its own "
+            "tokens, which is another loss (docs/layouts.md, loss-tuple-under-cp)"
+        )
+    return tuple(problems)
+
+
+def _expert_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> list[str]:
+    """Says why the order of experts cannot be followed."""
+    problems = []
+    ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
+    if model.moe_router_impl != "layout_invariant":
+        problems.append(
+            f"model.moe_router_impl {model.moe_router_impl}: its losses are those of the tokens that a rank happens to "
+            "hold; set it to layout_invariant"
+        )
+    if model.add_bias_linear:
+        problems.append("model.add_bias_linear with experts: how their biases add is not followed; set it to false")
+    if layout.expert_tensor_parallel_size > 1:
+        problems.append(
+            f"expert_tensor_parallel_size {layout.expert_tensor_parallel_size}: products of parts of an expert are not "
+            "followed; set it to 1"
+        )
+    if layout.tensor_model_parallel_size > 1 and ep == 1:
+        problems.append(
+            "experts with tensor_model_parallel_size above 1 and expert_model_parallel_size 1: their gradients are "
+            "known to be wrong (docs/layouts.md, experts-under-tp)"
+        )
+    if ep % of_replica and of_replica % ep:
+        problems.append(
+            f"expert_model_parallel_size {ep} is neither a multiple nor a divisor of the {of_replica} ranks that "
+            "compute one micro-batch: experts would see parts of several; set it to one of these"
+        )
+    elif ep > of_replica:
+        problems += _lane_limits(training)
+    return problems
+
+
+def _lane_limits(training: DescribedTraining) -> list[str]:
+    """Says why replicas cannot compute together, as they must where experts see the tokens of several."""
+    where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
+    problems = []
+    if training.has_token_budget:
+        problems.append(
+            f"{where} with max_tokens_per_micro_batch: replicas computed together need micro-batches of one shape; set "
+            "training.batching to fixed and sequence_packing to false"
+        )
+    if not training.calculate_per_token_loss:
+        problems.append(
+            f"{where} with training.calculate_per_token_loss false: each of the replicas computed together divides by "
+            "its own tokens; set it to true"
+        )
+    return problems

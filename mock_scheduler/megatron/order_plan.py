@@ -1,9 +1,8 @@
-"""A plan of the order in which a layout adds; one process that follows it gives a candidate's values bit for bit.
+"""Plans the order in which a layout adds; one process that follows the plan gives a candidate's values bit for bit.
 
 Contract: importing this imports no torch. Two configurations that differ in their layout alone and have equal plans
-compute the same bits in everything that a trace or the metrics hold. Orders are those of Megatron-core 0.16.1 with
-local layers, where a sum over ranks adds their parts in the order of the ranks (``order.ordered_reductions``; two parts
-have one sum in any order).
+compute the same bits in every trace and metric. Orders are of Megatron-core 0.16.1 with local layers, where a sum over
+ranks adds their parts in the order of the ranks (``order.ordered_reductions``; two parts have one sum in any order).
 
 Ranks are numbered by tp, cp, dp, pp, the first fastest, as Megatron does.
 """
@@ -16,18 +15,7 @@ from typing import Literal
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.megatron.described import DescribedModel, DescribedRun, DescribedTraining
-from mock_scheduler.megatron.order_limits import limits, ranks_of_replica
-
-__all__ = [
-    "AccumulatorOrder",
-    "ExpertOrder",
-    "GemmOrder",
-    "NormOrder",
-    "OrderPlan",
-    "ReductionOrder",
-    "limits",
-    "plan_order",
-]
+from mock_scheduler.megatron.layout import emulation_limits, ranks_of_replica
 
 GemmClass = Literal["qkv", "proj", "fc1", "fc2", "output", "embedding"]
 SplitAxis = Literal["output", "input", "none"]
@@ -52,7 +40,7 @@ class GemmOrder:
     """A class of matrix products (the embedding's look-up is one of them) and how its weight is cut.
 
     split: the weight's output features, its input features, or nothing. parts: how many ranks have one each.
-    interleave: blocks of the whole weight of which each rank has its part: 2 where gate and up lie one after the other.
+    interleave: blocks of the whole weight, with a part of each on every rank: 2 where up lies behind gate.
     token_parts: into how many the tokens of a line are cut, each with a product of its own.
     """
 
@@ -96,12 +84,12 @@ class AccumulatorOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertOrder:
-    """The ranks whose tokens an expert multiplies in one product, and the ranks that hold it; of a model with experts.
+    """The ranks whose tokens an expert multiplies in one product, and the ranks with the expert.
 
     ``sources``: ranks whose tokens it sees in one product, one rank's after another's, expert parallelism's degree.
-    ``lanes``: replicas of the model that compute together for that, each its own micro-batch. ``groups``: products of
-    an expert while as many micro-batches are computed. ``replicas``: accumulators for it, over which its gradients are
-    summed. ``is_apart``: whether experts have an optimizer and gradient buffers of their own.
+    ``lanes``: replicas of the model that compute together for it, each its own micro-batch. ``groups``: products of
+    an expert while as many micro-batches are computed. ``replicas``: accumulators for it; its gradients are summed over
+    them. ``is_apart``: whether experts have an optimizer and gradient buffers of their own.
     """
 
     sources: int
@@ -113,10 +101,10 @@ class ExpertOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormOrder:
-    """The numbers that the gradient's norm adds up in one go: one rank's, by parameter or by a range of it.
+    """The gradient's norm adds one rank's numbers in one go, by parameter or by a range of it.
 
-    ``stages``, ``chunks``: the pipeline's, whose parameters are apart. ``parts``: ranks that tp makes. ``shards``:
-    ranks over which the distributed optimizer cuts its flat buffers; 1 where it is not used.
+    ``stages``, ``chunks``: the pipeline's, with parameters apart. ``parts``: tp's degree. ``shards``: ranks over which
+    the distributed optimizer cuts its flat buffers; 1 without it.
     """
 
     stages: int
@@ -128,11 +116,11 @@ class NormOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OrderPlan:
-    """Everything about a layout that changes a rounding.
+    """Everything about a layout that changes a rounding; replica i mod dp computes micro-batch i.
 
     tp, cp, dp, stages, chunks: its degrees as far as they matter. sequence_parallel: norms see a tp-th of the tokens.
-    replica_micro_batches: micro-batch i is computed by replica i mod dp. micro_batch_multiple: of what an update's
-    micro-batches are a multiple, empty ones filling up. experts: ``None`` for a model without.
+    micro_batch_multiple: the number of an update's micro-batches is a multiple of it, with empty ones to fill up.
+    experts: ``None`` for a model without.
     """
 
     tp: int
@@ -152,7 +140,7 @@ class OrderPlan:
 
     @property
     def lanes(self) -> int:
-        """Replicas that must compute together, since an expert sees the tokens of all of them at once."""
+        """Replicas that compute together, since an expert sees the tokens of all of them at once."""
         return 1 if self.experts is None else self.experts.lanes
 
     @property
@@ -162,7 +150,7 @@ class OrderPlan:
 
     @property
     def shares(self) -> int:
-        """Into how many parts the tokens are cut that are computed together, but for sequence parallelism."""
+        """The number of parts of the tokens computed together, apart from sequence parallelism."""
         return self.lanes * self.cp
 
     @property
@@ -181,14 +169,14 @@ class OrderPlan:
 
 
 def plan_order(config: DescribedRun) -> OrderPlan:
-    """Returns the plan of the layout that a run emulates, or else of the one that it has.
+    """Plans the layout that a run emulates, or else its own.
 
     Raises:
-        ValueError: the layout cannot be planned; says every reason of ``limits``.
+        ValueError: the layout cannot be planned; says every reason of ``emulation_limits``.
     """
     layout = config.order.emulate or config.parallel
     model, training = config.model, config.training
-    problems = limits(layout, model, training)
+    problems = emulation_limits(layout, model, training)
     if problems:
         raise ValueError(f"layout {layout.describe()} has no order plan: {'; '.join(problems)}")
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
@@ -221,7 +209,7 @@ def plan_order(config: DescribedRun) -> OrderPlan:
 
 
 def _experts(layout: ParallelConfig) -> ExpertOrder:
-    """Expert parallelism takes ranks that follow one another, tp the fastest, then cp, then dp."""
+    # Expert parallelism takes ranks that follow one another, tp the fastest, then cp, then dp.
     ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
     lanes = max(1, ep // of_replica)
     return ExpertOrder(
@@ -257,7 +245,7 @@ def _gemms(model: DescribedModel, *, tp: int, cp: int) -> tuple[GemmOrder, ...]:
 def _reductions(
     layout: ParallelConfig, training: DescribedTraining, *, is_tied: bool, has_norms: bool, dtypes: tuple[str, str]
 ) -> tuple[ReductionOrder, ...]:
-    """Returns every sum over more than one rank, in the order in which a step first makes it."""
+    """Lists every sum over more than one rank, in the order in which a step first makes it."""
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size
     pp = layout.pipeline_model_parallel_size
     narrow, main = dtypes

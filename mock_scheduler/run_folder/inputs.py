@@ -18,8 +18,8 @@ from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.walk.metrics import load_metrics
 from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader

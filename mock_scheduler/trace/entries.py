@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from mock_scheduler.config.trace import LedgerKind, TraceKind
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.trace.shards import ShardSpec
 
 DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]

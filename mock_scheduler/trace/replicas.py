@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.tensor_bytes import view_as_bits
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.geometry import canonical_mask

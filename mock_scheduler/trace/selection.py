@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import RankPlace, TraceSink
 from mock_scheduler.trace.full.writing import FullSink

@@ -14,7 +14,7 @@ from mock_scheduler.comparison.noise.judging import first_hidden_step
 from mock_scheduler.comparison.tensors import ExpertFlips, TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import GREW_TENFOLD, NEARLY_BEYOND
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
 

@@ -16,7 +16,7 @@ from mock_scheduler.comparison.noise.suspicions import NoiseVerdict
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison
 from mock_scheduler.comparison.walk.metrics import MetricComparison
-from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.verdict.divergences import Divergence, count_before, find_divergences
 from mock_scheduler.verdict.reasons import (
     BaselineConflict,

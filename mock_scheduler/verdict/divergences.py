@@ -15,8 +15,8 @@ from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.config.trace import TRACE_KINDS
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict

@@ -9,7 +9,7 @@ from typing import Literal
 
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.tensors import TensorDifference
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.pairing.selection import Selection
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
 ProofName = Literal["replicas", "bit-equality", "emulation", "noise", "referee"]

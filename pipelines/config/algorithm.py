@@ -1,4 +1,4 @@
-"""Sections of the algorithm that have several keys; plain keys are the configuration's own, as in ROLL; no torch."""
+"""The algorithm's sections of several keys, and checks of the loss; plain keys are in ``schema``; imports no torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RewardNormalizationConfig(ConfigSection):
 class CriticConfig(ConfigSection):
     """The critic of ``adv_estimator: gae``: the policy's layers with a value head, in the same layout.
 
-    ``value_clip``: how far a value may move from the one before the step without the loss being clipped; ``None`` does
-    not clip. ``warmup_steps``: first steps in which the critic alone is trained.
+    ``value_clip``: the loss is clipped where a value moves further from its value before the step; ``None`` does not
+    clip. ``warmup_steps``: first steps, with training of the critic alone.
     """
 
     lr: float = Field(default=1e-3, gt=0.0)
@@ -64,10 +64,10 @@ class KlInRewardConfig(ConfigSection):
 
 
 def check_critic(critic: CriticConfig, *, estimator: AdvantageEstimator, min_lr: float, max_steps: int) -> None:
-    """Refuse critic settings that cannot take effect, or leave the policy untrained.
+    """Refuses critic settings without effect, or with an untrained policy.
 
     Raises:
-        ValueError: says which keys, and what to set.
+        ValueError: names the keys, and the remedy.
     """
     if estimator != "gae":
         given, default = critic.model_dump(), CriticConfig().model_dump()
@@ -124,7 +124,7 @@ def policy_loss_problems(
 
 
 def denominator_problems(correction: CorrectionSpec, loss_agg_mode: LossAggMode) -> list[str]:
-    """Terms over all response tokens that could not be means beside ``rs_denominator: kept``."""
+    """Lists terms over all response tokens that could not be means beside ``rs_denominator: kept``."""
     if correction.rs_denominator != "kept":
         return []
     problems = []

@@ -15,22 +15,22 @@ class GeneratingArgs(ConfigSection):
 
     decides: ClassVar = Decides.ROLLOUTS
 
-    # The trainer's log-probabilities are those at this temperature.
+    # The trainer computes its log-probabilities at this temperature.
     temperature: Annotated[float, Decides.ROLLOUTS | Decides.TRAINING] = Field(default=1.0, gt=0.0)
     top_k: NonNegativeInt = 0
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
 
 
 class ActorInferConfig(ConfigSection):
-    """The rollout engine; ``generating_args`` are those of training, and of validation where that has none of its own.
+    """The rollout engine; validation without ``generating_args`` of its own samples by the ones here, as training does.
 
-    ``only_action_tokens``: the policy chooses among the environment's action tokens alone; its log-probabilities, in
-    sampling and in training, are those of the softmax over them.
-    ``max_new_tokens``: tokens that one turn may sample; a turn ends with the first action token.
-    ``use_kv_cache``: keep keys and values of what was read; false computes the whole history anew for every token.
-    ``rows_per_forward``: episodes of one forward pass. Which episodes share a pass is fixed before the layout.
+    ``only_action_tokens``: the policy chooses among the environment's action tokens alone, and its log-probabilities,
+    in sampling and in training, are of the softmax over them.
+    ``max_new_tokens``: the most tokens sampled in one turn; a turn ends with the first action token.
+    ``use_kv_cache``: keep keys and values of read tokens; false computes the whole history anew for every token.
+    ``rows_per_forward``: episodes of one forward pass; they are chosen before the layout is known.
     ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
-    inference engine of that precision has them; ``None`` plays with the trainer's own.
+    inference engine of this precision has them; ``None`` plays with the trainer's own.
     """
 
     decides: ClassVar = Decides.ROLLOUTS
@@ -49,7 +49,7 @@ def weights_precision_problem(
 ) -> str:
     """Says why ``weights_precision`` would have no effect; empty where it has one, and where everything is replayed.
 
-    A replay must have the key as its recording has it, whatever precision it trains in itself.
+    A replay needs the key as in its recording, whatever precision it trains in.
     """
     if engine.weights_precision is None or modes_in_use == {"mock"}:
         return ""
@@ -68,9 +68,9 @@ def weights_precision_problem(
 
 
 class EnvManagerConfig(ConfigSection):
-    """The environments that play: ``num_env_groups`` groups of ``group_size`` that share their seeds.
+    """The environments: ``num_env_groups`` groups, each of ``group_size`` environments with one seed.
 
-    ``num_env_workers``: processes in which a replica's environments are stepped; 0 steps them in its own.
+    ``num_env_workers``: processes to step a replica's environments; 0 steps them in its own.
     """
 
     decides: ClassVar = Decides.ROLLOUTS
@@ -86,8 +86,8 @@ class EnvManagerConfig(ConfigSection):
 class FrozenLakeEnvConfig(ConfigSection):
     """Gymnasium's FrozenLake: a fixed map by name, or else random maps of ``size`` with frozen fraction ``p``.
 
-    ``held_out_fraction``: the part of all maps, by their content, that training never plays and that validation plays
-    alone; 0 makes no difference between the two.
+    ``held_out_fraction``: the part of all maps, by their content, for validation alone and never for training; 0 makes
+    no difference between the two.
     """
 
     map_name: Literal["4x4"] | None = "4x4"
@@ -119,10 +119,11 @@ class SokobanEnvConfig(ConfigSection):
     """Seeded, solvable Sokoban puzzles on a board of ``size`` × ``size``, walls around it included.
 
     Rewards are gym-sokoban's: ``step_penalty`` for every turn, ``box_reward`` for a box that comes to a target, minus
-    it for one that leaves it, ``solved_reward`` where all boxes are on targets; ``sparse_reward`` gives 1 for that and
-    nothing else. ``format_penalty`` is added for a turn that is no action, in any case. ``min_solution`` and
+    it for one that leaves it, ``solved_reward`` where all boxes are on targets; ``sparse_reward`` gives 1 for a solved
+    puzzle and nothing else. ``format_penalty`` is added for a turn without an action, in any case. ``min_solution`` and
     ``max_solution``: moves of the shortest solution, the least and the most. A board smaller than 5 has no puzzle.
-    ``show_walls_around``: tokens for the outer wall, which never changes, too. ``held_out_fraction``: as of FrozenLake.
+    ``show_walls_around``: tokens for the outer wall, too, though it never changes. ``held_out_fraction``: as of
+    FrozenLake.
     """
 
     size: Annotated[int, Field(ge=5, le=10)] = 6
@@ -196,7 +197,7 @@ class CustomEnvConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _read_env_config(cls, values: Any) -> Any:  # noqa: ANN401 - whatever the user wrote
-        """Settings are those of the type that is named, so that an unknown key is said to be unknown to that type."""
+        # Tagged with the named type, so an unknown key is reported as unknown to this type.
         env_type = values.get("env_type", "frozen_lake") if isinstance(values, Mapping) else None
         if env_type not in ENV_CONFIGS:
             return values
@@ -214,14 +215,13 @@ class CustomEnvConfig(ConfigSection):
 
 
 def check_held_out(envs: Mapping[str, CustomEnvConfig], *, train_tags: Sequence[str], val_tags: Sequence[str]) -> None:
-    """Refuse a validation of held-out layouts that training may play.
-
-    A layout is held out where its digest is in the lowest ``held_out_fraction`` of all, so that a smaller fraction
-    holds out some of what a larger one does.
+    """Refuses a validation on held-out layouts that training may play.
 
     Raises:
-        ValueError: names both tags with their fractions, and says what to set.
+        ValueError: names both tags with their fractions, and the remedy.
     """
+    # A layout is held out where its digest is in the lowest held_out_fraction of all, so the layouts held out by a
+    # smaller fraction are among the ones of a larger fraction.
     for val_tag in val_tags:
         for train_tag in train_tags:
             trained, validated = envs[train_tag], envs[val_tag]

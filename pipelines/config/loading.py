@@ -1,15 +1,25 @@
-"""Loading of the pipeline's configuration: its form for the library's loader; importing this imports no torch."""
+"""Loads the pipeline's configuration by the library's loader, and reads how a finished run clips; imports no torch.
+
+Another release may have written a finished run's ``config.yaml``, so only the keys of clipping are looked at in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
 
 from mock_scheduler.config import loading
-from mock_scheduler.config.dialects.dialects import DialectReader, ForeignKeys, RunNames
+from mock_scheduler.config.dialects.reader import DialectReader, ForeignKeys, RunNames
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigForm, ConfigSource
 from mock_scheduler.config.number_traps import NumberTraps
+from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.verl_dialect import read_verl_correction
+from mock_scheduler.errors import AlignmentError
+from mock_scheduler.program import ClipRule
 from pipelines.config.schema import PipelineConfig
 
 
@@ -25,7 +35,7 @@ def _name_run(config: PipelineConfig) -> RunNames:
 
 
 def _read_correction(values: Mapping[str, object]) -> ForeignKeys[PipelineConfig]:
-    """verl's keys of rollout correction become ``algorithm``."""
+    """Turns verl's keys of rollout correction into ``algorithm``."""
     found = read_verl_correction(values)
     return ForeignKeys(
         values=found.values,
@@ -66,3 +76,51 @@ def build_loader(
 ) -> Callable[[Sequence[str]], PipelineConfig]:
     """Builds a loader of one configuration under any overrides, as ``mock_scheduler.config.loading`` says."""
     return loading.build_loader(FORM, config_name, config_path, reads_once=reads_once)
+
+
+_NUMBERS = ("pg_clip", "pg_clip_high", "dual_clip")
+
+
+def load_clip_rule(config_path: Path) -> ClipRule:
+    """Reads how the run of a ``config.yaml`` clips; absent keys have their defaults.
+
+    Raises ``AlignmentError`` where it cannot be read, with the name of each wrong key.
+    """
+    try:
+        content = yaml.safe_load(config_path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise AlignmentError(f"{config_path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise AlignmentError(f"{config_path} is not a configuration: it has no keys")
+    numbers, problems = _numbers(content)
+    algorithm = AlgorithmConfig()
+    try:
+        algorithm = AlgorithmConfig.model_validate(content.get("algorithm") or {})
+    except ValidationError as error:
+        problems.append(f"algorithm: {error.errors()[0]['msg']}")
+    if problems:
+        raise AlignmentError(f"{config_path} does not say how the loss clips: {'; '.join(problems)}")
+    low, high, dual = numbers["pg_clip"], numbers["pg_clip_high"], numbers["dual_clip"]
+    assert low is not None
+    spec = None if algorithm.rollout_correction is None else algorithm.rollout_correction.spec
+    is_geometric = content.get("policy_loss") == "gmpo"
+    return ClipRule(
+        low=low,
+        high=low if high is None else high,
+        dual=None if is_geometric else dual,
+        is_geometric=is_geometric,
+        is_bypass=spec is not None and spec.bypass,
+        has_clip=spec is None or spec.loss_type == "ppo_clip",
+    )
+
+
+def _numbers(content: Mapping[str, Any]) -> tuple[dict[str, float | None], list[str]]:
+    values: dict[str, float | None] = {}
+    problems = []
+    for name in _NUMBERS:
+        value = content.get(name, PipelineConfig.model_fields[name].default)
+        is_number = isinstance(value, float | int) and not isinstance(value, bool)
+        if not is_number and not (value is None and name != "pg_clip"):
+            problems.append(f"{name} is {value!r}, expected a number")
+        values[name] = float(value) if is_number else None
+    return values, problems

@@ -13,11 +13,11 @@ from mock_scheduler.support.text import bullet_list
 class ModelConfig(ConfigSection):
     """The policy; the critic of ``adv_estimator: gae`` has the same layers and a value head.
 
-    ``attention_backend``: which kernel TransformerEngine's attention uses; the local layers have one of their own.
-    ``num_moe_experts``: every layer that ``moe_layer_freq`` names (1: all, n: each n-th from the first, or one 0 or 1
-    per layer) has that many experts in the MLP's place; the ``moe_*`` keys count only then.
-    ``moe_router_load_balancing_type``: ``aux_loss`` balances the tokens of a micro-batch, and so depends on which rows
-    are in it; ``seq_aux_loss`` balances each row's own, and does not.
+    ``attention_backend``: the kernel of TransformerEngine's attention; the local layers have one of their own.
+    ``num_moe_experts``: so many experts are in the MLP's place in the layers of ``moe_layer_freq`` (1: all, n: each
+    n-th from the first, or one 0 or 1 per layer); the ``moe_*`` keys count only then.
+    ``moe_router_load_balancing_type``: ``aux_loss`` balances the tokens of a micro-batch, and so depends on its choice
+    of rows; ``seq_aux_loss`` balances each row's own, and does not.
     ``moe_router_impl``: ``layout_invariant`` is Megatron's router with padding left out of losses and counters and
     with losses weighted by response tokens, in any layout; ``megatron`` is Megatron's own, faults included.
     """
@@ -64,17 +64,17 @@ class ModelConfig(ConfigSection):
 
     @property
     def query_groups(self) -> int:
-        """Number of key/value groups; the number of heads where none was set."""
+        """Number of key/value groups; unset, the number of heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP: four times the hidden size where none was set."""
+        """Inner width of the MLP; unset, four times the hidden size."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def expert_ffn_size(self) -> int:
-        """Inner width of one expert: the MLP's where none was set."""
+        """Inner width of one expert; unset, the MLP's."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property

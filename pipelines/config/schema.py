@@ -1,8 +1,8 @@
 """The configuration of a run as pydantic models; unknown keys are refused.
 
 Contract: importing this module imports no torch. Top-level keys are spelled as ROLL spells them (``roll/configs``,
-v0.2). Everything that can be known to be wrong before a process starts is refused here. The sections are in
-``sections`` and ``rollout_mock``, and importable from here.
+v0.2). A configuration is refused here wherever its fault can be known before a process starts. Its sections are in the
+modules beside this one and in ``mock_scheduler.config``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pydantic import Field, field_validator, model_validator
 from mock_scheduler.adapters.nexrl.config import DebugConfig, RolloutWorkerConfig, rollout_worker_problem
 from mock_scheduler.config.align import (
     AlignConfig,
-    CandidateConfig,
-    ToleranceConfig,
 )
 from mock_scheduler.config.base import (
     ConfigSection,
@@ -25,16 +23,13 @@ from mock_scheduler.config.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    RolloutMode,
 )
-from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.problems import raise_keyed
-from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig, ScheduleEntry
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig, combination_problems
-from mock_scheduler.megatron.layout import Workload, describe_layout_problems, layout_problems
-from mock_scheduler.megatron.order_plan import limits as emulation_limits
+from mock_scheduler.megatron.layout import Workload, describe_layout_problems, emulation_limits, layout_problems
 from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.algorithm import (
@@ -52,58 +47,25 @@ from pipelines.config.environments import (
     ActorInferConfig,
     CustomEnvConfig,
     EnvManagerConfig,
-    FrozenLakeEnvConfig,
     GeneratingArgs,
-    SokobanEnvConfig,
     check_held_out,
     weights_precision_problem,
 )
 from pipelines.config.model import ModelConfig
-from pipelines.config.training import LOSS_VALUES, CheckpointConfig, TrainingConfig, check_batch_sizes
-from pipelines.config.training_service import TrainingServiceConfig
+from pipelines.config.training import (
+    LOSS_VALUES,
+    CheckpointConfig,
+    TrainingConfig,
+    TrainingServiceConfig,
+    check_batch_sizes,
+)
 
-__all__ = [
-    "ActorInferConfig",
-    "AlgorithmConfig",
-    "AlignConfig",
-    "CandidateConfig",
-    "CheckpointConfig",
-    "ConfigSection",
-    "CriticConfig",
-    "CustomEnvConfig",
-    "DebugConfig",
-    "EnvManagerConfig",
-    "FrozenLakeEnvConfig",
-    "GeneratingArgs",
-    "GraftConfig",
-    "KlInRewardConfig",
-    "Mode",
-    "ModelConfig",
-    "OrderConfig",
-    "ParallelConfig",
-    "PerturbationConfig",
-    "PipelineConfig",
-    "RetentionConfig",
-    "RewardNormalizationConfig",
-    "RolloutMockConfig",
-    "RolloutMode",
-    "RolloutWorkerConfig",
-    "ScheduleEntry",
-    "SokobanEnvConfig",
-    "ToleranceConfig",
-    "TraceConfig",
-    "TrainingConfig",
-    "TrainingServiceConfig",
-    "sampling_problems",
-]
-
-
-# What is played for training, in which batches, and the counters by which a run goes on with it.
+# The played rollouts, their batches, and the counters of a resumed run.
 _BATCHES = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE
 
 
 class PipelineConfig(ConfigSection):
-    """One run of the agentic pipeline; each key, or the section that it is in, states what it decides."""
+    """One run of the agentic pipeline; each key, or its section, states its consequences."""
 
     exp_name: Annotated[str, Decides.LABEL]
     seed: Annotated[NonNegativeInt, _BATCHES] = 42
@@ -182,16 +144,16 @@ class PipelineConfig(ConfigSection):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates that one rollout step makes."""
+        """Optimizer updates of one rollout step."""
         return self.ppo_epochs * (self.rollout_batch_size // self.training.global_batch_size)
 
     @property
     def first_policy_step(self) -> int:
-        """The first step that trains the policy: before it the critic is trained alone."""
+        """The first step with training of the policy: before it the critic is trained alone."""
         return self.critic.warmup_steps if self.adv_estimator == "gae" else 0
 
     def lr_decay_updates(self, *, first_step: int = 0) -> int:
-        """Updates until the rate of a model has decayed; all that it has from ``first_step`` on where none is set."""
+        """Updates until a model's rate has decayed; unset, all updates of the model from ``first_step`` on."""
         return self.training.lr_decay_iters or (self.max_steps - first_step) * self.updates_per_step
 
     @field_validator("resume_from_checkpoint")
@@ -347,7 +309,7 @@ class PipelineConfig(ConfigSection):
         return self
 
     def _workload(self) -> Workload:
-        """The facts that a layout's rules look at."""
+        """The facts for a layout's rules."""
         training = self.training
         together = training.recompute_num_layers if training.recompute_granularity == "full" else None
         is_uniform = training.recompute_method == "uniform"
@@ -391,7 +353,7 @@ class PipelineConfig(ConfigSection):
 
 
 def service_client_problems(config: PipelineConfig) -> list[str]:
-    """Lists keys that ask a client of a training service for things that only the service has."""
+    """Lists keys by which a client would do the work of its training service."""
     asked = {
         "save_steps": (config.save_steps, 0),
         "eval_steps": (config.eval_steps, 0) if config.rollout_mock.modes_in_use != {"mock"} else (0, 0),
@@ -414,11 +376,9 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
 
 
 def sampling_problems(config: PipelineConfig) -> list[str]:
-    """Lists keys by which training would sample from another policy than the one it trains.
-
-    With one, the recorded log-probabilities and the trainer's own would belong to two distributions, and the ratio of
-    new to old policy would not be that of the sampling policy.
-    """
+    """Lists keys by which training would sample from another policy than the one it trains."""
+    # With one, the recorded log-probabilities and the trainer's own would belong to two distributions, and the ratio of
+    # new to old policy would not start from the sampling policy.
     common, own = config.actor_infer.generating_args, config.train_env_manager.generating_args
     problems = []
     if own is not None and own != common:

@@ -1,10 +1,11 @@
-"""``training``: micro-batches, computation options, optimizer and schedule by Megatron's names; and checkpoints."""
+"""The sections ``training`` (by Megatron's names), ``checkpoint_config`` and ``training_service``; imports no torch."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -17,10 +18,10 @@ class TrainingConfig(ConfigSection):
 
     ``batching``: ``fixed`` makes micro-batches of ``micro_batch_size`` rows; ``dynamic`` of as many rows as fit into
     ``max_tokens_per_micro_batch``, padding included. ``sequence_packing`` puts rows one after another into lines of
-    that many tokens, which attend within themselves and count positions from 0; one line is a micro-batch.
+    so many tokens; a row attends within itself and counts positions from 0, and one line is a micro-batch.
     ``calculate_per_token_loss``: the loss is divided by the update's tokens; false is Megatron's other form, the mean
     over micro-batches of each one's mean. Logged metrics are means over tokens with either, as ``loss_agg_mode`` says.
-    ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; a decay that is not given ends with the run's last one.
+    ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; an unset decay ends with the run's last one.
     """
 
     decides: ClassVar = Decides.TRAINING
@@ -102,7 +103,7 @@ class CheckpointConfig(ConfigSection):
 
 
 def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequence_length: int) -> None:
-    """Refuse batch sizes and lengths that do not divide each other, or a budget that no row fits into.
+    """Refuses batch sizes and lengths that do not divide each other, or a budget too small for a row.
 
     Raises:
         ValueError: names the keys with their values.
@@ -132,3 +133,28 @@ def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequ
             f"sequence_length {sequence_length} is not a multiple of training.sequence_multiple_of {multiple}: the "
             "longest rows would be padded beyond it"
         )
+
+
+class TrainingServiceConfig(ConfigSection):
+    """Training in another process, behind HTTP. ``url`` is the client's key, the others are the service's own.
+
+    ``url``: the address of a service, as ``http://127.0.0.1:8300``; ``null``: this run trains itself.
+    ``host``, ``port``: a service of this configuration listens there; port 0 takes a free one, to be found in
+    ``{output_dir}/service.json``. ``timeout_s``: how long a client waits for one answer, and a service for the client's
+    next request before it ends.
+    """
+
+    decides: ClassVar = Decides.NOTHING
+
+    # The service trains, in a layout of its own; client and service compare their contracts when they meet.
+    url: Annotated[str | None, Decides.OUTSIDE] = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    timeout_s: float = Field(default=600.0, gt=0.0)
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"https?://[^\s/]+(/[^\s]*)?", url):
+            raise ValueError(f"is {url!r}, expected http://HOST:PORT as the service prints it; null trains in this run")
+        return None if url is None else url.rstrip("/")

@@ -21,7 +21,7 @@ from mock_scheduler.adapters.nexrl.files import Content, save_content
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
 from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from pipelines.batching.plan import MicroBatch
 from pipelines.debug_dump.content import (

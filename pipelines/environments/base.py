@@ -1,4 +1,4 @@
-"""What the rollout scheduler asks of an environment: tokens in, tokens out."""
+"""The interface between the rollout scheduler and an environment: tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Split = Literal["train", "held_out", "all"]
-"""Which layouts an environment plays: those that are not held out, those that are, or any."""
+"""The layouts that an environment plays: all but held-out ones, held-out ones, or any."""
 
 UNKNOWN_LENGTH = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetRequest:
-    """Start an episode of ``tag`` in ``slot``, which numbers the episodes that are played at the same time."""
+    """Starts an episode of ``tag`` in ``slot``, its number among the episodes played at the same time."""
 
     slot: int
     tag: str
@@ -26,8 +26,8 @@ class ResetRequest:
 class ResetResult:
     """The start of an episode. ``observation``: the first prompt's tokens, which end with the query.
 
-    ``optimal_length``: actions of the shortest successful episode, -1 where that is not known (slippery ice).
-    ``layout_digest``: stands for the board that the episode starts from (see ``compute_layout_digest``).
+    ``optimal_length``: actions of the shortest successful episode, -1 where not known (slippery ice).
+    ``layout_digest``: stands for the episode's first board (see ``compute_layout_digest``).
     """
 
     observation: list[int]
@@ -37,7 +37,7 @@ class ResetResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The answer to one action. ``observation``: the tokens that the policy sees next, ending with the query.
+    """The answer to one action. ``observation``: the next tokens for the policy, ending with the query.
 
     ``is_valid``: the token named an action; ``is_success``: this action reached the goal, or solved the puzzle.
     """
@@ -54,18 +54,18 @@ class TokenEnvironment(Protocol):
     """An episode at a time; ``reset`` may be called again for the next."""
 
     def reset(self, seed: int) -> ResetResult:
-        """Start an episode; the same seed gives the same episode."""
+        """Starts an episode; the same seed gives the same episode."""
         ...
 
     def step(self, token: int) -> StepResult:
-        """Take the action that ``token`` names; an invalid one is penalised and leaves the board as it is."""
+        """Takes the action that ``token`` names; an invalid one is penalised and leaves the board as it is."""
         ...
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Frees the environment's resources."""
         ...
 
 
 def compute_layout_digest(board: str) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a board's text, row by row, as the tokens show it."""
+    """Digests a board's text, row by row, as the tokens show it: the first 16 hexadecimal digits of SHA-256."""
     return hashlib.sha256(board.encode()).hexdigest()[:16]

@@ -17,10 +17,15 @@ from numpy.typing import NDArray
 from mock_scheduler.errors import ConfigError
 from pipelines.config.environments import FrozenLakeEnvConfig
 from pipelines.environments.base import UNKNOWN_LENGTH, Split
-from pipelines.environments.frozen_lake_alphabet import ACTIONS, GLYPHS, PLAIN, UNDER_PLAYER, board_size
 from pipelines.environments.grid_env import GridEnv, Move
-from pipelines.environments.held_out import check_split, is_in_split, max_draws
+from pipelines.environments.kinds import FROZEN_LAKE
+from pipelines.environments.splits import check_split, is_in_split, max_draws
 from pipelines.seeds import derive_seed
+
+_PLAYER, _FROZEN, _HOLE, _GOAL, _PLAYER_IN_HOLE, _PLAYER_ON_GOAL = tuple(FROZEN_LAKE.glyphs)
+# By gymnasium's letter of the cell.
+_PLAIN = {"S": _FROZEN, "F": _FROZEN, "H": _HOLE, "G": _GOAL}
+_UNDER_PLAYER = {"S": _PLAYER, "F": _PLAYER, "H": _PLAYER_IN_HOLE, "G": _PLAYER_ON_GOAL}
 
 
 class _Lake(Protocol):
@@ -38,7 +43,7 @@ class _Lake(Protocol):
 class FrozenLakeEnv(GridEnv):
     """One FrozenLake: the named map, or a random one for each episode's seed.
 
-    Raises ``ConfigError`` for a split that the settings do not make.
+    Raises ``ConfigError`` for a split without layouts.
     """
 
     def __init__(
@@ -51,15 +56,16 @@ class FrozenLakeEnv(GridEnv):
         self._settings = settings or FrozenLakeEnvConfig()
         self._split = split
         check_split(split, self._settings.held_out_fraction)
-        num_cells = board_size(self._settings) ** 2
-        super().__init__(num_cells=num_cells, glyphs=GLYPHS, num_actions=len(ACTIONS), max_steps=max_steps)
+        num_cells = FROZEN_LAKE.board_size(self._settings) ** 2
+        glyphs, num_actions = FROZEN_LAKE.glyphs, len(FROZEN_LAKE.actions)
+        super().__init__(num_cells=num_cells, glyphs=glyphs, num_actions=num_actions, max_steps=max_steps)
         self._lake: _Lake | None = None
         self._board = ""
         self._state = 0
 
     @property
     def invalid_reward(self) -> float:
-        """The penalty alone: no move is made."""
+        """The penalty alone: nothing moves."""
         return self._settings.format_penalty
 
     def close(self) -> None:
@@ -90,12 +96,14 @@ class FrozenLakeEnv(GridEnv):
         return Move(reward=float(reward), terminated=bool(terminated), is_success=is_success)
 
     def _render_board(self) -> str:
-        cells = ((UNDER_PLAYER if cell == self._state else PLAIN)[content] for cell, content in enumerate(self._board))
+        cells = (
+            (_UNDER_PLAYER if cell == self._state else _PLAIN)[content] for cell, content in enumerate(self._board)
+        )
         return "".join(cells)
 
 
 def draw_map(settings: FrozenLakeEnvConfig, *, split: Split, seed: int) -> list[str]:
-    """Gymnasium's random map of ``seed`` or, where ``split`` may not play that, of seeds that follow from it.
+    """Draws gymnasium's random map of ``seed`` or, where ``split`` may not play it, of seeds derived from it.
 
     Raises:
         ConfigError: none of the maps drawn is in the split.
@@ -114,7 +122,7 @@ def draw_map(settings: FrozenLakeEnvConfig, *, split: Split, seed: int) -> list[
 
 
 def shortest_path(rows: Sequence[str]) -> int:
-    """Moves from the start to the goal around the holes of a square map; -1 where there is no way."""
+    """Counts the moves from the start to the goal around the holes of a square map; -1 where there is no way."""
     size = len(rows)
     start = next((row, column) for row in range(size) for column in range(size) if rows[row][column] == "S")
     reached, edge = {start}, [start]

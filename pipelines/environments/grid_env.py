@@ -1,8 +1,8 @@
-"""What the grid environments share: a gymnasium environment whose observation is its board as text.
+"""The base of the grid environments: a gymnasium environment whose observation is its board as text.
 
-Contract: actions 0 to ``len(actions)`` - 1 are the game's; the next number stands for an answer that names no action:
-it moves nothing and is penalised. The episode is truncated after ``max_steps`` turns, valid or not. ``info`` of a
-reset holds ``optimal_length``; that of a step holds ``is_valid`` and ``is_success``.
+Contract: actions 0 to ``len(actions)`` - 1 are the game's; the next number stands for an answer without an action: it
+moves nothing and is penalised. The episode is truncated after ``max_steps`` turns, valid or not. A reset's ``info``
+holds ``optimal_length``; a step's holds ``is_valid`` and ``is_success``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """What one action of the game led to."""
+    """The result of one action of the game."""
 
     reward: float
     terminated: bool
@@ -29,7 +29,7 @@ class GridEnv(gymnasium.Env[str, int]):
 
     def __init__(self, *, num_cells: int, glyphs: str, num_actions: int, max_steps: int) -> None:
         self.observation_space = spaces.Text(min_length=num_cells, max_length=num_cells, charset=glyphs)
-        # Gymnasium annotates what the space samples, numpy's integers; a step takes any integer.
+        # Gymnasium annotates the space's samples, numpy's integers; a step takes any integer.
         self.action_space = cast("spaces.Space[int]", spaces.Discrete(num_actions + 1))
         self._num_actions = num_actions
         self._max_steps = max_steps
@@ -37,10 +37,10 @@ class GridEnv(gymnasium.Env[str, int]):
         self._is_running = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Start the episode of ``seed``; ``None``: of a seed that the environment draws. There are no options.
+        """Starts the episode of ``seed``; ``None``: of a seed drawn by the environment. There are no options.
 
         Raises:
-            ConfigError: no layout was found that the settings allow.
+            ConfigError: no layout was found for the settings.
         """
         super().reset(seed=seed)
         optimal_length = self._start(int(self.np_random.integers(2**31)) if seed is None else seed)
@@ -49,7 +49,7 @@ class GridEnv(gymnasium.Env[str, int]):
         return self._render_board(), {"optimal_length": optimal_length}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take one action; raises ``RuntimeError`` outside an episode, ``ValueError`` for a number that is none."""
+        """Takes one action; raises ``RuntimeError`` outside an episode, ``ValueError`` for a number out of range."""
         if not self._is_running:
             raise RuntimeError("step was called without an episode: reset the environment first")
         if not 0 <= action <= self._num_actions:
@@ -68,16 +68,16 @@ class GridEnv(gymnasium.Env[str, int]):
     @property
     @abstractmethod
     def invalid_reward(self) -> float:
-        """The reward of a turn that names no action."""
+        """The reward of a turn without an action."""
 
     @abstractmethod
     def _start(self, seed: int) -> int:
-        """Set the board of ``seed`` up; returns the length of its shortest solution, -1 where it is not known."""
+        """Sets the board of ``seed`` up; returns the length of its shortest solution, -1 where it is not known."""
 
     @abstractmethod
     def _move(self, action: int) -> Move:
-        """Take one action of the game."""
+        """Takes one action of the game."""
 
     @abstractmethod
     def _render_board(self) -> str:
-        """The glyphs of all cells, row by row."""
+        """Renders the glyphs of all cells, row by row."""

@@ -1,8 +1,8 @@
-"""Boards and actions as tokens of a small vocabulary; token in, token out, nothing is ever re-tokenised.
+"""Turns boards and actions into tokens of a small vocabulary and back; nothing is ever re-tokenised.
 
-A cell's token carries both its place and its content, which does the service of a position within the turn: a small
-policy finds "what is below me" without having to count. The query that ends a turn names the player's cell, which is
-gymnasium's own integer observation. The vocabulary is the list of these tokens, in order.
+A cell's token carries both its place and its content, in the stead of a position within the turn: a small policy finds
+the cell below the player without counting. The query at the end of a turn names the player's cell, gymnasium's own
+integer observation. The vocabulary is the list of all tokens, in order. Contract: imports no gymnasium.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipelines.environments.base import ResetResult, StepResult, compute_layout_digest
+
+if TYPE_CHECKING:
+    import gymnasium
 
 PAD_ID = 0
 
@@ -32,7 +38,7 @@ class GridTokenizer:
 
     @property
     def display_texts(self) -> tuple[str, ...]:
-        """Every token as a person reads it, by id: joined, an episode's tokens draw its square boards row by row."""
+        """Every token for human eyes, by id: joined, an episode's tokens draw its square boards row by row."""
         width = math.isqrt(self.num_cells)
         queries = ("" for _ in range(self.num_cells))
         cells = (
@@ -66,22 +72,67 @@ class GridTokenizer:
         return self._first_query_id + self.num_cells
 
     def action_of(self, token: int) -> int | None:
-        """Index of the action that ``token`` names; ``None`` where it names none."""
+        """Returns the index of the action named by ``token``; ``None`` for any other token."""
         action = token - 2
         return action if 0 <= action < len(self.actions) else None
 
     def encode_board(self, board: str, player_cell: int) -> list[int]:
-        """One token per cell of a board given row by row, then the query, which asks for an action."""
+        """Encodes a board, given row by row: one token per cell, then the query, which asks for an action."""
         cells = [
             self._first_cell_id + cell * len(self.glyphs) + self.glyphs.index(glyph) for cell, glyph in enumerate(board)
         ]
         return [*cells, self._first_query_id + player_cell]
 
     def decode(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token."""
+        """Returns the text of each token."""
         vocabulary = self.vocabulary
         return [vocabulary[token] for token in tokens]
 
     def digest(self) -> str:
-        """SHA-256 of the vocabulary, in hexadecimal."""
+        """Digests the vocabulary: SHA-256, in hexadecimal."""
         return hashlib.sha256("\n".join(self.vocabulary).encode()).hexdigest()
+
+
+class GridTokenEnvironment:
+    """A grid environment of gymnasium's as a token environment: boards become tokens, and tokens actions.
+
+    ``env``: observes its board as text and takes ``len(tokenizer.actions)`` for an answer without an action.
+    ``player_glyphs``: one of them is on every board, on the player's cell.
+    """
+
+    def __init__(self, env: gymnasium.Env[str, int], tokenizer: GridTokenizer, *, player_glyphs: str) -> None:
+        self._env = env
+        self._tokenizer = tokenizer
+        self._player_glyphs = player_glyphs
+
+    def reset(self, seed: int) -> ResetResult:
+        """Starts the episode of ``seed``; its first prompt opens with ``bos_id``."""
+        board, info = self._env.reset(seed=seed)
+        return ResetResult(
+            observation=[self._tokenizer.bos_id, *self._encode(board)],
+            optimal_length=info["optimal_length"],
+            layout_digest=compute_layout_digest(board),
+        )
+
+    def step(self, token: int) -> StepResult:
+        """Takes the action named by ``token``; any other token is an invalid turn."""
+        action = self._tokenizer.action_of(token)
+        board, reward, terminated, truncated, info = self._env.step(
+            len(self._tokenizer.actions) if action is None else action
+        )
+        return StepResult(
+            observation=self._encode(board),
+            reward=float(reward),
+            terminated=terminated,
+            truncated=truncated,
+            is_valid=info["is_valid"],
+            is_success=info["is_success"],
+        )
+
+    def close(self) -> None:
+        """Close gymnasium's environment."""
+        self._env.close()
+
+    def _encode(self, board: str) -> list[int]:
+        player_cell = next(cell for cell, glyph in enumerate(board) if glyph in self._player_glyphs)
+        return self._tokenizer.encode_board(board, player_cell)

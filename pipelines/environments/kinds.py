@@ -1,7 +1,7 @@
-"""Lists the kinds of environments by ``env_type``: where each is and which tokens it speaks.
+"""The kinds of environments by ``env_type``: where each one is, and the glyphs and actions of its tokens.
 
-Another environment is one entry of ``ENVIRONMENT_KINDS`` and one module with a ``GridEnv``; its glyphs and actions have
-a module of their own, so that a tokenizer is built without gymnasium.
+Another environment is one entry of ``ENVIRONMENT_KINDS`` and one module with a ``GridEnv``. Contract: imports no
+gymnasium, so a tokenizer can be built without it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.environments import frozen_lake_alphabet, sokoban_alphabet
+from pipelines.config.environments import FrozenLakeEnvConfig, SokobanEnvConfig
+
+_NAMED_MAP_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentKind:
     """One ``env_type``. ``entry_point``: module and class, as gymnasium imports them.
 
+    ``glyphs``: all contents of a cell; ``player_glyphs``: the ones among them that show the player's cell.
     ``board_size``: from the settings to the cells along one side of the board that the tokens show.
-    ``player_glyphs``: those of ``glyphs`` that show the player's cell.
     """
 
     gymnasium_id: str
@@ -29,21 +31,30 @@ class EnvironmentKind:
     board_size: Callable[[Any], int]
 
 
-ENVIRONMENT_KINDS: Mapping[str, EnvironmentKind] = {
-    "frozen_lake": EnvironmentKind(
-        gymnasium_id="mock_scheduler/FrozenLake-v0",
-        entry_point="pipelines.environments.frozen_lake:FrozenLakeEnv",
-        glyphs=frozen_lake_alphabet.GLYPHS,
-        player_glyphs=frozen_lake_alphabet.PLAYER_GLYPHS,
-        actions=frozen_lake_alphabet.ACTIONS,
-        board_size=frozen_lake_alphabet.board_size,
-    ),
-    "sokoban": EnvironmentKind(
-        gymnasium_id="mock_scheduler/Sokoban-v0",
-        entry_point="pipelines.environments.sokoban:SokobanEnv",
-        glyphs=sokoban_alphabet.GLYPHS,
-        player_glyphs=sokoban_alphabet.PLAYER_GLYPHS,
-        actions=sokoban_alphabet.ACTIONS,
-        board_size=sokoban_alphabet.board_size,
-    ),
-}
+def _lake_size(settings: FrozenLakeEnvConfig) -> int:
+    return _NAMED_MAP_SIZE if settings.map_name else settings.size
+
+
+def _warehouse_size(settings: SokobanEnvConfig) -> int:
+    return settings.size if settings.show_walls_around else settings.size - 2
+
+
+# The order of glyphs and of actions is that of the vocabulary: changing it changes the meaning of recorded token ids.
+FROZEN_LAKE = EnvironmentKind(
+    gymnasium_id="mock_scheduler/FrozenLake-v0",
+    entry_point="pipelines.environments.frozen_lake:FrozenLakeEnv",
+    glyphs="P_OGX√",
+    player_glyphs="PX√",
+    actions=("Left", "Down", "Right", "Up"),  # by gymnasium's number of the action
+    board_size=_lake_size,
+)
+SOKOBAN = EnvironmentKind(
+    gymnasium_id="mock_scheduler/Sokoban-v0",
+    entry_point="pipelines.environments.sokoban:SokobanEnv",
+    glyphs="#_O√XPS",
+    player_glyphs="PS",
+    actions=("Up", "Down", "Left", "Right"),
+    board_size=_warehouse_size,
+)
+
+ENVIRONMENT_KINDS: Mapping[str, EnvironmentKind] = {"frozen_lake": FROZEN_LAKE, "sokoban": SOKOBAN}

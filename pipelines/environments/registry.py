@@ -1,6 +1,7 @@
 """Builds environments and the tokenizer that they share, by ``env_type``.
 
-Gymnasium is imported where an environment is built and nowhere else: a mock run builds none and never loads it.
+Gymnasium is imported where an environment is built and nowhere else: a mock run builds no environment and never loads
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pipelines.environments.kinds import ENVIRONMENT_KINDS
 
 
 def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
-    """The one tokenizer of a run: all of its environments share a vocabulary.
+    """Builds the one tokenizer of a run: all of its environments share a vocabulary.
 
     Raises:
         ConfigError: the tags in use speak different vocabularies, the model's vocabulary is too small, or the first
@@ -42,7 +43,7 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
 
 
 def vocab_size_in_effect(config: PipelineConfig, tokenizer: GridTokenizer) -> int:
-    """The model's vocabulary, unpadded: the configured size, or else the tokenizer's."""
+    """Returns the size of the model's vocabulary, unpadded: the configured one, or else the tokenizer's."""
     return config.model.vocab_size or tokenizer.vocab_size
 
 
@@ -52,11 +53,11 @@ def _tokenizer_of(config: CustomEnvConfig) -> GridTokenizer:
 
 
 def build_environment(config: CustomEnvConfig, tokenizer: GridTokenizer, *, split: Split = "all") -> TokenEnvironment:
-    """An environment of the configured type that plays the layouts of ``split``.
+    """Builds an environment of the configured type, for the layouts of ``split``.
 
     Raises:
-        ConfigError: the settings hold no layouts out and ``split`` asks for such.
-        ValueError: ``tokenizer`` is that of another environment.
+        ConfigError: ``split`` asks for held-out layouts, and the settings hold none out.
+        ValueError: ``tokenizer`` is another environment's.
     """
     expected = _tokenizer_of(config)
     if tokenizer != expected:
@@ -68,7 +69,7 @@ def build_environment(config: CustomEnvConfig, tokenizer: GridTokenizer, *, spli
     import gymnasium
 
     from pipelines.environments import gymnasium_ids  # noqa: F401 - registers the ids
-    from pipelines.environments.token_environment import GridTokenEnvironment
+    from pipelines.environments.grid_tokens import GridTokenEnvironment
 
     kind = ENVIRONMENT_KINDS[config.env_type]
     env = gymnasium.make(

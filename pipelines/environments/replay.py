@@ -1,11 +1,11 @@
-"""One recorded trajectory played again: what an environment answers to its actions, against what was recorded.
+"""Plays a recorded trajectory again, and compares the environment's answers with the recorded ones.
 
 A trajectory is one row of all its turns, or (``rollout_form: step``) one row per turn, each with the whole history and
-only its own turn marked as sampled. The last token of a turn is the one that its environment was given.
+only its own turn marked as sampled. The environment was given the last token of each turn.
 
-Contract: every token that an environment gave, every turn's reward and the way the trajectory ended are compared, up to
-the first difference; rewards as the float32 that a recording holds. An aborted trajectory was ended by its engine: it
-differs only where its environment had ended it before.
+Contract: all tokens of the environment, every turn's reward and the end of the trajectory are compared, up to the first
+difference; rewards in a recording's float32. An aborted trajectory was ended by its engine: it differs only where its
+environment had ended it before.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Kind = Literal["prompt", "observation", "reward", "termination", "turns"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeDifference:
-    """The first difference of a trajectory, in the row that ``identity`` names.
+    """The first difference of a trajectory, in the row named by ``identity``.
 
-    ``turn``: the one whose answer differs; ``None`` in the first prompt. ``position``: of the token in the row;
-    ``None`` where no token differs. ``kind`` ``turns``: the row's turns are not those that its tokens show.
+    ``turn``: the turn with a differing answer; ``None`` in the first prompt. ``position``: of the token in the row;
+    ``None`` where no token differs. ``kind`` ``turns``: the row's turns contradict its tokens.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class EpisodeDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeComparison:
-    """What was compared of one trajectory; ``num_tokens`` are those of its environment, each counted once."""
+    """The comparison of one trajectory; ``num_tokens``: its environment's tokens, each counted once."""
 
     num_rows: int
     num_turns: int
@@ -66,9 +66,9 @@ def replay_episode(
     seed: int,
     sequence_length: int,
 ) -> EpisodeComparison:
-    """Play the rows of one trajectory, in the order of their turns, on the episode of ``seed``.
+    """Plays the rows of one trajectory, in the order of their turns, on the episode of ``seed``.
 
-    ``sequence_length``: tokens of the longest row; a trajectory that leaves no room for an action ends truncated.
+    ``sequence_length``: tokens of the longest row; a trajectory without room for an action ends truncated.
     """
     episode = _Episode(environment, tokenizer, seed=seed, sequence_length=sequence_length)
     num_rows = 0
@@ -106,7 +106,7 @@ class _Episode:
         return len(self._turn_ends)
 
     def play(self, row: Trajectory) -> EpisodeDifference | None:
-        """Play the turns that a row marks as sampled; returns the first difference."""
+        """Plays the turns marked as sampled in a row; returns the first difference."""
         tokens, turns = row.tokens.tolist(), _sampled_stretches(row.response_mask.tolist())
         difference = self._compare_turns(row, len(turns))
         checked = 0
@@ -122,7 +122,7 @@ class _Episode:
         return difference
 
     def compare_end(self, row: Trajectory) -> EpisodeDifference | None:
-        """Whether the trajectory ended as its environment, or the room in its sequence, says."""
+        """Compares the recorded end with the environment's, or with the room in the sequence."""
         ended = self._ended()
         is_full = len(self._history) >= self._sequence_length
         expected = Termination.TRUNCATED if ended is None and is_full else ended
@@ -136,7 +136,7 @@ class _Episode:
         )
 
     def _ended(self) -> Termination | None:
-        """How the environment ended the episode; ``None`` where it did not."""
+        """Says how the environment ended the episode; ``None`` while it goes on."""
         if self._last is None or not (self._last.terminated or self._last.truncated):
             return None
         return Termination.TERMINATED if self._last.terminated else Termination.TRUNCATED
@@ -156,7 +156,7 @@ class _Episode:
     def _compare_tokens(
         self, row: Trajectory, tokens: Sequence[int], start: int, stop: int
     ) -> EpisodeDifference | None:
-        """Compare a row's tokens between two places with the rest of the history from there."""
+        """Compares a row's tokens between two places with the rest of the history from there."""
         recorded, replayed = tokens[start:stop], self._history[start:]
         if recorded == replayed:
             answered_from = self._turn_ends[-1] if self._turn_ends else 0
@@ -191,7 +191,7 @@ class _Episode:
         return None
 
     def _difference(self, row: Trajectory, kind: Kind, *, recorded: str, replayed: str) -> EpisodeDifference:
-        """A difference in the answer to the last turn."""
+        """Makes a difference in the answer to the last turn."""
         return EpisodeDifference(
             kind=kind,
             identity=str(row.identity),
@@ -207,6 +207,6 @@ class _Episode:
 
 
 def _sampled_stretches(mask: Sequence[bool]) -> list[tuple[int, int]]:
-    """Start and end of every stretch of sampled tokens: the turns, since an observation lies between any two."""
+    """Finds start and end of every stretch of sampled tokens: a turn, since an observation lies between any two."""
     edges = [place for place, (a, b) in enumerate(pairwise([False, *mask, False])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,7 +1,7 @@
-"""Environments by slot, and batches of calls to them whose failures are told as data.
+"""Keeps environments by slot, and answers batches of calls to them; failures are data.
 
-Contract: imports neither torch nor Megatron, since worker processes import it; what goes through a pipe is defined
-here or in ``base``.
+Contract: imports neither torch nor Megatron, since worker processes import it; everything sent through a pipe is
+defined here or in ``base``.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetCall:
-    """Start these episodes, in this order."""
+    """A call to start these episodes, in this order."""
 
     requests: Sequence[ResetRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCall:
-    """Take these actions, each a slot and a token, in this order."""
+    """A call to take these actions, each a slot and a token, in this order."""
 
     actions: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFailure:
-    """What an environment raised in ``slot``; ``is_config_error``: by its settings, and not by a fault of its own."""
+    """An environment's error in ``slot``; ``is_config_error``: its settings are at fault, and not the environment."""
 
     slot: int
     message: str
@@ -50,7 +50,7 @@ Answer = list[ResetResult] | list[StepResult] | CallFailure
 
 
 class EnvironmentSlots:
-    """Environments by (slot, tag, split), built on first use and kept; a slot's episode is the one reset last."""
+    """Environments by (slot, tag, split), built on first use and kept; a slot plays the episode reset last."""
 
     def __init__(self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: GridTokenizer) -> None:
         self._custom_envs = custom_envs
@@ -59,13 +59,13 @@ class EnvironmentSlots:
         self._playing: dict[int, TokenEnvironment] = {}
 
     def answer(self, call: Call) -> Answer:
-        """The results of a call in its order, or the first failure; the calls after that are not made."""
+        """Returns the results of a call in its order, or the first failure; nothing is done after a failure."""
         if isinstance(call, ResetCall):
             return _answer_each(call.requests, self._reset, slot_of=lambda request: request.slot)
         return _answer_each(call.actions, self._step, slot_of=lambda action: action[0])
 
     def close(self) -> None:
-        """Close all environments."""
+        """Closes all environments."""
         for environment in self._environments.values():
             environment.close()
         self._environments.clear()

@@ -1,11 +1,11 @@
-"""A pool of environments that plays many episodes at once, in this process or in several of its own.
+"""A pool of environments plays many episodes at once, in this process or in several of its own.
 
-A worker is started by its module's name over one pipe, and not as ``multiprocessing`` starts one: that would import
-the run's main module, and with it whatever that imports, into every worker.
+A worker is started by its module's name over one pipe. ``multiprocessing`` would import the run's main module, and all
+of its imports, into every worker.
 
-Contract: a slot's environments live in worker ``slot % num_workers``, a call sends one message to each worker that it
-concerns, and answers come in the order asked. Results depend on tags, seeds, splits and tokens alone, never on the
-number of workers. After an error the pool is closed.
+Contract: a slot's environments live in worker ``slot % num_workers``, a call sends one message to each concerned
+worker, and answers come in the order asked. Results depend on tags, seeds, splits and tokens alone, never on the number
+of workers. After an error the pool is closed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _LocalWorker:
         self._answer: Answer = []
 
     def send(self, call: Call) -> None:
-        """Answer the call; ``receive`` gives the answer."""
+        """Answers the call; ``receive`` gives the answer."""
         self._answer = self._slots.answer(call)
 
     def receive(self) -> Answer:
@@ -69,7 +69,7 @@ class _WorkerProcess:
 
     @classmethod
     def start(cls, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: GridTokenizer) -> _WorkerProcess:
-        """Start the process; returns while it still imports what it needs."""
+        """Starts the process; returns while it still imports."""
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
@@ -79,25 +79,25 @@ class _WorkerProcess:
                 pass_fds=[theirs.fileno()],
             )
         worker = cls(process=process, pipe=ours)
-        with suppress(OSError):  # one that has ended already is told by the first call
+        with suppress(OSError):  # the first call tells where it has ended already
             ours.send((dict(custom_envs), tokenizer))
         return worker
 
     def send(self, call: Call) -> None:
-        """Ask; returns at once."""
+        """Asks; returns at once."""
         self.pipe.send(call)
 
     def receive(self) -> Answer:
-        """Wait for the answer to the last call."""
+        """Waits for the answer to the last call."""
         answer: Answer = self.pipe.recv()
         return answer
 
     def hang_up(self) -> None:
-        """Close the pipe, on which the process ends by itself."""
+        """Closes the pipe, on which the process ends by itself."""
         self.pipe.close()
 
     def wait(self) -> None:
-        """Wait for the process to end; one that does not is killed."""
+        """Waits for the process to end, and kills it after a grace."""
         try:
             self.process.wait(timeout=_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -105,7 +105,7 @@ class _WorkerProcess:
             self.process.wait()
 
     def describe_end(self) -> str:
-        """``process 4711 was ended by SIGKILL (signal 9)``, once it can no longer be reached."""
+        """Says ``process 4711 was ended by SIGKILL (signal 9)``, once it can no longer be reached."""
         self.hang_up()
         self.wait()
         code = self.process.returncode
@@ -114,11 +114,9 @@ class _WorkerProcess:
 
 
 def _child_environment() -> dict[str, str]:
-    """This process's environment, with its import path, and its number where the child may end with it.
-
-    Linux tells a child of the end of the thread that started it; only the main thread lives as long as the process.
-    Otherwise the closed pipe ends the child.
-    """
+    """Copies this process's environment, with its import path, and its number where the child may end with it."""
+    # Linux tells a child of the end of the thread that started it; only the main thread lives as long as the process.
+    # Otherwise the closed pipe ends the child.
     environ = {name: value for name, value in os.environ.items() if name != PARENT_VARIABLE}
     environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if threading.current_thread() is threading.main_thread():
@@ -129,7 +127,7 @@ def _child_environment() -> dict[str, str]:
 class EnvironmentPool:
     """Environments of every tag in ``custom_envs``, by slot, built on first use and kept.
 
-    ``num_workers``: processes that step them at the same time; 0 steps them in this one.
+    ``num_workers``: processes to step them at the same time; 0 steps them in this one.
     """
 
     def __init__(
@@ -149,16 +147,16 @@ class EnvironmentPool:
 
     @property
     def num_built(self) -> int:
-        """Environments built so far: one for each slot, tag and split that was played."""
+        """Environments built so far: one for each slot, tag and split in use."""
         return len(self._built)
 
     @property
     def process_ids(self) -> list[int]:
-        """Those of the workers; empty where there are none."""
+        """The workers' process ids; empty without workers."""
         return [worker.process.pid for worker in self._workers if isinstance(worker, _WorkerProcess)]
 
     def reset_many(self, requests: Sequence[ResetRequest]) -> list[ResetResult]:
-        """Start these episodes, each in a slot of its own.
+        """Starts these episodes, each in a slot of its own.
 
         Raises:
             ConfigError: a tag has no environment, or its settings allow no layout.
@@ -176,7 +174,7 @@ class EnvironmentPool:
         return results
 
     def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
-        """Take these actions, each a slot and a token.
+        """Takes these actions, each a slot and a token.
 
         Raises:
             SchedulerError: a slot was named twice or never reset, an environment failed, a worker has ended, or the
@@ -191,7 +189,7 @@ class EnvironmentPool:
         return results
 
     def close(self) -> None:
-        """Close all environments and end all workers; a pool may be closed twice."""
+        """Closes all environments and ends all workers; a pool may be closed twice."""
         self._is_closed = True
         for worker in self._workers:
             worker.hang_up()
@@ -206,7 +204,7 @@ class EnvironmentPool:
             raise SchedulerError(f"slots {twice} are named twice in one call: a slot plays one episode at a time")
 
     def _call(self, items: Sequence[Item], slots: Sequence[int], make_call: Callable[[list[Item]], Call]) -> list[Any]:
-        """The results of all items in their order; each worker is sent its share before any answer is read."""
+        """Returns all items' results in their order; each worker is sent its share before any answer is read."""
         shares: dict[int, list[int]] = {}
         for position, slot in enumerate(slots):
             shares.setdefault(slot % len(self._workers), []).append(position)
@@ -224,7 +222,7 @@ class EnvironmentPool:
                         results[position] = result
         except (OSError, EOFError) as error:
             self._raise_ended(index, [slots[position] for position in positions], error)
-        except BaseException:  # such as an interrupt: answers that nobody reads would be taken for the next call's
+        except BaseException:  # an interrupt, say: unread answers would be taken for the next call's
             self.close()
             raise
         if failures:
@@ -232,7 +230,7 @@ class EnvironmentPool:
         return results
 
     def _raise_failure(self, failure: CallFailure) -> NoReturn:
-        """Raise what an environment raised, in whatever process, with that process's traceback as a note."""
+        """Raises an environment's error, from any process, with the traceback there as a note."""
         self.close()
         kind = ConfigError if failure.is_config_error else SchedulerError
         error = kind(f"environment of {self._describe(failure.slot)}: {failure.message}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipelines.config.schema import GeneratingArgs
+from pipelines.config.environments import GeneratingArgs
 from pipelines.megatron.emulation.parts import Context, cut_graph
 
 

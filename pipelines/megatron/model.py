@@ -21,7 +21,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mock_scheduler.errors import ConfigError
-from pipelines.config.schema import ModelConfig, PipelineConfig, TrainingConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
+from pipelines.config.training import TrainingConfig
 from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.layers.experts import expert_mlp_spec
 from pipelines.megatron.layers.repairs import TorchNorm, ValueHead, repair_layers

@@ -18,8 +18,9 @@ from megatron.core.transformer.enums import AttnBackend
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
 from mock_scheduler.megatron.rules import Setup
 from mock_scheduler.support.tensor_bytes import dtype_name
-from pipelines.config.schema import ModelConfig, PipelineConfig, TrainingConfig
-from pipelines.config.training import LOSS_VALUES
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
+from pipelines.config.training import LOSS_VALUES, TrainingConfig
 from pipelines.megatron.layers.experts import moe_config_fields
 from pipelines.megatron.process.full_precision import finalize_wide
 

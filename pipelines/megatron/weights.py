@@ -25,7 +25,7 @@ import torch
 from mock_scheduler.support.digests import canonical_json, compute_tensor_digest
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
-from pipelines.config.schema import ModelConfig
+from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.repairs import partition_dim
 from pipelines.megatron.model import layers_of_chunk, unwrapped
 from pipelines.megatron.perturbation import Perturbation

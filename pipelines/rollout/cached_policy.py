@@ -1,8 +1,8 @@
-"""Forward passes over the rows of a block that keep, per layer, the keys and values of what the rows have read.
+"""Runs forward passes over the rows of a block, and keeps each layer's keys and values of the tokens read.
 
-The same pass computes a row's whole history, where nothing is kept, and its next few tokens, where all before them is:
-a token at position p sees the row's keys at positions up to p, wherever these were computed. Rows are padded on the
-right to the longest; what padding writes lies behind every row's tokens, is seen by nobody and overwritten.
+The same pass computes a row's whole history, where nothing is kept, or its next few tokens, after kept ones: a token at
+position p sees the row's keys at positions up to p, wherever they were computed. Rows are padded on the right to the
+longest; padding writes behind every row's tokens, where nobody looks before it is overwritten.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pipelines.rollout.messages import ForwardPass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassPlaces:
-    """Where the new tokens of a pass stand.
+    """The places of a pass's new tokens.
 
-    is_token: bool ``[b, s]``, False on padding. positions: int64 ``[b, s]`` in the row, on padding that of the row's
-    last token. last: int64 ``[b]``, the column of that. slots: where keys and values are written, ``[s, b]``.
+    is_token: bool ``[b, s]``, False on padding. positions: int64 ``[b, s]`` in the row, on padding the position of the
+    row's last token. last: int64 ``[b]``, the last token's column. slots: places for keys and values, ``[s, b]``.
     """
 
     is_token: torch.Tensor
@@ -36,9 +36,9 @@ class PassPlaces:
 
 
 def place_tokens(starts: Sequence[int], lengths: Sequence[int], *, multiple_of: int) -> PassPlaces:
-    """The places of ``lengths`` new tokens from position ``starts`` on, in as many columns as the longest row needs.
+    """Places ``lengths`` new tokens from position ``starts`` on, in enough columns for the longest row.
 
-    ``multiple_of``: of which the number of columns is a multiple. All tensors are on the host.
+    ``multiple_of``: divides the number of columns. All tensors are on the host.
     """
     first = torch.tensor(starts, dtype=torch.int64).unsqueeze(1)
     last = torch.tensor(lengths, dtype=torch.int64) - 1
@@ -73,7 +73,7 @@ class CachedPolicy:
         self._num_rows = 0
 
     def read(self, item: ForwardPass) -> torch.Tensor | None:
-        """The logits ``[b, V / tp]`` that follow each row's last token; ``None`` off the last stage.
+        """Computes the logits ``[b, V / tp]`` after each row's last token; ``None`` off the last stage.
 
         Every rank of the replica must call it with the same pass.
         """
@@ -88,11 +88,11 @@ class CachedPolicy:
         return output[torch.arange(len(item.tokens), device=device), places.last.to(device)]
 
     def forget(self) -> None:
-        """Free all caches."""
+        """Frees all caches."""
         self._caches, self._num_rows = [], 0
 
     def _continue(self, item: ForwardPass) -> None:
-        """Keep the caches of the rows that go on, or begin new ones."""
+        """Keeps the caches of the continued rows, or begins new ones."""
         if item.kept is None:
             self._caches = [KeyValueCache(self._slots) for _ in self._layers]
         elif len(item.kept) < self._num_rows:

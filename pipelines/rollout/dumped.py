@@ -1,4 +1,4 @@
-"""Rollouts out of NexRL's debug dump in the place of played ones: ``rollout_worker.type: mock``."""
+"""Opens rollouts out of NexRL's debug dump in the place of played ones: ``rollout_worker.type: mock``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from mock_scheduler.adapters.nexrl.matching import PlannedTrajectory
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts, RolloutLimits
 from mock_scheduler.batch import SamplingParams
+from mock_scheduler.config.base import Mode
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import Mode, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.rollout.plan import plan_episodes
 
 
 def open_dumped_rollouts(
     config: PipelineConfig, plan: Sequence[RolloutRequest], *, vocab_size: int
 ) -> DumpedRollouts | None:
-    """The scheduler that reads a dump, each request of the run that it will answer checked; None where rollouts are
-    played. Raises as ``DumpedRollouts.get_batch``.
+    """Builds the scheduler that reads a dump, and checks every request for it; ``None`` where rollouts are played.
+
+    Raises as ``DumpedRollouts.get_batch``.
     """
     if not config.rollout_worker.reads_dump:
         return None

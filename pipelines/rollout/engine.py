@@ -1,13 +1,15 @@
-"""The policy under training as a rollout engine, under whatever layout is running.
+"""The policy under training is the rollout engine, under any layout.
 
 Within a replica of the model (tp × cp × pp) the leader plays episodes and calls :meth:`PolicyEngine.sample`; all other
 ranks stand in :meth:`PolicyEngine.follow` until the leader calls :meth:`PolicyEngine.finish`. Each call is one forward
-pass over what the rows have not read yet; the last stage samples and tells the leader.
+pass over the rows' unread tokens; the last stage samples and tells the leader.
 
-Its weights are the trainer's own, or those rounded for as long as it generates (``actor_infer.weights_precision``).
+With experts spread over replicas, tokens travel between replicas in every pass, so all ranks of the run make the same
+number of passes: before each, one all-reduce says whether any replica still plays, and idle ones read a dummy row.
 
-With experts that are spread over replicas, tokens travel between these in every pass, so all ranks of the run make the
-same number of them: before each, one all-reduce says whether any replica still plays, and idle ones read a dummy row.
+The engine's weights are the trainer's own, or rounded ones while it generates (``actor_infer.weights_precision``). Only
+the values of parameters are rounded: they stay in their own type and storage, and the computation in its own precision.
+Buffers are left alone, an expert bias among them, which engines hold in float32.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mock_scheduler.ledger import Ledger
-from pipelines.config.schema import GeneratingArgs
+from pipelines.config.environments import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy
 from pipelines.rollout.messages import ForwardPass, ReplicaChannel
-from pipelines.rollout.rounded_weights import rounded_weights
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 
@@ -35,7 +36,7 @@ _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 class PolicyEngine:
     """Samples the next token of many rows at once with the trainer's own model.
 
-    ``num_passes``: forward passes that this rank's replica has made so far, those on dummy rows included.
+    ``num_passes``: forward passes of this rank's replica so far, on dummy rows as well.
     """
 
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
@@ -55,7 +56,7 @@ class PolicyEngine:
 
     @contextmanager
     def generating(self, args: GeneratingArgs) -> Iterator[None]:
-        """Sample as ``args`` say in the block, with the model in evaluation mode and the weights that are sampled from.
+        """Samples by ``args`` in the block, with the model in evaluation mode and the engine's weights.
 
         Every rank enters it.
         """
@@ -78,16 +79,16 @@ class PolicyEngine:
         return rounded_weights(self._chunks, DTYPES[self._weights_precision])
 
     def begin_block(self) -> None:
-        """Rows are those of another block from here on. Leader only; it does not communicate."""
+        """Begins another block of rows. Leader only; it does not communicate."""
         self._num_read = {}
 
     def sample(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
     ) -> tuple[list[int], list[float]]:
-        """The next token of each row and the log-probability with which it was drawn. Leader only.
+        """Draws the next token of each row, with its log-probability. Leader only.
 
-        rows: numbers within the block, increasing; a row that is left out once cannot come back before the next block.
-        histories: all tokens of each row so far, not empty, which begin with those of the call before.
+        rows: numbers within the block, increasing; a row once left out cannot come back before the next block.
+        histories: all tokens of each row so far, not empty; they begin with the tokens of the call before.
         uniforms: one number in [0, 1) per row, which decides the token.
         """
         item = self._next_pass(rows, histories, uniforms)
@@ -99,7 +100,7 @@ class PolicyEngine:
         return [int(token) for token in tokens.tolist()], logprobs.tolist()
 
     def follow(self) -> None:
-        """Take part in the leader's passes until it finishes. Every other rank of the replica."""
+        """Takes part in the leader's passes until it finishes. Every other rank of the replica."""
         while True:
             item = self._channel.receive()
             if not self._is_anyone_playing(item is not None):
@@ -107,7 +108,7 @@ class PolicyEngine:
             self._compute(item or _DUMMY)
 
     def finish(self) -> None:
-        """Release the ranks that follow, once no replica needs this one. Leader only."""
+        """Releases the followers, once no replica needs this one. Leader only."""
         while True:
             self._channel.send(None)
             if not self._is_anyone_playing(False):
@@ -117,7 +118,7 @@ class PolicyEngine:
     def _next_pass(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
     ) -> ForwardPass:
-        """What the rows have not read yet; all of it where nothing is kept."""
+        """Makes a pass of the rows' unread tokens: all of them where nothing is kept."""
         before = {row: position for position, row in enumerate(self._num_read)} if self._uses_cache else {}
         kept = [before[row] for row in rows] if before else None
         starts = [self._num_read[row] if before else 0 for row in rows]
@@ -126,7 +127,7 @@ class PolicyEngine:
         return ForwardPass(kept=kept, starts=starts, tokens=tokens, uniforms=uniforms)
 
     def _is_anyone_playing(self, plays: bool) -> bool:
-        """Whether this replica has a pass to make or, where passes span replicas, any has. Collective there."""
+        """Says whether this replica has a pass to make or, where passes span replicas, any has. Collective there."""
         if self._runtime.ep_size * self._runtime.etp_size == 1:
             return plays
         flag = torch.tensor([int(plays)], device=self._runtime.device)
@@ -134,7 +135,7 @@ class PolicyEngine:
         return bool(flag.item())
 
     def _compute(self, item: ForwardPass) -> torch.Tensor | None:
-        """Sampled tokens and their log-probabilities, float64 ``[2, n]`` on the host, on the leader; else ``None``."""
+        """Samples tokens and log-probabilities, float64 ``[2, n]`` on the host, for the leader; ``None`` elsewhere."""
         self.num_passes += 1
         logits = self._policy.read(item)
         runtime, result = self._runtime, None
@@ -147,7 +148,7 @@ class PolicyEngine:
         return self._bring_to_leader(result, num_rows=len(item.tokens))
 
     def _whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[n, V]`` from this rank's ``[n, V / tp]`` columns, -inf on tokens that cannot be chosen."""
+        """Gathers ``[n, V]`` from this rank's ``[n, V / tp]`` columns, -inf on forbidden tokens."""
         if self._runtime.tp_size > 1:
             parts = [torch.empty_like(logits) for _ in range(self._runtime.tp_size)]
             dist.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
@@ -155,7 +156,7 @@ class PolicyEngine:
         return logits[:, : len(self._allowed)].masked_fill(~self._allowed, -torch.inf)
 
     def _bring_to_leader(self, result: torch.Tensor | None, *, num_rows: int) -> torch.Tensor | None:
-        """Send the sampler's result along its pipeline to the first stage, where the leader is."""
+        """Sends the sampler's result along its pipeline to the first stage, where the leader is."""
         runtime = self._runtime
         if runtime.pp_size == 1:
             return result
@@ -168,3 +169,36 @@ class PolicyEngine:
         received = torch.zeros(2, num_rows, dtype=torch.float64, device=runtime.device)
         dist.recv(received, src=dist.get_global_rank(group, runtime.pp_size - 1), group=group)
         return received.cpu()
+
+
+@contextmanager
+def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Rounds every floating parameter to ``dtype`` in the block, and restores its bits after it.
+
+    Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
+    checkpoint. A value beyond ``dtype`` becomes infinite. However the block is left, the bits come back into the same
+    storage, so its other users (gradient buffers, an optimizer's main parameters) see them as before. Costs a copy of
+    the parameters. It does not communicate; all parameters must have been gathered.
+    """
+    parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
+    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    try:
+        for parameter in parameters:
+            if parameter.is_floating_point():
+                originals.append((parameter, parameter.detach().clone()))
+                _assign(parameter, _round(parameter.detach(), dtype))
+        yield
+    finally:
+        # The other way round, so parameters with shared storage end with the bits of the first of them.
+        while originals:
+            _assign(*originals.pop())
+
+
+@torch.no_grad()
+def _assign(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    parameter.copy_(values)
+
+
+def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow = values.float() if values.dtype is torch.float64 else values
+    return narrow.to(dtype).to(values.dtype)

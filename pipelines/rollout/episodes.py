@@ -1,19 +1,27 @@
-"""Plays the episodes of a block: one forward pass gives every running episode its next token.
+"""Plays the episodes of a block, and makes rows of a batch of them: one per episode, or per turn (``rollout_form``).
 
-A turn samples tokens until one names an action, or until it has ``max_new_tokens``, or the sequence is full; the
-environment is given its last token. Episodes go on independently: one may sample the second token of a turn while
-another reads the next observation.
+One forward pass gives every running episode its next token. A turn samples tokens until one names an action, or until
+it has ``max_new_tokens``, or the sequence is full; the environment is given its last token. Episodes go on
+independently: one may sample the second token of a turn while another reads the next observation.
 
-Contract: what is asked of the sampler depends on the block's own episodes alone.
+Every row carries the extras ``success`` (bool), ``optimal_length`` and ``num_invalid_actions`` (int32), and
+``layout_digest`` (text). Extras, tag and termination are the episode's on each of its rows: a turn's row says how the
+whole episode ended, and the last turn has the largest ``identity.turn``.
+
+Contract: requests to the sampler depend on the block's own episodes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
-from mock_scheduler.batch import SampleIdentity, Termination
+import torch
+
+from mock_scheduler.batch import SampleIdentity, Termination, Trajectory
+from mock_scheduler.batch.columns import RowValue
+from pipelines.batch_metrics import OPTIMAL_LENGTH_EXTRA, SUCCESS_EXTRA
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.rollout.plan import Block, EpisodePlan
 
@@ -24,12 +32,12 @@ class SampleFunction(Protocol):
     def __call__(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
     ) -> tuple[list[int], list[float]]:
-        """Next tokens and their log-probabilities, by block row, all tokens so far and a number in [0, 1) of each."""
+        """Draws tokens and their log-probabilities, by block row, all tokens so far and a number in [0, 1) of each."""
         ...
 
 
 class Environments(Protocol):
-    """Environments by slot, which is the episode's row in its block; ``EnvironmentPool`` is one."""
+    """Environments by slot, the episode's row in its block; ``EnvironmentPool`` is one."""
 
     def reset_many(self, requests: Sequence[ResetRequest]) -> list[ResetResult]:
         """Start these episodes."""
@@ -46,7 +54,7 @@ UniformFunction = Callable[[SampleIdentity, int, int], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRules:
-    """What ends a turn. ``is_action``: whether a token names an action; ``sequence_length``: tokens of an episode."""
+    """The ends of a turn. ``is_action``: whether a token names an action; ``sequence_length``: tokens of an episode."""
 
     is_action: Callable[[int], bool]
     max_new_tokens: int
@@ -55,7 +63,7 @@ class TurnRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn of an episode, which sampled ``tokens[start:stop]``."""
+    """One turn of an episode, with ``tokens[start:stop]`` sampled."""
 
     start: int
     stop: int
@@ -69,10 +77,7 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """Everything that was said in an episode so far; ``sampled_logprobs`` are those of its sampled tokens, in order.
-
-    ``turn_start``: where the tokens of the turn that is being sampled begin.
-    """
+    """An episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the running turn."""
 
     plan: EpisodePlan
     tokens: list[int] = field(default_factory=list)
@@ -87,7 +92,7 @@ class Episode:
     layout_digest: str = ""
 
     def start(self, start: ResetResult, rules: TurnRules) -> None:
-        """Read the first prompt; one that leaves no room for an action ends the episode truncated, with no turn."""
+        """Reads the first prompt; without room for an action after it, the episode ends truncated, with no turn."""
         self.optimal_length, self.layout_digest = start.optimal_length, start.layout_digest
         self._read(start.observation)
         self.prompt_length = len(self.tokens)
@@ -96,21 +101,21 @@ class Episode:
 
     @property
     def token_index(self) -> int:
-        """The index within its turn of the token that is sampled next."""
+        """The index of the next sampled token within its turn."""
         return len(self.tokens) - self.turn_start
 
     def say(self, token: int, logprob: float) -> None:
-        """Take one sampled token."""
+        """Takes one sampled token."""
         self.tokens.append(token)
         self.sampled_logprobs.append(logprob)
 
     def has_ended_turn(self, rules: TurnRules) -> bool:
-        """Whether the environment is to be given the last token, since that is an action or no other can follow."""
+        """Says whether the last token goes to the environment, as an action or since no other can follow."""
         is_full = self.token_index >= rules.max_new_tokens or len(self.tokens) >= rules.sequence_length
         return is_full or rules.is_action(self.tokens[-1])
 
     def hear(self, answer: StepResult, rules: TurnRules) -> None:
-        """End the turn with the environment's answer, and read that as far as the sequence has room for an action."""
+        """Ends the turn with the environment's answer, and reads it if the sequence has room for another action."""
         self.turns.append(Turn(start=self.turn_start, stop=len(self.tokens), reward=answer.reward))
         self.num_invalid_actions += not answer.is_valid
         self.is_success = self.is_success or answer.is_success
@@ -129,7 +134,7 @@ class Episode:
 def play_block(
     block: Block, environments: Environments, sample: SampleFunction, uniform: UniformFunction, *, rules: TurnRules
 ) -> list[Episode]:
-    """Play all episodes of a block to their end and return them in the given order."""
+    """Plays all episodes of a block to their end and returns them in the given order."""
     episodes = [Episode(plan=plan) for plan in block]
     requests = [
         ResetRequest(slot=row, tag=plan.tag, seed=plan.seed, split=plan.split) for row, plan in enumerate(block)
@@ -151,9 +156,68 @@ def play_block(
 def _sample_next(
     episodes: Sequence[Episode], rows: Sequence[int], sample: SampleFunction, uniform: UniformFunction
 ) -> None:
-    """Sample one token for each of these episodes."""
+    """Samples one token for each of these episodes."""
     chosen = [episodes[row] for row in rows]
     uniforms = [uniform(episode.plan.identity, len(episode.turns), episode.token_index) for episode in chosen]
     tokens, logprobs = sample(rows, [episode.tokens for episode in chosen], uniforms)
     for episode, token, logprob in zip(chosen, tokens, logprobs, strict=True):
         episode.say(token, logprob)
+
+
+NUM_INVALID_EXTRA = "num_invalid_actions"
+LAYOUT_DIGEST_EXTRA = "layout_digest"
+
+RolloutForm = Literal["trajectory", "step"]
+
+
+def episode_rows(episode: Episode, form: RolloutForm, *, policy_version: int) -> list[Trajectory]:
+    """Makes the rows of a finished episode, in the order of its turns; without a turn, one row of its prompt.
+
+    ``trajectory``: all tokens in one row. ``step``: a row per turn, of all tokens up to the turn's last sampled one;
+    the row's prompt is everything before the turn's own tokens. Raises ``RuntimeError`` for an unfinished episode.
+    """
+    whole = _row(episode, episode.turns, policy_version=policy_version)
+    if form == "trajectory" or not episode.turns:
+        return [whole]
+    return [
+        replace(
+            _row(episode, [turn], policy_version=policy_version),
+            identity=replace(episode.plan.identity, turn=number),
+            prompt_length=turn.start,
+        )
+        for number, turn in enumerate(episode.turns)
+    ]
+
+
+def _row(episode: Episode, turns: Sequence[Turn], *, policy_version: int) -> Trajectory:
+    """Makes a row of all tokens up to the last sampled one of these successive turns; of all tokens without turns."""
+    if episode.termination is None:
+        raise RuntimeError(f"episode {episode.plan.identity} has not ended")
+    tokens = episode.tokens[: turns[-1].stop] if turns else episode.tokens
+    response_mask = torch.zeros(len(tokens), dtype=torch.bool)
+    for turn in turns:
+        response_mask[turn.start : turn.stop] = True
+    num_before = sum(turn.num_tokens for turn in episode.turns if turns and turn.stop <= turns[0].start)
+    num_sampled = sum(turn.num_tokens for turn in turns)
+    logprobs = episode.sampled_logprobs[num_before : num_before + num_sampled]
+    return Trajectory(
+        identity=episode.plan.identity,
+        tokens=torch.tensor(tokens, dtype=torch.int32),
+        response_mask=response_mask,
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        turn_rewards=torch.tensor([turn.reward for turn in turns], dtype=torch.float32),
+        policy_versions=torch.full((len(turns),), policy_version, dtype=torch.int32),
+        termination=episode.termination,
+        prompt_length=episode.prompt_length,
+        tag=episode.plan.tag,
+        extras=_extras(episode),
+    )
+
+
+def _extras(episode: Episode) -> dict[str, RowValue]:
+    return {
+        SUCCESS_EXTRA: torch.tensor(episode.is_success),
+        OPTIMAL_LENGTH_EXTRA: torch.tensor(episode.optimal_length, dtype=torch.int32),
+        NUM_INVALID_EXTRA: torch.tensor(episode.num_invalid_actions, dtype=torch.int32),
+        LAYOUT_DIGEST_EXTRA: episode.layout_digest,
+    }

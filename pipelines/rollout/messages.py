@@ -1,8 +1,8 @@
-"""What the leader of a replica tells its other ranks before each forward pass, as one broadcast where it is short.
+"""The leader of a replica tells its other ranks each forward pass beforehand, in one broadcast where it is short.
 
 Format: int64 words ``[kind, n, continues, number of tokens]``, then n words each of ``kept`` (0 where the pass
-continues nothing), ``starts``, ``lengths`` and the bits of ``uniforms``, then the tokens. The first message is
-``FIRST_WORDS`` long, so that nobody need be told its size; what has no room in it follows in a second one.
+continues nothing), ``starts``, ``lengths`` and the bits of ``uniforms``, then the tokens. The first message is always
+``FIRST_WORDS`` long, so nobody need be told its size; the rest follows in a second one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardPass:
-    """The rows of one forward pass, and what each of them reads.
+    """The rows of one forward pass, with the tokens that each of them reads.
 
-    kept: which rows of the pass before these are, increasing; ``None`` where rows begin anew. starts: the position of
-    each row's first token that is new. tokens: the new tokens of each row, at least one. uniforms: a number in [0, 1)
-    for each row, which decides the token that follows.
+    kept: the numbers of these rows in the pass before, increasing; ``None`` where rows begin anew. starts: the position
+    of each row's first new token. tokens: the new tokens of each row, at least one. uniforms: a number in [0, 1) for
+    each row, which decides the next token.
     """
 
     kept: Sequence[int] | None
@@ -41,7 +41,7 @@ class ForwardPass:
     uniforms: Sequence[float]
 
     def encode(self) -> Words:
-        """The pass as int64 words."""
+        """Encodes the pass as int64 words."""
         num_rows, lengths = len(self.tokens), [len(tokens) for tokens in self.tokens]
         kept = [0] * num_rows if self.kept is None else self.kept
         header = [_PASS, num_rows, int(self.kept is not None), sum(lengths)]
@@ -50,7 +50,7 @@ class ForwardPass:
 
     @classmethod
     def decode(cls, words: Words) -> ForwardPass:
-        """The inverse of ``encode``; words behind the pass are left alone."""
+        """Decodes the words of ``encode``; words behind the pass are left alone."""
         _, num_rows, continues, _ = words[:_HEADER_WORDS].tolist()
         kept, starts, lengths, uniforms = words[_HEADER_WORDS : _HEADER_WORDS + 4 * num_rows].reshape(4, num_rows)
         bounds = _HEADER_WORDS + 4 * num_rows + np.concatenate([[0], lengths.cumsum()])
@@ -72,7 +72,7 @@ class ReplicaChannel:
         self._leader = 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
     def send(self, item: ForwardPass | None) -> None:
-        """Tell all other ranks; the leader alone calls this, and does nothing where it is alone."""
+        """Tells all other ranks, if there are any; only the leader calls this."""
         if not self._has_followers:
             return
         words = np.array([_IDLE, 0, 0, 0], dtype=np.int64) if item is None else item.encode()
@@ -83,7 +83,7 @@ class ReplicaChannel:
             self._broadcast(words[FIRST_WORDS:])
 
     def receive(self) -> ForwardPass | None:
-        """What the leader tells; every other rank calls this."""
+        """Waits for the leader's word; every other rank calls this."""
         words = self._broadcast(np.zeros(FIRST_WORDS, dtype=np.int64))
         kind, num_rows, _, num_tokens = words[:_HEADER_WORDS].tolist()
         if kind == _IDLE:

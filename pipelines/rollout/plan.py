@@ -1,8 +1,8 @@
-"""Which episodes a request plays, and which of them share their forward passes: decided before any layout is known.
+"""Plans the episodes of a request, and the blocks that share forward passes, before any layout is known.
 
 Contract: pure functions of configuration and request. The episodes are in canonical order: by episode number, then
-group, then member; blocks are ``actor_infer.rows_per_forward`` of them in a row, groups cut where that is no multiple
-of the group size. Data-parallel replica r of dp plays the blocks k with k mod dp = r.
+group, then member; blocks are ``actor_infer.rows_per_forward`` of them in a row, so a group may be cut. Data-parallel
+replica r of dp plays the blocks k with k mod dp = r.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Split
-from pipelines.environments.seeding import environment_seed, split_of
+from pipelines.environments.splits import environment_seed, split_of
 from pipelines.megatron.process.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodePlan:
-    """One episode to play: who it is, and which environment, seed and layouts it is played on."""
+    """One episode to play: its identity, its environment, its seed and its layouts."""
 
     identity: SampleIdentity
     tag: str
@@ -29,17 +29,17 @@ class EpisodePlan:
 
 
 Block = Sequence[EpisodePlan]
-"""Episodes whose rows share forward passes."""
+"""Episodes with rows in the same forward passes."""
 
 
 def episodes_per_group(config: PipelineConfig, mode: Mode) -> int:
-    """How many episodes every group plays for one batch."""
+    """Counts the episodes of every group for one batch."""
     manager = config.env_manager(mode)
     return config.batch_size(mode) // (manager.num_env_groups * manager.group_size)
 
 
 def first_episode(config: PipelineConfig, mode: Mode, step: int) -> int:
-    """The number of each group's first episode in a step: where the run's data stand.
+    """Numbers each group's first episode in a step: the state of the run's data.
 
     Training episodes are numbered through the run; validation plays the same episodes every time.
     """
@@ -47,7 +47,7 @@ def first_episode(config: PipelineConfig, mode: Mode, step: int) -> int:
 
 
 def plan_episodes(config: PipelineConfig, request: RolloutRequest) -> list[EpisodePlan]:
-    """All episodes of a request, in canonical order."""
+    """Plans all episodes of a request, in canonical order."""
     manager = config.env_manager(request.mode)
     first = first_episode(config, request.mode, request.global_step)
     episode_ids = range(first, first + episodes_per_group(config, request.mode))
@@ -62,7 +62,7 @@ def plan_episodes(config: PipelineConfig, request: RolloutRequest) -> list[Episo
 def _plan_group(
     config: PipelineConfig, request: RolloutRequest, *, group_id: int, episode_id: int
 ) -> list[EpisodePlan]:
-    """The members of a group: the same environment, seed and layouts for each."""
+    """Plans the members of a group: the same environment, seed and layouts for each."""
     manager = config.env_manager(request.mode)
     tag = manager.tags[group_id % len(manager.tags)]
     seed = environment_seed(
@@ -88,10 +88,10 @@ def _plan_group(
 
 
 def cut_blocks(episodes: Sequence[EpisodePlan], *, rows_per_forward: int) -> list[Block]:
-    """The episodes in blocks of ``rows_per_forward``; the last one may have fewer."""
+    """Cuts the episodes into blocks of ``rows_per_forward``; the last one may have fewer."""
     return [episodes[start : start + rows_per_forward] for start in range(0, len(episodes), rows_per_forward)]
 
 
 def own_blocks(blocks: Sequence[Block], runtime: Runtime) -> Sequence[Block]:
-    """The blocks that this rank's replica of the model plays."""
+    """Returns the blocks for this rank's replica of the model."""
     return blocks[runtime.dp_rank :: runtime.dp_size]

@@ -1,8 +1,11 @@
-"""The real rollout scheduler: plays whole requests of episodes with the policy under training.
+"""The real rollout scheduler plays whole requests of episodes with the policy under training.
 
 Blocks of episodes are dealt to data-parallel replicas; within a replica the leader owns the environments, and all of
-its ranks compute the policy. Which episodes are played, their seeds, the numbers that decide each token and which rows
-share a forward pass depend on the configuration and on identities only, never on the layout or on timing.
+its ranks compute the policy. The episodes, their seeds, the numbers that decide each token and the rows of a forward
+pass depend on the configuration and on identities only, never on the layout or on timing.
+
+Ranks then give each other the rows they played, so every rank holds the same whole batch. Rows travel as step files,
+the format of the recording: typed, checked by digest, and no pickle.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -23,17 +27,13 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from pipelines.rollout.episodes import TurnRules, UniformFunction, play_block
-from pipelines.rollout.exchange import gather_rows
-from pipelines.rollout.forms import episode_rows
-from pipelines.rollout.plan import cut_blocks, episodes_per_group, first_episode, own_blocks, plan_episodes
+from pipelines.rollout.episodes import TurnRules, UniformFunction, episode_rows, play_block
+from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
 from pipelines.seeds import derive_uniform
-
-__all__ = ["AgenticRolloutScheduler", "episodes_per_group", "first_episode", "sampling_uniform"]
 
 
 def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
-    """The numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
+    """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
 
     def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
         further = (token_index,) if token_index > 0 else ()
@@ -47,7 +47,7 @@ def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
 
 @dataclass(kw_only=True, slots=True)
 class _TimedEnvironments:
-    """A pool, and the seconds that its calls took."""
+    """A pool, and the seconds in its calls."""
 
     pool: EnvironmentPool
     seconds: float = 0.0
@@ -90,7 +90,7 @@ class AgenticRolloutScheduler:
         self._metrics: dict[str, float] = {}
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        """Play the episodes of a step, in whole groups: of training, or those that validation always plays."""
+        """Plays a step's episodes, in whole groups; validation always plays the same ones."""
         started_s = time.perf_counter()
         passes_before, self._environment_seconds = self._engine.num_passes, 0.0
         args = self._config.sampling(request.mode)
@@ -118,7 +118,7 @@ class AgenticRolloutScheduler:
         return batch
 
     def _play(self, request: RolloutRequest) -> list[Trajectory]:
-        """The rows of this replica's blocks."""
+        """Plays this replica's blocks; returns their rows."""
         config, action_of = self._config, self._tokenizer.action_of
         rules = TurnRules(
             is_action=lambda token: action_of(token) is not None,
@@ -142,7 +142,7 @@ class AgenticRolloutScheduler:
         return rows
 
     def _pool(self, num_workers: int) -> EnvironmentPool:
-        """Training and validation share one where they have the same number of workers; built on first use and kept."""
+        """Builds a pool on first use; training and validation share one if they have the same number of workers."""
         if num_workers not in self._pools:
             self._pools[num_workers] = EnvironmentPool(
                 self._config.custom_envs, self._tokenizer, num_workers=num_workers
@@ -150,37 +150,37 @@ class AgenticRolloutScheduler:
         return self._pools[num_workers]
 
     def suspend(self) -> None:
-        """Nothing to stop: episodes are played within ``get_batch``."""
+        """Stops nothing: episodes are played within ``get_batch``."""
 
     def resume(self) -> None:
-        """Nothing to start: episodes are played within ``get_batch``."""
+        """Starts nothing: episodes are played within ``get_batch``."""
 
     def update_weights(self, policy_version: int) -> None:
-        """Nothing to load: the engine computes with the trainer's own weights."""
+        """Loads nothing: the engine computes with the trainer's own weights."""
 
     def collect_metrics(self) -> dict[str, float]:
-        """Of the last batch: tokens of all replicas, seconds of this rank, passes and environments of its replica.
+        """Returns the last batch's metrics: tokens of all replicas, seconds of this rank, passes of its replica.
 
-        ``rollout/environment_seconds``: waited for environments, which only a replica's leader does; 0 elsewhere.
+        ``rollout/environment_seconds``: the wait for environments on a replica's leader; 0 elsewhere.
         """
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, JSON]:
-        """Nothing to keep: which episodes come next follows from the request."""
+        """Keeps nothing: the next episodes follow from the request."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, JSON]) -> None:
-        """Nothing to go on from."""
+        """Loads nothing."""
 
     def close(self) -> None:
-        """Close all environments and end their processes."""
+        """Closes all environments and ends their processes."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
 
 
 def _exchange_info(request: RolloutRequest) -> StepInfo:
-    """What step files say that ranks give each other."""
+    """Makes the head of the step files in which ranks exchange rows."""
     return StepInfo(
         step=request.global_step,
         mode=request.mode,
@@ -188,3 +188,19 @@ def _exchange_info(request: RolloutRequest) -> StepInfo:
         run_id="exchange",
         policy_version=request.policy_version,
     )
+
+
+def gather_rows(
+    rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
+) -> RolloutBatch:
+    """Gathers all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
+
+    Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
+    """
+    if ranks.world_size == 1:
+        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
+    # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
+    own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
+    parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")
+    gathered = [row for part in parts if part for row in decode_step(part)[0].rows()]
+    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size)

@@ -1,4 +1,4 @@
-"""The HTTP side of a training service: turns requests into calls, answered by the main thread one at a time.
+"""The HTTP side of a training service turns requests into calls; the main thread answers them one at a time.
 
 Contract: a silent, slow or wrong client keeps nobody else waiting, and does not keep the service from ending; a given
 answer is sent before it ends. A body is read only up to its announced length, of at most ``MAX_REQUEST_BYTES``.

@@ -25,7 +25,7 @@ from pipelines.megatron.learner import Learner, ScoredStep
 from pipelines.megatron.probing.interface import NO_PROBE
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.observation import StepObservation
-from pipelines.remote.contract import service_contract
+from pipelines.remote import service_contract
 
 Operation = Literal["score", "train"]
 

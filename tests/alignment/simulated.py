@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
 from mock_scheduler.trace.full.reader import open_trace

@@ -16,11 +16,12 @@ from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions
 from mock_scheduler.commands.minimise import MinimiseOptions, align_once, run_minimise
+from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.verdict.verdict import VerdictKind
 from pipelines.config.loading import build_loader
-from pipelines.config.schema import CandidateConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.program import PROGRAM
 
 CONFIG = """

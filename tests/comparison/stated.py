@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED, Bounds, StatedBounds
-from pipelines.config.schema import ToleranceConfig
+from mock_scheduler.config.align import ToleranceConfig
 
 
 def stated(

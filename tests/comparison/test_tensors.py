@@ -10,7 +10,7 @@ from mock_scheduler.comparison.bounds.bound import TensorBound
 from mock_scheduler.comparison.measure.distance import compare_updates, measure, with_rounding
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.traces import compare_traces
-from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import whole

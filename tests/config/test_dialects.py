@@ -11,12 +11,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.config.dialects.dialects import VerlNames, from_areal, from_verl
-from mock_scheduler.config.dialects.verl_keys import NOT_READ
+from mock_scheduler.config.dialects.areal import from_areal
+from mock_scheduler.config.dialects.foreign import NOT_READ
+from mock_scheduler.config.dialects.verl import VerlNames, from_verl
 from mock_scheduler.config.loading import dump_config
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import DIALECTS, load_config
-from pipelines.config.schema import PipelineConfig, RolloutMockConfig
+from pipelines.config.schema import PipelineConfig
 
 NAMES = VerlNames(experiment="e", project="p", train_batch_size=8, gen_batch_size=4, n=2)
 FOLDER = "e_p_TrainGBS8__InferGBS4__N2"

@@ -10,9 +10,10 @@ import yaml
 from pydantic import BaseModel
 
 from mock_scheduler.config.align import AlignConfig
+from mock_scheduler.config.rollout_mock import RetentionConfig, RolloutMockConfig
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from pipelines.config.loading import load_config
-from pipelines.config.schema import PipelineConfig, RetentionConfig, RolloutMockConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingConfig
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,7 @@ import pytest
 from pydantic import Field
 
 from mock_scheduler.alignment.plan.planned_run import Changes, change_kind, find_changes
-from mock_scheduler.config.base import ConfigSection, Decides
-from mock_scheduler.config.effects import effects_of
+from mock_scheduler.config.base import ConfigSection, Decides, effects_of
 
 
 class Optimizer(ConfigSection):

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.config.arguments import parse_config_arguments
-from mock_scheduler.config.loading import ConfigSource, dump_config
+from mock_scheduler.config.loading import ConfigSource, dump_config, parse_config_arguments
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mock_scheduler.config.rollout_mock import KINDS, ScheduleEntry, unreachable_entries
+from mock_scheduler.config.rollout_mock import KINDS, RolloutMockConfig, ScheduleEntry, unreachable_entries
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
-from pipelines.config.schema import RolloutMockConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.agreement import Traffic, all_reduce, measure_simulated, planted, simulate
-from mock_scheduler.determinism.agreement import TorchRankGroup, all_equal, check_agreement
-from mock_scheduler.determinism.agreement.rounds import MAX_KEY_ROUNDS, Op
+from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
+from mock_scheduler.determinism.agreement_rounds import MAX_KEY_ROUNDS, Op, Reduction
 from mock_scheduler.errors import RankDisagreementError
 
 DIFFERENCE = (
@@ -37,8 +37,10 @@ def _check_on_rank(global_rank: int, folder: str) -> None:
     group = TorchRankGroup(torch.device("cpu"))
     check_agreement({"NCCL_ALGO": "Ring"}, group)
     # -1 and the extremes of int64 are where a maximum by negation would overflow.
-    assert all_equal(b"\xff" * 8 + b"\x00" * 7 + b"\x80", group)
-    assert not all_equal(b"\x00" * 7 + (b"\x80" if global_rank else b"\x7f"), group)
+    extremes = [-1, -(2**63), 2**63 - 1]
+    assert group.reduce(Reduction(op=Op.MIN, words=[~word for word in extremes])) == [0, 2**63 - 1, -(2**63)]
+    one_differs = ~(-(2**63) if global_rank else 2**63 - 1)
+    assert group.reduce(Reduction(op=Op.MIN, words=[one_differs])) == [-(2**63)]
     # Neither length nor content is taken for granted: none at all, and bytes that look like the padding.
     assert group.gather(b"\x00\xff\x00" if global_rank else b"") == [b"", b"\x00\xff\x00"]
     assert group.gather(b"") == [b"", b""]

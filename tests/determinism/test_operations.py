@@ -21,8 +21,8 @@ from mock_scheduler.determinism.operations import (
     find_operation_logs,
     operation_log_path,
 )
-from mock_scheduler.determinism.operations.bits import as_hex, device_digest, host_digest
 from mock_scheduler.determinism.operations.recorder import record_operations
+from mock_scheduler.determinism.operations.writer import as_hex, device_digest, host_digest
 from mock_scheduler.errors import TraceError
 
 HEADER = OperationLogHeader(step=0, global_rank=0, world_size=1, settings={"OMP_NUM_THREADS": "1"})

@@ -27,7 +27,7 @@ from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from benchmarks.layouts.cases import GROUP_SIZE
 from benchmarks.layouts.cases import NUM_GROUPS
 from mock_scheduler.config.instruments import PerturbationConfig
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.trace.entries import TraceEntry
 from tests.rank_traces import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name

@@ -9,7 +9,8 @@ from benchmarks.layouts.cases import MODELS, SEED, parallel_of
 from benchmarks.layouts.options import merge_changes
 from benchmarks.layouts.cases import GROUP_SIZE
 from benchmarks.layouts.cases import NUM_GROUPS
-from pipelines.config.schema import ParallelConfig, PipelineConfig
+from mock_scheduler.config.layout import ParallelConfig
+from pipelines.config.schema import PipelineConfig
 
 PLAIN_OPTIMIZER = "plain"
 ONE_PROCESS = "tp1"

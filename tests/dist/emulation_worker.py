@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from pipelines.algorithm.losses import PolicyLossOutput, compute_policy_loss
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import logprobs, trainer

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from benchmarks.layouts.training import NUM_ACTIONS
 from benchmarks.layouts.training import VOCAB_SIZE
 from benchmarks.layouts.training import random_batch
-from mock_scheduler.config.trace import LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import LedgerKind, TraceConfig, TraceKind
 from mock_scheduler.support.tensor_bytes import as_bytes
 from pipelines.algorithm.losses import PolicyLossConfig, PolicyLossInputs, PolicyLossOutput, compute_policy_loss
 from pipelines.config.schema import PipelineConfig

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mock_scheduler.batch import RolloutBatch
-from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from mock_scheduler.config.layout import ParallelConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.step_file import encode_step

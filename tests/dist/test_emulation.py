@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
 from tests.dist.conftest import launch

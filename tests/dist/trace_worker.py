@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import LedgerKind, TraceConfig, TraceKind
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mock_scheduler.batch import RolloutBatch
-from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.layout import ParallelConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.step_file import decode_step, encode_step

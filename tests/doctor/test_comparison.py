@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from mock_scheduler.determinism.operations import OperationLogHeader, OperationRecord, Phase, TensorRecord
-from mock_scheduler.doctor import Difference, DifferenceKind, State, compare_rank, compare_step, find_cause
+from mock_scheduler.doctor.causes import State, find_cause
+from mock_scheduler.doctor.comparison import compare_rank, compare_step
+from mock_scheduler.doctor.differences import Difference, DifferenceKind
 from mock_scheduler.errors import TraceError
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.layouts.cases import GROUP_SIZE, NUM_GROUPS, parallel_of
 from benchmarks.layouts.options import merge_changes
-from pipelines.config.schema import ParallelConfig, PipelineConfig
+from mock_scheduler.config.layout import ParallelConfig
+from pipelines.config.schema import PipelineConfig
 from tests.faults.fault import Precision, Run
 
 SEED = 42

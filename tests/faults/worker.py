@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from benchmarks.layouts.cases import parallel_of
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TRACE_KINDS, TraceConfig, TraceKind
-from pipelines.config.schema import ParallelConfig
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceConfig, TraceKind
+from mock_scheduler.config.layout import ParallelConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.layouts.cases import GROUP_SIZE, NUM_GROUPS
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.guard import apply_deterministic_mode
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import LaunchPlan, child_environment, plan_launch, run_plan
 from mock_scheduler.support.processes import RankExit, find_culprit
-from pipelines.config.schema import ParallelConfig, PipelineConfig
+from pipelines.config.schema import PipelineConfig
 
 SOURCE = ("--config-path", "configs", "--config-name", "run", "seed=1")
 

@@ -10,7 +10,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.megatron.rules import Effect, check_conflicts, find_conflicts
+from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
+from mock_scheduler.megatron.rules.rule import Effect
 from pipelines.config.loading import load_config
 from pipelines.megatron.transformer_config import build_transformer_config, megatron_values, read_setup
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
-from mock_scheduler.megatron.order_plan import OrderPlan, limits, plan_order
+from mock_scheduler.megatron.layout import emulation_limits
+from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
-from pipelines.config.schema import ParallelConfig, PipelineConfig, TrainingConfig
+from pipelines.config.schema import PipelineConfig
+from pipelines.config.training import TrainingConfig
 from pipelines.megatron.emulation.gradients import OwnedRange, owned_ranges
 from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
 from pipelines.megatron.layers.router_ledger import RouterLedger
@@ -162,7 +165,9 @@ def test_limits_name_what_of_experts_cannot_be_followed() -> None:
         layout: dict[str, Any], model: dict[str, Any] | None = None, training: dict[str, Any] | None = None
     ) -> tuple[str, ...]:
         config = ModelConfig.model_validate({**EXPERTS, **(model or {})})
-        return limits(ParallelConfig.model_validate(layout), config, TrainingConfig.model_validate(training or {}))
+        return emulation_limits(
+            ParallelConfig.model_validate(layout), config, TrainingConfig.model_validate(training or {})
+        )
 
     dp2_ep2 = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
     where = "expert_model_parallel_size above tensor_model_parallel_size × context_parallel_size"
@@ -195,11 +200,11 @@ def test_limits_name_what_of_experts_cannot_be_followed() -> None:
 
 def test_limits_name_what_cannot_be_followed() -> None:
     means = TrainingConfig(calculate_per_token_loss=False)
-    assert limits(ParallelConfig(context_parallel_size=2), ModelConfig(), means) == (
+    assert emulation_limits(ParallelConfig(context_parallel_size=2), ModelConfig(), means) == (
         "context_parallel_size above 1 with training.calculate_per_token_loss false: each rank divides by its own "
         "tokens, which is another loss (docs/layouts.md, loss-tuple-under-cp)",
     )
-    assert limits(ParallelConfig(tensor_model_parallel_size=2), ModelConfig(), TrainingConfig()) == ()
+    assert emulation_limits(ParallelConfig(tensor_model_parallel_size=2), ModelConfig(), TrainingConfig()) == ()
 
 
 def test_a_run_of_several_processes_emulates_nothing() -> None:

@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from mock_scheduler.errors import ConfigError, DeterminismError
-from mock_scheduler.megatron.rules import (
-    RULES,
-    Conflict,
-    Effect,
-    MegatronRule,
-    Setup,
-    check_conflicts,
-    find_conflicts,
-    parse_version,
-)
+from mock_scheduler.megatron.rules import RULES, check_conflicts, find_conflicts
 from mock_scheduler.megatron.rules.facts import FACT_RULES
+from mock_scheduler.megatron.rules.rule import Conflict, Effect, MegatronRule, Setup, parse_version
 
 # What the pipeline builds: no rule but facts applies to it.
 CLEAN: dict[str, object] = {

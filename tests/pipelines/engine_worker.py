@@ -17,7 +17,8 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import JsonColumn
 from mock_scheduler.ledger import Ledger
-from pipelines.config.schema import GeneratingArgs, PipelineConfig
+from pipelines.config.environments import GeneratingArgs
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
-from mock_scheduler.config.instruments import GraftConfig
-from mock_scheduler.config.trace import LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import GraftConfig, LedgerKind, TraceConfig, TraceKind
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.probing.graft import GraftProbe, GraftSource
 from pipelines.megatron.probing.interface import combine

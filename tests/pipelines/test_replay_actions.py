@@ -24,8 +24,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.replay_actions import compare_recording, main
-from pipelines.rollout.episodes import TurnRules, play_block
-from pipelines.rollout.forms import RolloutForm, episode_rows
+from pipelines.rollout.episodes import RolloutForm, TurnRules, episode_rows, play_block
 from pipelines.rollout.plan import plan_episodes
 from pipelines.seeds import derive_seed, derive_uniform
 from tests.batches import SAMPLING

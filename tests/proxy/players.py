@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.recording.builders import SAMPLING, make_contract, make_rows
 
 

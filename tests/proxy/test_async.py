@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, ContractError, RecordingError
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
 from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
@@ -21,7 +22,6 @@ from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.writing.opening import RecordingWriter
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import (
     AsyncPlayer,
     Player,

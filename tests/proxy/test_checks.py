@@ -9,11 +9,11 @@ import pytest
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import Trajectory
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, RecordingError, SchedulerError
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.scheduler import RolloutRequest, RowShard
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import Player, batch_of, config, dump, mock, never, request
 from tests.recording.builders import SAMPLING, make_contract, make_identity, make_row, make_rows
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ContractError, RecordingError, SchedulerError, StepNotFoundError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.build import build_scheduler
@@ -17,7 +18,6 @@ from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import Player, batch_of, config, digests, dump, never, play, request, requests
 from tests.recording.builders import make_contract
 

@@ -9,11 +9,11 @@ from typing import TypeVar
 import pytest
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import Player, batch_of, config, dump, request
 from tests.recording.builders import make_contract
 

@@ -11,6 +11,7 @@ import pytest
 
 import mock_scheduler.proxy.build
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import (
     ConfigError,
     ContractError,
@@ -24,7 +25,6 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest, RolloutScheduler
-from pipelines.config.schema import RolloutMockConfig
 from tests.proxy.players import (
     BatchOnly,
     Player,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, StepExistsError, StepNotFoundError
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -26,7 +27,6 @@ from mock_scheduler.recording.storage.local import LocalStorage
 from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.recording.writing.sharded import Patience
 from mock_scheduler.scheduler import RolloutRequest, RowShard
-from pipelines.config.schema import RetentionConfig
 from tests.recording.builders import make_batch, make_contract, make_info
 from tests.recording.processes import run_in_child
 

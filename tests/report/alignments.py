@@ -21,7 +21,7 @@ from mock_scheduler.comparison.noise.suspicions import ScaledGradients, Suspicio
 from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.recording.contract import Contract, ContractField, Rule
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage

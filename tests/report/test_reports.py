@@ -14,6 +14,7 @@ from mock_scheduler.comparison.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.comparison.findings import Finding, OnlyIn
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import compare_metrics
+from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.report.alignment.builder import build_view
@@ -26,7 +27,6 @@ from mock_scheduler.verdict.decision import decide
 from mock_scheduler.verdict.reasons import BeyondBounds
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
-from pipelines.config.schema import ToleranceConfig
 from tests.report import alignments
 
 BOUNDS = StatedBounds(

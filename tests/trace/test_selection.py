@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.trace.selection import TraceSelection, describe_unmatched
 
 QKV = "decoder.layers.3.self_attention.linear_qkv.weight"

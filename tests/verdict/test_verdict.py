@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.compare_runs import compare_runs

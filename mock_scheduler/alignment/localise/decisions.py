@@ -18,7 +18,7 @@ from typing import get_args
 
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.tensors import TensorComparison
-from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.localisation import (
     DifferingTensor,

@@ -13,7 +13,7 @@ from typing import Protocol
 from mock_scheduler.alignment.plan.overrides import quote_override, quote_value
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.comparison.tensors import TensorComparison
-from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftKind
 

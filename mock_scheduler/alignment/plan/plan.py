@@ -24,8 +24,8 @@ from mock_scheduler.alignment.plan.overrides import (
 )
 from mock_scheduler.alignment.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun, find_changes
 from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
-from mock_scheduler.config.effects import effects_of
-from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
+from mock_scheduler.config.base import effects_of
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
 from mock_scheduler.program import ConfigLoader, Program, RunConfig

@@ -1,6 +1,6 @@
 """The runs of an alignment as plain data: their changes from the baseline, and the groups that may share processes.
 
-Contract: two checked configurations are compared by the effects of their keys, as ``config.effects`` has them. Nothing
+Contract: two checked configurations are compared by the effects of their keys, as ``config.base`` has them. Nothing
 is loaded, started or written here.
 """
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.config.base import Decides
-from mock_scheduler.config.effects import effects_of
+from mock_scheduler.config.base import Decides, effects_of
 from mock_scheduler.support.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER

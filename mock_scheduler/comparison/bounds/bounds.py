@@ -15,8 +15,7 @@ from typing import Protocol
 from mock_scheduler.comparison.bounds.bound import BoundsSource, MetricBound, TensorBound
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.config.align import ToleranceConfig
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 

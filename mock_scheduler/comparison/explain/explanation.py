@@ -25,7 +25,7 @@ from mock_scheduler.comparison.residuals import Residual
 from mock_scheduler.comparison.router_names import is_choice
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import NUM_FIRST, NUM_LARGEST
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
 

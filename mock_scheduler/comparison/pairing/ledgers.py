@@ -12,7 +12,7 @@ from mock_scheduler.comparison.findings import LedgerNotCompared, Note
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.pairing.sources import LedgerSource
 from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
-from mock_scheduler.config.trace import LEDGER_KINDS, LedgerKind
+from mock_scheduler.config.instruments import LEDGER_KINDS, LedgerKind
 from mock_scheduler.trace.entries import LedgerCall, RankPlace
 
 _NO_CALLS: tuple[LedgerCall, ...] = ()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _LAYER = re.compile(r"\blayers\.(\d+)(?:\.(.+))?$")

@@ -25,8 +25,8 @@ from mock_scheduler.comparison.findings import (
     other_side,
 )
 from mock_scheduler.comparison.residuals import Side
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.config.trace import LedgerKind, TraceKind
 from mock_scheduler.trace.entries import StepFooter, TraceKey
 
 

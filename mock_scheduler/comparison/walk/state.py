@@ -23,7 +23,7 @@ from mock_scheduler.comparison.pairing.pairs import TensorPair, all_of
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.router_names import routed_part
 from mock_scheduler.comparison.tensors import TensorDifference
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 
 #: What is compared together, in the order within one update.
 STATE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")

@@ -25,7 +25,7 @@ from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.full_step import FullStep
 from mock_scheduler.comparison.walk.sketches import compare_sketches
 from mock_scheduler.comparison.walk.steps import Found, OnKey, StepSides, walk_steps
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.threads import without_inner_threads
 from mock_scheduler.trace.full.reader import TraceReader, open_trace

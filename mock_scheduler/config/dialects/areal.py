@@ -72,14 +72,14 @@ def from_areal(section: Mapping[str, object], *, default_path: str, name: str = 
     """Reads AReaL's section as ``rollout_mock``: dump is mode dump, replay is mode mock, neither is not enabled.
 
     ``default_path``: the folder where the section has no ``path``. ``name``: of the section in messages. Raises
-    ``ConfigError`` that lists every problem.
+    ``ConfigError`` with every problem.
     """
     read = read_section(TrajectoryDebug, section, section=name, origin=f"AReaL's {name}")
     return translate_areal(read, default_path=default_path, name=name)
 
 
 def translate_areal(section: TrajectoryDebug, *, default_path: str, name: str) -> RolloutMockConfig:
-    """Translates a section that was read, as ``from_areal`` does."""
+    """Translates a section already read, as ``from_areal`` does."""
     dump_dir = section.path or default_path
     if not section.is_on:
         return RolloutMockConfig(dump_dir=dump_dir)

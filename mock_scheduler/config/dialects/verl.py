@@ -21,8 +21,7 @@ from urllib.parse import quote
 from pydantic import Field, ValidationInfo, field_validator
 
 from mock_scheduler.config.base import ConfigSection, NonNegativeInt, PositiveInt
-from mock_scheduler.config.dialects.foreign import build_rollout_mock, read_section
-from mock_scheduler.config.dialects.verl_keys import describe_unread, set_aside_unread
+from mock_scheduler.config.dialects.foreign import build_rollout_mock, describe_unread, read_section, set_aside_unread
 from mock_scheduler.config.problems import raise_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.config.steps import StepRanges
@@ -40,7 +39,7 @@ _MAX_NAME_BYTES = 255
 
 
 def _check_location(location: str) -> str:
-    """Refuses places that verl's own documentation warns of; a URL and ``~`` are fine."""
+    """Refuses the places against which verl's own documentation warns; a URL and ``~`` are fine."""
     if "://" in location:
         return location
     path = os.path.expanduser(location)
@@ -58,7 +57,7 @@ def _check_location(location: str) -> str:
 
 
 class _Skip(ConfigSection):
-    """The keys that the second and third generation share."""
+    """The keys of both the second and the third generation."""
 
     enable: bool = False
     dump_dir: str = _DEFAULT_SKIP_DIR
@@ -75,7 +74,7 @@ class SkipRole(_Skip):
     steps: list[Annotated[int, Field(ge=1)]] = Field(default=[], validate_default=True)
     action: Literal["cache", "repeat"] = "cache"
 
-    # Of fields and not of the model, here and below, so that every problem of a block is listed.
+    # Validators of fields and not of the model, here and below, so that every problem of a block is listed.
     @field_validator("steps")
     @classmethod
     def _check_steps(cls, steps: list[int], info: ValidationInfo) -> list[int]:
@@ -143,7 +142,7 @@ class VerlData(ConfigSection):
 
 
 class VerlSections(ConfigSection):
-    """All of verl's sections that may stand in a configuration of ours."""
+    """All of verl's sections in a configuration of ours."""
 
     actor_rollout_ref: VerlActor = VerlActor()
     skip: SkipRoles = SkipRoles()
@@ -165,9 +164,9 @@ class VerlNames:
     def folder(self) -> str:
         """``{experiment}_{project}_TrainGBS{train}__InferGBS{gen}__N{n}`` (verl, docs/advance/rollout_skip.rst).
 
-        No two names share a folder: a character that is no letter, digit, ``_``, ``-``, ``.`` or ``~`` becomes ``%``
-        and its UTF-8 bytes in hexadecimal, and so does ``_`` in the project's name, as it separates that from the
-        experiment's. Raises ``ConfigError`` where it would be longer than file systems take.
+        No two names share a folder: any character but letters, digits, ``_``, ``-``, ``.`` and ``~`` becomes ``%`` and
+        its UTF-8 bytes in hexadecimal, and so does ``_`` in the project's name, the separator of the two names. Raises
+        ``ConfigError`` for a name too long for file systems.
         """
         experiment = quote(self.experiment, safe="")
         project = quote(self.project, safe="").replace("_", "%5F")
@@ -192,8 +191,8 @@ class VerlSwitch:
 def from_verl(rollout: Mapping[str, object], *, names: VerlNames) -> RolloutMockConfig:
     """Reads verl's ``actor_rollout_ref.rollout`` as ``rollout_mock``; not enabled where it skips nothing.
 
-    Its keys ``skip_rollout``, ``skip_dump_dir``, ``n``, which replaces that of ``names``, and ``skip`` are read. Raises
-    ``ConfigError`` that lists every problem.
+    Reads its keys ``skip_rollout``, ``skip_dump_dir``, ``skip``, and ``n``, which replaces ``names.n``. Raises
+    ``ConfigError`` with every problem.
     """
     values, unread = set_aside_unread(VerlRollout, rollout, section=ROLLOUT_KEY)
     read = read_section(VerlRollout, values, section=ROLLOUT_KEY, origin=f"verl's {ROLLOUT_KEY}")
@@ -211,7 +210,7 @@ def several_switches(keys: list[str]) -> str:
 
 
 def translate_verl(switch: VerlSwitch, *, names: VerlNames, unread: Iterable[str] = ()) -> RolloutMockConfig:
-    """Translates one switch that was read, as ``from_verl`` does; ``unread``: keys that its ``origin`` names."""
+    """Translates one switch, as ``from_verl`` does; ``unread``: keys to name in its ``origin``."""
     fields = {"dump_dir": f"{switch.dump_dir.rstrip('/')}/{names.folder}", **switch.fields}
     return build_rollout_mock(f"verl's {switch.key}", fields, remark=describe_unread(unread))
 
@@ -248,7 +247,7 @@ def _role_fields(role: SkipRole) -> dict[str, object]:
     """Translates a role of the third generation.
 
     ``cache`` plays and records the missing ones of ``steps``; ``repeat`` does so for the first of them, and reuses
-    recorded steps for the others. Steps that are not listed are played.
+    recorded steps for the others. All other steps are played.
     """
     steps = StepRanges.of(step - 1 for step in role.steps)
     if role.action == "cache":

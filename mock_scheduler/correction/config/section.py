@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter, ValidationError, model_validator
 
 from mock_scheduler.config.problems import KeyedError, Problem, collecting, raise_keyed
-from mock_scheduler.correction.config.checks import name_problems, section_problems
+from mock_scheduler.correction.config.checks import name_problems, section_notes, section_problems
 from mock_scheduler.correction.config.keys import CorrectionKeys
-from mock_scheduler.correction.config.notes import section_notes
 from mock_scheduler.correction.config.presets import preset_values
 from mock_scheduler.correction.config.rules import CorrectionSpec, Level, Rule
 from mock_scheduler.correction.config.verl_keys import rejection_rules, veto_rule, weight_rules

@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from mock_scheduler.correction import verl
 from mock_scheduler.correction.config.rules import CorrectionSpec
-from mock_scheduler.correction.engine.block_correction import BlockCorrection
-from mock_scheduler.correction.engine.blocks import map_blocks, split_inputs, whole_batch
+from mock_scheduler.correction.engine.blocks import BlockCorrection, map_blocks, split_inputs, whole_batch
 from mock_scheduler.correction.engine.inputs import CorrectionInputs, CorrectionResult, check_inputs
+from mock_scheduler.correction.engine.measures import MeasuredWeights
 from mock_scheduler.correction.engine.sequence_sums import collect_states
 from mock_scheduler.correction.engine.states import CorrectionStates
 from mock_scheduler.correction.engine.units import Leveled
-from mock_scheduler.correction.engine.weights import MeasuredWeights
 from mock_scheduler.correction.verl.releases import VerlRelease
 from mock_scheduler.errors import CorrectionError
 

@@ -15,11 +15,10 @@ import torch
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND, CorrectionSpec, Rule
 from mock_scheduler.correction.config.verl_keys import VETO
 from mock_scheduler.correction.engine.buckets import BucketValues, lag_runs, position_runs, sum_by_bucket
-from mock_scheduler.correction.engine.rule_measures import MeasuredRule, is_above, is_below, value_bounds
+from mock_scheduler.correction.engine.measures import MeasuredRule, MeasuredWeights, is_above, is_below, value_bounds
 from mock_scheduler.correction.engine.states import CorrectionStates, FloatArray
 from mock_scheduler.correction.engine.tokens import ResponseTokens
 from mock_scheduler.correction.engine.units import Leveled, Reduction, Units, any_of
-from mock_scheduler.correction.engine.weights import MeasuredWeights
 
 
 class _Rows:

@@ -44,7 +44,13 @@ from mock_scheduler.correction.report.presets import (
     missing_for,
     preset_candidate,
 )
-from mock_scheduler.correction.report.scored_step import ROUNDING, ScoredStep, describe_sampling, recorded_health
+from mock_scheduler.correction.report.scored_step import (
+    ROUNDING,
+    ScoredStep,
+    WorstFinder,
+    describe_sampling,
+    recorded_health,
+)
 from mock_scheduler.correction.report.view import (
     Advice,
     CorrectionReport,
@@ -52,7 +58,6 @@ from mock_scheduler.correction.report.view import (
     StepHealth,
     TrainingSide,
 )
-from mock_scheduler.correction.report.worst import WorstFinder
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.support.text import count_of, list_some

@@ -1,9 +1,9 @@
 """The operation log of one training step on one rank, as a file.
 
 Contract: imports no torch. ``{output_dir}/operations/step_000000/rank_0.jsonl`` has one JSON object per line: a header
-(format version, step, rank, settings read back), then one record per operation in the order the rank began them, then a
-footer with their number. A file's presence is its completeness, as ``files`` says; a file without its right footer is
-refused.
+(format version, step, rank, settings read back), then one record per operation in the order in which the rank began
+them, then a footer with their number. A file's presence is its completeness, as ``files`` says; one whose footer is
+missing or wrong is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 
 
 class Phase(StrEnum):
-    """The part of a step a rank was in when it began an operation."""
+    """The phase of training in which a rank began an operation."""
 
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
@@ -37,13 +37,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRecord:
-    """A tensor an operation read or wrote.
+    """A tensor that an operation read or wrote.
 
-    Args:
-        name: The operator's own name for it, such as ``mat2`` or ``tensors[0]``.
-        storage: Number of its memory in order of appearance, the same for tensors sharing memory; not compared between
-            runs.
-        digest: Of its bytes in row-major order; ``None`` where there is none, and then ``note`` says why.
+    ``name``: the operator's own name for it, such as ``mat2`` or ``tensors[0]``. ``storage``: the number of its memory,
+    in order of appearance; equal numbers of one run share memory, and runs are not compared by them. ``digest``: of its
+    bytes in row-major order; where it is ``None``, ``note`` says why.
     """
 
     name: str
@@ -60,21 +58,16 @@ class TensorRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationRecord:
-    """One operation; unknown fields are empty.
+    """One operation. Unknown fields are empty.
 
-    Args:
-        lane: The thread it began in, ``main`` or ``backward-1``, ...; only within a lane is the order fixed.
-        module: The module whose forward was running; in backward, the one whose forward made the autograd node.
-        node: Of autograd.
-        place: File and line of the call, outside torch.
-        arguments: Its arguments other than tensors.
-        inputs: Before it ran, without inputs it overwrites.
-        outputs: Returned, or written in place.
-        values: Returned values other than tensors.
-        group: Global ranks of a communication's group.
-        peer: The other side of a send or receive.
-        completes: The record is no operation, but the first use of the results of this earlier, asynchronous one; they
-            are its outputs.
+    ``lane``: the thread that began it, ``main`` or ``backward-1``, ...; only within a lane is the order fixed.
+    ``module``: the module whose forward was running; in backward, the one whose forward made the autograd node.
+    ``node``: the autograd node. ``place``: file and line of the call, outside torch.
+    ``arguments``: all arguments but tensors. ``inputs``: tensors before it ran, without overwritten ones; ``outputs``:
+    tensors that it returned or wrote in place; ``values``: all else that it returned.
+    ``group``: the global ranks of a communication's group. ``peer``: the other side of a send or receive.
+    ``completes``: the number of an earlier, asynchronous operation. The record is then no operation, but the first use
+    of the earlier one's results, which are its outputs.
     """
 
     number: int
@@ -100,20 +93,20 @@ class OperationRecord:
 
     @property
     def is_computation(self) -> bool:
-        """Whether it read, made or sent anything; a view only names memory."""
+        """Whether it read, made or sent anything; a view only names memory and did not."""
         return bool(self.num_digests or self.values or self.group is not None or self.completes is not None)
 
     def describe(self) -> str:
         """``operation 17, aten.mm.default, in policy.decoder (forward, at model.py:12)``."""
-        what = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
+        results = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
         where = f" in {self.module}" if self.module else ""
         details = [self.phase.value, *([self.node] if self.node else []), *([f"at {self.place}"] if self.place else [])]
-        return f"operation {self.number}, {what or self.operator},{where} ({', '.join(details)})"
+        return f"operation {self.number}, {results or self.operator},{where} ({', '.join(details)})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLogHeader:
-    """Step and rank of a log. ``settings``: determinism settings this rank read back when the step began."""
+    """The step and the rank of a log. ``settings``: determinism settings as this rank read them back at its start."""
 
     step: int
     global_rank: int
@@ -123,18 +116,14 @@ class OperationLogHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLog:
-    """A whole operation log on disk: its header, and its records, read anew each time they are asked for."""
+    """A whole operation log on disk: its header, and its records, read anew at each request."""
 
     path: Path
     header: OperationLogHeader
 
     @classmethod
     def open(cls, path: Path) -> OperationLog:
-        """Reads the header.
-
-        Raises:
-            TraceError: The file cannot be read or is no operation log.
-        """
+        """Read the header; raises ``TraceError`` where the file cannot be read or is no operation log."""
         content = _parse(path, next(_read_lines(path), ""))
         version = content.pop("format_version", None)
         if version != FORMAT_VERSION:
@@ -145,11 +134,7 @@ class OperationLog:
             raise TraceError(f"{path}: the header is no operation log's: {error}") from error
 
     def records(self) -> Iterator[OperationRecord]:
-        """Yields every record in order.
-
-        Raises:
-            TraceError: The file is cut off or is no operation log's.
-        """
+        """Every record in order; raises ``TraceError`` where the file is cut off or is no operation log's."""
         num_records, num_stated = 0, None
         for line in islice(_read_lines(self.path), 1, None):
             content = _parse(self.path, line)
@@ -174,11 +159,7 @@ def operation_log_path(output_dir: Path, *, step: int, global_rank: int) -> Path
 
 
 def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
-    """Finds the operation logs of a run by step and global rank, in order; empty where it has none.
-
-    Raises:
-        TraceError: A file cannot be read.
-    """
+    """Finds a run's operation logs by step and global rank, in order; empty without any. Raises ``TraceError``."""
     found: dict[int, dict[int, OperationLog]] = {}
     for path in (output_dir / OPERATIONS_FOLDER).glob("*/*"):
         step, global_rank = _STEP_FOLDER.fullmatch(path.parent.name), _RANK_FILE.fullmatch(path.name)
@@ -188,7 +169,7 @@ def find_operation_logs(output_dir: Path) -> dict[int, dict[int, OperationLog]]:
 
 
 def _parse_record(content: Mapping[str, Any]) -> OperationRecord:
-    """Makes a record from its JSON object."""
+    """Makes a record of its JSON object."""
     fields = dict(content)
     for side in ("inputs", "outputs"):
         fields[side] = tuple(

@@ -1,16 +1,20 @@
-"""Facts of an operator from its schema: tensors it overwrites, tensors without meaning, and views.
+"""Facts about torch's operators and communications: the tensors they read, write and return, and when.
 
-Contract: facts of operators alone, from torch's schemas and the tables below (torch 2.13); nothing is run.
+Contract: facts come from torch's schemas and the tables below (torch 2.13). Nothing here runs an operator,
+communicates, waits, or keeps a tensor alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch._ops import HigherOrderOperator
 
 UNINITIALISED = "uninitialised"
@@ -44,11 +48,9 @@ BROADCASTS = "c10d.broadcast_.default"
 class OperatorFacts:
     """One operator overload.
 
-    Args:
-        written: Names of the arguments it writes.
-        overwritten: Written arguments whose content it never reads.
-        results: Names of its results, ``None`` for a result equal to an argument.
-        has_digests: Its bits are worth a digest; bits of a view or of fresh memory are not.
+    ``written``: names of written arguments; ``overwritten``: the ones among them whose content it never reads.
+    ``results``: names of its results, ``None`` for one of its arguments. ``has_digests``: whether its bits are worth a
+    digest, unlike the bits of a view or of fresh memory.
     """
 
     name: str
@@ -61,24 +63,22 @@ class OperatorFacts:
     is_communication: bool
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the given arguments by name, without defaults left out."""
+        """Names the given arguments, without defaults."""
         if not self.arguments:
             return {f"argument{position}": value for position, value in enumerate(args)} | dict(kwargs)
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def unread(self, bound: Mapping[str, Any]) -> frozenset[str]:
-        """Returns arguments whose content this call does not read.
-
-        ``addmm`` and its kin ignore ``self`` where ``beta`` is 0 (torch documentation); Megatron's attention gives
-        memory there nothing has written.
-        """
+        """Names the arguments whose content this call does not read."""
+        # addmm and its kin ignore self where beta is 0 (torch documentation); Megatron's attention gives memory there
+        # that nothing has written.
         is_ignored = "beta" in self.arguments and bound.get("beta", 1) == 0
         return self.overwritten | {"self"} if is_ignored else self.overwritten
 
 
 @cache
 def facts_of(operator: Any) -> OperatorFacts:  # noqa: ANN401 - OpOverload or HigherOrderOperator, untyped in torch
-    """Returns the facts of one overload; of a higher-order operator, which has no schema, only the name."""
+    """Finds the facts of one overload; of a higher-order operator, which has no schema, only the name."""
     if isinstance(operator, HigherOrderOperator):
         return OperatorFacts(
             name=f"higher_order.{operator}",
@@ -117,12 +117,12 @@ def facts_of(operator: Any) -> OperatorFacts:  # noqa: ANN401 - OpOverload or Hi
 
 
 def argument_of(name: str) -> str:
-    """Returns ``tensors`` for ``tensors[0]``."""
+    """``tensors`` for ``tensors[0]``."""
     return name.partition("[")[0]
 
 
 def is_scratch(name: str) -> bool:
-    """Whether a tensor of this name may hold anything without any effect on the run."""
+    """Says whether a tensor of this name may hold anything without any effect on the run."""
     return argument_of(name) in _SCRATCH_NAMES
 
 
@@ -136,7 +136,7 @@ def flatten_tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tenso
 
 
 def has_tensors(value: object) -> bool:
-    """Whether there is any tensor in an argument or result."""
+    """Says whether there is any tensor in an argument or result."""
     return next(flatten_tensors("", value), None) is not None
 
 
@@ -154,3 +154,122 @@ def _result_names(schema: Any, namespace: str) -> Iterator[str | None]:  # noqa:
     for position, result in enumerate(schema.returns):
         is_argument = namespace == "c10d" or _is_written(result)
         yield None if is_argument else result.name or (f"result[{position}]" if len(schema.returns) > 1 else "result")
+
+
+_NONE: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """One communication. ``group``: global ranks, in the group's order. ``peer``: a global rank, for send and receive.
+
+    ``unread``, ``undefined``: arguments whose content it does not read, or does not define, on this rank.
+    ``is_async``: whether results may come after the call.
+    """
+
+    group: tuple[int, ...]
+    peer: int | None
+    unread: frozenset[str]
+    undefined: frozenset[str]
+    is_async: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completed:
+    """An asynchronous communication and its results, as far as they are still alive."""
+
+    number: int
+    operator: str
+    communication: Communication
+    results: tuple[tuple[str, torch.Tensor], ...]
+
+
+class PendingResults:
+    """Unused results of asynchronous communications."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Waiting] = {}
+
+    def add(
+        self,
+        number: int,
+        operator: str,
+        communication: Communication,
+        results: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
+        """Wait for the first use of any of the results."""
+        if results:
+            self._waiting[number] = _Waiting(
+                operator=operator,
+                communication=communication,
+                results=tuple((name, weakref.ref(tensor), _memory_of(tensor)) for name, tensor in results),
+            )
+
+    def take(self, used: Iterable[torch.Tensor]) -> Iterator[Completed]:
+        """Yields each communication with a result about to be used; it waits no more."""
+        # A program that uses a result has waited for the communication; other parts of the storage prove nothing.
+        if not self._waiting:
+            return
+        spans = [_memory_of(tensor) for tensor in used]
+        for number, waiting in list(self._waiting.items()):
+            alive = [(name, tensor, span) for name, ref, span in waiting.results if (tensor := ref()) is not None]
+            if not alive:
+                del self._waiting[number]
+            elif any(_overlap(span, other) for _, _, span in alive for other in spans):
+                del self._waiting[number]
+                yield Completed(
+                    number=number,
+                    operator=waiting.operator,
+                    communication=waiting.communication,
+                    results=tuple((name, tensor) for name, tensor, _ in alive),
+                )
+
+
+_Span = tuple[torch.device, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waiting:
+    operator: str
+    communication: Communication
+    results: tuple[tuple[str, weakref.ref[torch.Tensor], _Span], ...]
+
+
+def read_communication(facts: OperatorFacts, bound: Mapping[str, Any]) -> Communication | None:
+    """Reads a communication from an operation's arguments; ``None`` for any other operation."""
+    group = _find_group(bound) if facts.is_communication and facts.name != WAIT else None
+    if group is None:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    peer = bound.get("dst", bound.get("src")) if facts.name in (*SENDS, *RECEIVES) else None
+    root = bound.get("root_rank")
+    is_root = root is None or ranks[root] == dist.get_rank()
+    is_functional = not facts.name.startswith("c10d.")
+    return Communication(
+        group=ranks,
+        peer=None if peer is None else ranks[peer],
+        unread=facts.overwritten | ({"tensors"} if facts.name == BROADCASTS and not is_root else _NONE),
+        undefined=frozenset({"tensors"}) if facts.name == REDUCES_TO_ROOT and not is_root else _NONE,
+        # Sends and receives have no such argument and always return before they are done.
+        is_async=is_functional or "async_op" not in facts.arguments or bool(bound.get("async_op", True)),
+    )
+
+
+def _find_group(bound: Mapping[str, Any]) -> ProcessGroup | None:
+    if "process_group" in bound:
+        return ProcessGroup.unbox(bound["process_group"])
+    name = bound.get("group_name")
+    return None if name is None else _resolve_process_group(name)
+
+
+def _memory_of(tensor: torch.Tensor) -> _Span:
+    """Returns device, first byte and end of a tensor's memory; empty without plain memory."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return tensor.device, 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return tensor.device, start, start + (last + 1) * tensor.element_size()
+
+
+def _overlap(one: _Span, other: _Span) -> bool:
+    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]

@@ -1,10 +1,10 @@
-"""Writes every operation torch dispatches in a block, with digests of its inputs and outputs, in order.
+"""Records every operation dispatched by torch in a block, with digests of its inputs and outputs, in order.
 
 Contract: observing changes no bit of the run: nothing is drawn from a generator, no tensor of the run is written, kept
 alive or moved, compiled code stays compiled, and a communication is waited for only where the program waits for it in
 the same call. On a GPU digests stay there until some hundreds are read back at once. A kernel outside torch's
-dispatcher (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself, but in
-the digests of the next operation reading its results.
+dispatcher (an extension of TransformerEngine or apex, a compiled or Triton kernel, NumPy) is not seen itself; its
+effect is seen in the digests of the next operation on its memory.
 
 Backward on a GPU runs in other threads: autograd carries the mode there with the rest of the calling thread's state
 (torch 2.13, ``GraphTask.thread_locals_``, an ``at::ThreadLocalState``). Records of such a thread have their own lane.
@@ -21,22 +21,28 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from mock_scheduler.determinism.operations.bits import device_digest, host_digest
-from mock_scheduler.determinism.operations.communication import Communication, PendingResults, read_communication
 from mock_scheduler.determinism.operations.log import OperationLogHeader, operation_log_path
 from mock_scheduler.determinism.operations.operators import (
     UNINITIALISED,
     WAIT,
+    Communication,
     OperatorFacts,
+    PendingResults,
     argument_of,
     facts_of,
     flatten_tensors,
     has_tensors,
     is_scratch,
+    read_communication,
 )
-from mock_scheduler.determinism.operations.program_place import ProgramPlace
-from mock_scheduler.determinism.operations.watching import WatchingMode
-from mock_scheduler.determinism.operations.writer import OpenRecord, OperationLogWriter, TensorEntry
+from mock_scheduler.determinism.operations.watching import ProgramPlace, WatchingMode
+from mock_scheduler.determinism.operations.writer import (
+    OpenRecord,
+    OperationLogWriter,
+    TensorEntry,
+    device_digest,
+    host_digest,
+)
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.support.text import shorten
@@ -49,13 +55,9 @@ _NamedTensors = list[tuple[str, torch.Tensor]]
 def record_operations(
     output_dir: Path, header: OperationLogHeader, *, modules: Mapping[str, torch.nn.Module]
 ) -> Iterator[None]:
-    """Writes the block's operation log to ``operation_log_path(output_dir, ...)`` when it ends; nothing where it
-    raises.
+    """Writes the block's operation log to ``operation_log_path(output_dir, ...)`` at its end; nothing where it raises.
 
-    ``modules``: the roots with submodules to be named in it, by name. Does not communicate.
-
-    Raises:
-        OSError: The file cannot be written.
+    ``modules``: the roots of named submodules, by name. Does not communicate. Raises ``OSError`` where it cannot write.
     """
     path = operation_log_path(output_dir, step=header.step, global_rank=header.global_rank)
     with written_aside(path) as aside, aside.open("w", encoding="ascii") as lines:
@@ -66,7 +68,7 @@ def record_operations(
 
 
 class OperationRecorder(WatchingMode):
-    """Sees each operation; its records go to ``writer``."""
+    """The mode that sees each operation; its records go to ``writer``."""
 
     def __init__(self, writer: OperationLogWriter, place: ProgramPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,11 +81,12 @@ class OperationRecorder(WatchingMode):
         self._lanes = {threading.get_ident(): "main"}
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Runs the operation, and writes it down."""
+        """Runs the operation, and records its inputs and outputs."""
         facts = facts_of(func)
         bound = facts.bind(args, kwargs)
         tensors = [pair for name, value in bound.items() for pair in flatten_tensors(name, value)]
-        if facts.has_digests and facts.name != WAIT:  # making a view uses nothing
+        # Making a view uses nothing, so a pending result stays pending.
+        if facts.has_digests and facts.name != WAIT:
             self._record_completed(tensors)
         communication = read_communication(facts, bound)
         record = self._begin(facts, bound, tensors, communication)
@@ -106,7 +109,7 @@ class OperationRecorder(WatchingMode):
         tensors: _NamedTensors,
         communication: Communication | None,
     ) -> OpenRecord:
-        """Returns the record of an operation about to run; it is open until ``_end``."""
+        """Begins the record of an operation before it runs; it is open until ``_end``."""
         unread = facts.unread(bound) if communication is None else communication.unread
         record = self._start_record(facts.name)
         record |= {
@@ -174,7 +177,7 @@ class OperationRecorder(WatchingMode):
                 self._uninitialised.discard(self._storage_key(tensor))
 
     def _record_completed(self, tensors: _NamedTensors) -> None:
-        """Records each asynchronous communication with results now used for the first time."""
+        """Records each asynchronous communication whose results are now used for the first time."""
         for done in self._pending.take(tensor for _, tensor in tensors):
             for _, tensor in done.results:
                 self._uninitialised.discard(self._storage_key(tensor))
@@ -221,7 +224,7 @@ class OperationRecorder(WatchingMode):
         return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
     def _forget(self, key: int) -> None:
-        """Numbers the memory anew: its former content is gone."""
+        """Numbers the memory anew: an address may be used again for other memory."""
         self._storages[key] = self._num_storages
         self._num_storages += 1
         self._uninitialised.discard(key)
@@ -234,7 +237,7 @@ class OperationRecorder(WatchingMode):
 
 
 def _returned(facts: OperatorFacts, result: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-    """Returns the results beside the arguments, by name."""
+    """Yields results beside the arguments, by name."""
     if not facts.results:
         if result is not None and not facts.written:
             yield "result", result
@@ -246,7 +249,7 @@ def _returned(facts: OperatorFacts, result: Any) -> Iterator[tuple[str, Any]]:  
 
 
 def _may_only_write(facts: OperatorFacts, name: str) -> bool:
-    """Whether an operator of another library may take this argument as a buffer to fill, and not read it."""
+    """Says whether an operator of another library may only fill this argument, as a buffer."""
     return argument_of(name) in facts.written and not facts.name.startswith("aten.")
 
 
@@ -255,7 +258,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _describe_arguments(bound: Mapping[str, Any]) -> str:
-    """Writes arguments other than tensors, as ``dim=[0], keepdim=False``."""
+    """Describes all arguments but tensors, as ``dim=[0], keepdim=False``."""
     text = ", ".join(
         f"{name}={_describe_value(value)}"
         for name, value in bound.items()
@@ -275,7 +278,7 @@ def _describe_value(value: object) -> str:
 
 
 def _wait(result: Any) -> None:  # noqa: ANN401 - whatever the communication returns
-    """Waits for a communication its caller waits for next."""
+    """Waits for a communication whose caller waits for it next."""
     work = result[-1] if isinstance(result, tuple) else result
     if isinstance(work, torch.ScriptObject):
         # None: NCCL gives no work where the caller is not asynchronous; the stream keeps the order (torch 2.11).

@@ -1,10 +1,12 @@
-"""The table of settings on which repeatable runs depend, its rows by area, and their look-up.
+"""The table of settings that make a run repeatable: its rows by area, and functions to look one up.
 
 Contract: imports no torch.
 """
 
-from mock_scheduler.determinism.settings.lookup import (
+from mock_scheduler.determinism.settings.setting import Between, Family, Kind, ReadAt, Setting
+from mock_scheduler.determinism.settings.table import (
     AREAS,
+    DETERMINISTIC_MODE,
     FAMILIES,
     SETTINGS,
     environment_settings,
@@ -13,8 +15,6 @@ from mock_scheduler.determinism.settings.lookup import (
     recorded_names,
     required_lines,
 )
-from mock_scheduler.determinism.settings.required import DETERMINISTIC_MODE
-from mock_scheduler.determinism.settings.setting import Between, Family, Kind, ReadAt, Setting
 
 __all__ = [
     "AREAS",

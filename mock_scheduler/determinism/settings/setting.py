@@ -1,6 +1,6 @@
-"""One row of the settings table: its meaning, its repeatable values, its reader and their source.
+"""The form of a row of the settings table: its kind, its repeatable values, its reader and the source of these facts.
 
-Contract: imports no torch. The rows are in the modules beside this one; ``lookup.SETTINGS`` is the whole table.
+Contract: imports no torch. The rows are in the modules beside this one; ``table.SETTINGS`` is the whole table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """The kind of a setting, which decides how it is read back."""
+    """The kind of a setting decides how it is read back."""
 
     ENVIRONMENT = "environment variable"
     FLAG = "flag"  # of Python, torch or a library: read by the probe of the same name (``probes.PROBES``)
@@ -19,7 +19,7 @@ class Kind(StrEnum):
 
 
 class ReadAt(StrEnum):
-    """The time at which a library reads a setting; a later change has no effect."""
+    """The moment when a library reads a setting; a later change has no effect."""
 
     INTERPRETER = "when the Python interpreter starts"
     TORCH_IMPORT = "when torch is imported"
@@ -32,7 +32,7 @@ class ReadAt(StrEnum):
 
 
 class Between(StrEnum):
-    """The agreement owed between the run that records and the run that replays."""
+    """How strictly a recording run and its replays must agree on a setting."""
 
     MUST_MATCH = "must match"
     REPORTED = "changes bits: equal for bit-equality, a difference is reported"
@@ -43,13 +43,12 @@ class Between(StrEnum):
 class Setting:
     """One environment variable, flag or version.
 
-    Args:
-        pattern: Regular expression for the whole value in a deterministic run; ``None`` for any value.
-        recommended: The value to write, ``None`` where none is recommended.
-        required: A deterministic run must have it in ``system_envs``.
-        exported: Launchers export the recommended value under ``DETERMINISTIC_MODE=1`` where it is not configured.
-        per_node: It names devices, files or logs of one node, so ranks may differ in it.
-        remedy: Why other values are refused or matter, and the change to make.
+    ``pattern``: regular expression for the whole value in a deterministic run; ``None`` allows any.
+    ``recommended``: the value to write, ``None`` without a recommendation.
+    ``required``: a deterministic run must have it in ``system_envs``.
+    ``exported``: launchers export the recommended value under ``DETERMINISTIC_MODE=1`` where it is not configured.
+    ``per_node``: names devices, files or logs of one node, so ranks may differ in it.
+    ``remedy``: why other values are refused or matter, and the advice.
     """
 
     name: str
@@ -66,11 +65,11 @@ class Setting:
     remedy: str
 
     def allows(self, value: str) -> bool:
-        """Whether a deterministic run may have this value."""
+        """Says whether a deterministic run may have this value."""
         return self.pattern is None or re.fullmatch(self.pattern, value) is not None
 
     def problem(self, value: str | None) -> str | None:
-        """Says the fault of a value (``None``: not set) in a deterministic run; ``None`` for no fault."""
+        """Says why a deterministic run cannot have a value (``None``: not set); ``None`` where it can."""
         if value is None:
             return f"{self.name} is not set; set it to {self.recommended!r}" if self.required else None
         if self.allows(value):
@@ -81,13 +80,13 @@ class Setting:
 
     @property
     def yaml_line(self) -> str:
-        """Returns the line to write under ``system_envs``."""
+        """The line to write under ``system_envs``."""
         return f"{self.name}: '{self.recommended}'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """All environment variables with a name beginning with ``prefix`` and no row of their own.
+    """All environment variables that begin with ``prefix`` and have no row of their own.
 
     Where they are present they are read back as ``between_runs`` says. ``per_node`` as in :class:`Setting`.
     """
@@ -99,7 +98,7 @@ class Family:
     per_node: bool = False
 
     def setting(self, name: str) -> Setting:
-        """Returns the row of one member."""
+        """Makes the row of one member."""
         return Setting(
             name=name,
             per_node=self.per_node,

@@ -1,4 +1,4 @@
-"""Rules name repeatable options that yet change the computation: facts to record with a run, no reasons to refuse it.
+"""Rules name repeatable options with an effect on the computation: facts to record, no reasons to refuse a run.
 
 ``DEPENDS_ON_LAYOUT``: the same run in another layout draws other numbers or drops other tokens, so only equal layouts
 compare. ``CHANGES_BITS``: both runs must have it alike to be bit-equal; otherwise they compare within rounding.
@@ -95,7 +95,7 @@ def _on_fact(field: str, breaks: str) -> MegatronRule:
 
 
 def _experts_fact(field: str, breaks: str) -> MegatronRule:
-    """Returns a field that says something only of a model with experts."""
+    """Makes the fact of a field with a meaning only for experts."""
     return _fact(field, breaks, lambda setup: setup.is_on("num_moe_experts") and setup.values.get(field) is not None)
 
 

@@ -1,8 +1,8 @@
-"""Layouts that Megatron-core runs without an error and computes wrongly are refused before a process starts.
+"""Refuses, before a process starts, layouts that Megatron-core runs without an error and computes wrongly.
 
 Contract: imports neither torch nor Megatron; the installed version is read from its metadata. The same rules are held
-against Megatron's own objects when a run starts (``mock_scheduler.megatron.rules``), which warns of allowed ones.
-``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
+against Megatron's own objects at the start of a run (``mock_scheduler.megatron.rules``), with a warning of allowed
+ones. ``docs/layouts.md`` explains them. PR and issue numbers are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _crosses_pipeline(setup: Setup) -> bool:
 
 
 def _reduces_experts_as_dense(setup: Setup) -> bool:
-    """Megatron gives experts a reduction of their own by ep > 1 alone, but they need it where etp differs from tp."""
+    # Megatron gives experts a reduction of their own by ep > 1 alone, but they need it where etp differs from tp.
     return (
         setup.is_on("num_moe_experts")
         and setup.size("expert_model_parallel_size") == 1
@@ -51,7 +51,8 @@ def _scales_router_losses_by_layout(setup: Setup) -> bool:
 
 
 def _has_aux_loss(setup: Setup) -> bool:
-    """Says whether a load-balancing loss has a coefficient; Megatron takes one of each or a list of each."""
+    """Says whether a load-balancing loss has a coefficient."""
+    # Megatron takes one of each or a list of each.
     kinds, coefficients = setup.values.get("moe_router_load_balancing_type"), setup.values.get("moe_aux_loss_coeff")
     pairs = zip(
         kinds if isinstance(kinds, list) else [kinds],
@@ -62,7 +63,7 @@ def _has_aux_loss(setup: Setup) -> bool:
 
 
 def _divides_by_own_tokens(setup: Setup) -> bool:
-    """With ``calculate_per_token_loss`` the schedule leaves the sum alone and the total of all ranks divides it."""
+    # With calculate_per_token_loss the schedule leaves the sum alone, and the total of all ranks divides it.
     return (
         setup.size("context_parallel_size") > 1
         and setup.values.get("calculate_per_token_loss") is False
@@ -71,7 +72,7 @@ def _divides_by_own_tokens(setup: Setup) -> bool:
 
 
 def _sums_biases_of_other_experts(setup: Setup) -> bool:
-    """``RowParallelLinear`` marks its bias as one that all tp ranks share, also where it belongs to an expert."""
+    # RowParallelLinear marks its bias as shared by all tp ranks, also where it belongs to an expert.
     return (
         setup.is_on("num_moe_experts")
         and setup.is_on("add_bias_linear")
@@ -175,7 +176,7 @@ KNOWN_WRONG: tuple[MegatronRule, ...] = (
 
 
 def check_allowed_names(allowed: Collection[str]) -> None:
-    """Raise ConfigError where a name of ``parallel.allow_known_wrong`` is no rule of ``KNOWN_WRONG``; lists all."""
+    """Raises ``ConfigError`` with all names of ``parallel.allow_known_wrong`` that are no rule of ``KNOWN_WRONG``."""
     known = [rule.name for rule in KNOWN_WRONG]
     problems = []
     for name in allowed:
@@ -192,7 +193,7 @@ def check_allowed_names(allowed: Collection[str]) -> None:
 def layout_values(
     parallel: ParallelConfig, model: DescribedModel, training: DescribedTraining, *, loss_values: int
 ) -> dict[str, object]:
-    """Returns the configuration by the names of Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it.
+    """Names the configuration by Megatron's fields, as far as the rules of ``KNOWN_WRONG`` look at it.
 
     ``loss_values``: how many values the program's loss function returns to Megatron's schedule, 2 or 3.
     """
@@ -221,14 +222,14 @@ def layout_values(
 
 
 def installed_megatron() -> str | None:
-    """Returns the version of megatron-core that a run here would use; ``None`` where it is not installed."""
+    """Reads the installed version of megatron-core; ``None`` where it is not installed."""
     return read_package_version(*DISTRIBUTIONS[MEGATRON])
 
 
 def find_known_wrong(values: Mapping[str, object], *, version: str | None) -> list[Conflict]:
     """Returns every rule of ``KNOWN_WRONG`` that applies to a configuration, by the names of Megatron's fields.
 
-    ``version``: of megatron-core; with ``None`` the rules that are bound to versions are left out.
+    ``version``: of megatron-core; with ``None`` rules for some versions only are left out.
     """
     rules = [rule for rule in KNOWN_WRONG if version is not None or rule.is_for_all_versions]
     versions = {} if version is None else {MEGATRON: version}
@@ -236,13 +237,12 @@ def find_known_wrong(values: Mapping[str, object], *, version: str | None) -> li
 
 
 def check_known_wrong(parallel: ParallelConfig, values: Mapping[str, object], *, version: str | None) -> None:
-    """Refuse a layout that megatron-core computes wrongly, unless ``parallel.allow_known_wrong`` names the rule.
+    """Refuses a layout that megatron-core computes wrongly, unless ``parallel.allow_known_wrong`` names the rule.
 
     ``values``: as ``layout_values`` gives them. ``version``: of megatron-core, as for ``find_known_wrong``.
 
     Raises:
-        ConfigError: with every degree, the number of processes, all rules and what to change; or where a name that is
-            allowed is unknown.
+        ConfigError: with every degree, the number of processes, all rules and remedies; or an allowed name is unknown.
     """
     check_allowed_names(parallel.allow_known_wrong)
     refused = [

@@ -1,7 +1,7 @@
-"""Rules for layouts and modes that compute wrong values, or that Megatron refuses, in any run.
+"""Rules for layouts and modes with wrong values, or refused by Megatron, in any run.
 
-``megatron.training`` guards some of them; who builds a model from ``megatron.core`` alone, as this project does, is not
-guarded. Layouts with wrong values are in ``mock_scheduler.megatron.rules.known_wrong``.
+``megatron.training`` guards against some of them; a model built from ``megatron.core`` alone, as in this project, has
+no guard. Layouts with wrong values are in ``mock_scheduler.megatron.rules.known_wrong``.
 """
 
 from __future__ import annotations

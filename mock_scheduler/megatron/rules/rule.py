@@ -1,7 +1,7 @@
-"""The form of a rule about Megatron's configuration, and the setup that a rule sees.
+"""The form of a rule about Megatron's configuration, and of the setup under its eyes.
 
-Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field that the mapping
-lacks does not exist in the installed version, or is not known: it reads as ``None``.
+Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field absent from the
+mapping does not exist in the installed version, or is not known: it reads as ``None``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse_version(text: str) -> Version:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Everything that a rule may look at.
+    """Everything for a rule to look at.
 
     ``values``: fields of ``TransformerConfig`` and, where known, of ``DistributedDataParallelConfig``, by name; enums
     by their member's name (``flash``), dtypes by name (``bfloat16``), and ``torch.deterministic_algorithms``. Two are
@@ -86,9 +86,8 @@ class Setup:
 class MegatronRule:
     """One way in which a configuration breaks training, or changes its values.
 
-    ``shows``: the fields, variables and packages that a message gives with their values. ``since`` and ``before``: the
-    versions of megatron-core for which it holds, from ``since`` and below ``before``. ``breaks``: why; ``change``: the
-    remedy.
+    ``shows``: the fields, variables and packages to show with their values. ``since`` and ``before``: it holds for
+    versions of megatron-core from ``since`` and below ``before``. ``breaks``: why; ``change``: the remedy.
     """
 
     name: str
@@ -107,7 +106,7 @@ class MegatronRule:
         return self.since is None and self.before is None
 
     def holds_for(self, versions: Mapping[str, str]) -> bool:
-        """Says whether the rule is about the installed megatron-core; a version that is not known has every rule."""
+        """Says whether the rule is about the installed megatron-core; an unknown version has every rule."""
         installed = versions.get("megatron-core")
         if installed is None:
             return True
@@ -135,7 +134,7 @@ class Conflict:
 
 
 def apply_rules(rules: Iterable[MegatronRule], setup: Setup) -> list[Conflict]:
-    """Returns every one of these rules that holds for the installed version and applies, in their order."""
+    """Returns every rule that holds for the installed version and applies, in their order."""
     return [
         Conflict(rule=rule, found=", ".join(setup.find(name) for name in rule.shows if _is_known(setup, name)))
         for rule in rules
@@ -144,5 +143,5 @@ def apply_rules(rules: Iterable[MegatronRule], setup: Setup) -> list[Conflict]:
 
 
 def _is_known(setup: Setup, name: str) -> bool:
-    """Says whether a message can say something of a name: fields that this version lacks are left out."""
+    """Says whether a message can show a name: it leaves out fields missing from this version."""
     return name in setup.values or name in setup.versions or name.isupper()

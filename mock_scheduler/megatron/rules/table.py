@@ -1,7 +1,7 @@
 """The settings table and the rules for Megatron as Markdown, for the documentation.
 
-``python -m mock_scheduler.megatron.rules.table docs/determinism.md`` writes them between the page's markers, and a test
-holds that the page is current. Contract: imports no torch.
+``python -m mock_scheduler.megatron.rules.table docs/determinism.md`` writes them between the page's markers; a test
+fails where the page is out of date. Contract: imports no torch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from pathlib import Path
 
 from mock_scheduler.determinism.settings import AREAS, FAMILIES, Between, Kind, Setting
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.megatron.rules import RULES, MegatronRule
+from mock_scheduler.megatron.rules import RULES
+from mock_scheduler.megatron.rules.rule import MegatronRule
 
 _BEGIN, _END = "<!-- begin {name} -->", "<!-- end {name} -->"
 _BETWEEN = {Between.MUST_MATCH: "must match", Between.REPORTED: "reported", Between.RECORDED: "recorded"}
 
 
 def render_settings() -> str:
-    """One Markdown table per area of the settings table, and one of the families."""
+    """Renders one Markdown table per area of the settings table, and one of the families."""
     tables = [f"### {area}\n\n{_settings_table(settings)}" for area, settings in AREAS.items()]
     return "\n\n".join([*tables, f"### Families\n\n{_families_table()}"])
 

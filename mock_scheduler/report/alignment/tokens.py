@@ -17,7 +17,7 @@ import torch
 
 from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.tensors import TensorDifference
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.entries import STEP_KINDS, TraceKey

@@ -16,7 +16,7 @@ from typing import Literal
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.tensors import TensorDifference, Tier
-from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.report.comparison.view import tier_of
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey

@@ -17,7 +17,7 @@ from mock_scheduler.comparison.tensors import (
     Tier,
 )
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.display.terminal import shortest_names
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult

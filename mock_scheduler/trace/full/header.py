@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from mock_scheduler.config.trace import LedgerKind, TraceKind
+from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.support.digests import JSON, compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from safetensors import SafetensorError
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document

@@ -24,7 +24,7 @@ from mock_scheduler.comparison.pairing.pairs import TracePair
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.comparison.walk.traces import trace_level
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import TraceError
 from mock_scheduler.program import ClipRule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 
 #: The kinds of tensors that the figures are made of: ``trace.kinds`` of both runs, at level ``full``.
 CONSEQUENCE_KINDS: tuple[TraceKind, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
 from mock_scheduler.comparison.walk.metrics import MetricComparison
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import TurnedDecisions, find_limits, find_nearest, find_smallest_error
 from mock_scheduler.verdict.wording.findings import describe_note

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricDifference
-from mock_scheduler.config.trace import TRACE_KINDS, TraceKind
+from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import PHASES, Phase

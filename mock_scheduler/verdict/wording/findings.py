@@ -39,7 +39,7 @@ from mock_scheduler.comparison.findings import (
 )
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
-from mock_scheduler.config.trace import LEDGER_KINDS, TRACE_KINDS
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.verdict.wording.residuals import describe_residual

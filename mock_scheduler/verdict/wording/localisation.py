@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.comparison.tensors import TensorDifference
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.localisation import (

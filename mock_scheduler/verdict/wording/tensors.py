@@ -17,7 +17,7 @@ from mock_scheduler.comparison.tensors import (
     WorstElement,
 )
 from mock_scheduler.comparison.walk.metrics import MetricDifference
-from mock_scheduler.config.trace import LEDGER_KINDS, TraceKind
+from mock_scheduler.config.instruments import LEDGER_KINDS, TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons

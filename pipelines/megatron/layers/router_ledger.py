@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pipelines.batching.plan import MicroBatch
-from pipelines.config.schema import ModelConfig, TrainingConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.training import TrainingConfig
 from pipelines.megatron.process.runtime import Runtime
 
 

@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.instruments import GraftConfig
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import GraftConfig, TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name

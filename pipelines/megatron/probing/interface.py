@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from pipelines.batching.plan import MicroBatch
 from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.trained_model import TrainedModel

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.trace import LedgerKind
-from mock_scheduler.determinism.operations.communication import read_communication
+from mock_scheduler.config.instruments import LedgerKind
 from mock_scheduler.determinism.operations.operators import (
     SENDS,
     OperatorFacts,
     facts_of,
     flatten_tensors,
+    read_communication,
 )
 from mock_scheduler.determinism.operations.watching import WatchingMode
 from mock_scheduler.support.tensor_bytes import dtype_name

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import TraceEntry, Unobserved

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import DimName, Unobserved

@@ -14,7 +14,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import ShardSpec

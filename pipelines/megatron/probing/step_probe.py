@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import LEDGER_KINDS, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import LEDGER_KINDS, TraceConfig, TraceKind
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
 from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
-from pipelines.config.schema import ParallelConfig
 from pipelines.megatron.process.host_device import compute_device, has_cuda, use_host_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 
 from mock_scheduler.alignment.minimise.space import ReductionSpace, build_space
+from mock_scheduler.config.align import CandidateConfig
 from pipelines.config.loading import load_config
-from pipelines.config.schema import CandidateConfig
 from pipelines.program import PROGRAM
 
 CONFIG = """

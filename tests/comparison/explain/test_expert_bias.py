@@ -15,7 +15,7 @@ from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.pairing.pairs import TracePair
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import whole

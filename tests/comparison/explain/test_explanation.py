@@ -8,7 +8,7 @@ import torch
 
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import whole

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mock_scheduler.comparison.pairing.order import execution_order, order_keys
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import TraceKey
 
 LAYER = "decoder.layers.1"

@@ -12,8 +12,8 @@ import torch
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.config.trace import TraceKind
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.trace.entries import (
     DimName,

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError, LayoutError
 from mock_scheduler.trace.full.files import remove_steps_from
-from pipelines.config.schema import ModelConfig, ParallelConfig, PipelineConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.model import padded_vocab_size
 from pipelines.megatron.process.runtime import check_world_size
 from pipelines.megatron.run_state import (

@@ -11,8 +11,7 @@ from typing import Annotated
 import pytest
 
 from mock_scheduler.alignment.plan.planned_run import change_kind
-from mock_scheduler.config.base import ConfigSection, Decides
-from mock_scheduler.config.effects import effects_of
+from mock_scheduler.config.base import ConfigSection, Decides, effects_of
 from mock_scheduler.support.digests import JSON
 from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
@@ -20,7 +19,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.keys import keys_in_effect
 from pipelines.megatron.run_state import fixed_settings
-from pipelines.remote.contract import service_contract
+from pipelines.remote import service_contract
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

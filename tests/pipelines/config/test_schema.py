@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import ActorInferConfig, CustomEnvConfig, EnvManagerConfig, GeneratingArgs
 from pipelines.config.loading import load_config
-from pipelines.config.schema import (
-    ActorInferConfig,
-    CustomEnvConfig,
-    EnvManagerConfig,
-    GeneratingArgs,
-    PipelineConfig,
-)
+from pipelines.config.schema import PipelineConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -11,23 +11,18 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from gymnasium.utils.env_checker import check_env
 
+from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.errors import ConfigError
-from pipelines.config.schema import (
-    ConfigSection,
-    CustomEnvConfig,
-    EnvManagerConfig,
-    FrozenLakeEnvConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainingConfig,
-)
+from pipelines.config.environments import CustomEnvConfig, EnvManagerConfig, FrozenLakeEnvConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
+from pipelines.config.training import TrainingConfig
 from pipelines.environments.base import Split, TokenEnvironment
 from pipelines.environments.frozen_lake import FrozenLakeEnv, draw_map, shortest_path
 from pipelines.environments.grid_tokens import GridTokenizer
-from pipelines.environments.held_out import is_held_out
 from pipelines.environments.kinds import ENVIRONMENT_KINDS, EnvironmentKind
 from pipelines.environments.registry import build_environment, build_tokenizer
-from pipelines.environments.seeding import environment_seed, split_of
+from pipelines.environments.splits import environment_seed, is_held_out, split_of
 
 LEFT, DOWN, RIGHT, UP = 2, 3, 4, 5
 FIRST_QUERY = 6

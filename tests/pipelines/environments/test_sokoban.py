@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from mock_scheduler.errors import ConfigError
-from pipelines.config.schema import CustomEnvConfig, PipelineConfig, SokobanEnvConfig
+from pipelines.config.environments import CustomEnvConfig, SokobanEnvConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import StepResult, TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
-from pipelines.environments.sokoban import SokobanEnv
-from pipelines.environments.sokoban_puzzles import Puzzle, generate_puzzle
+from pipelines.environments.sokoban import Puzzle, SokobanEnv, generate_puzzle
 
 ROOT = Path(__file__).parents[3]
 
@@ -166,7 +166,7 @@ def test_what_is_held_out_does_not_depend_on_whether_the_outer_wall_is_shown() -
 def test_puzzles_are_the_same_in_another_process_and_under_another_hash_seed() -> None:
     code = (
         "from pipelines.config.environments import SokobanEnvConfig as Config\n"
-        "from pipelines.environments.sokoban_puzzles import generate_puzzle\n"
+        "from pipelines.environments.sokoban import generate_puzzle\n"
         "print([generate_puzzle(Config(size=6, num_boxes=2), split='all', seed=seed).rows() for seed in range(20)])"
     )
     outputs = [

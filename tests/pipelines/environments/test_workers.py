@@ -16,7 +16,8 @@ import pytest
 import torch  # noqa: F401 - a worker must not load what its parent has
 
 from mock_scheduler.errors import ConfigError, MockSchedulerError, SchedulerError
-from pipelines.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig, SokobanEnvConfig
+from pipelines.config.environments import CustomEnvConfig, FrozenLakeEnvConfig, SokobanEnvConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
@@ -198,7 +199,8 @@ def test_close_ends_all_workers_and_may_be_called_twice() -> None:
 
 POOL_PROGRAM = """\
 import os, signal, sys, threading
-from pipelines.config.schema import CustomEnvConfig, FrozenLakeEnvConfig, PipelineConfig
+from pipelines.config.environments import CustomEnvConfig, FrozenLakeEnvConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.environments.workers import EnvironmentPool, ResetRequest
 
@@ -253,7 +255,7 @@ def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, thread: str) 
 def test_a_worker_needs_neither_torch_nor_megatron() -> None:
     code = (
         "import sys; import pipelines.environments.worker_process\n"
-        "from pipelines.environments import frozen_lake, sokoban, token_environment\n"
+        "from pipelines.environments import frozen_lake, sokoban\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'megatron', 'hydra', 'gymnasium'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.config.instruments import GraftConfig
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import GraftConfig, TraceConfig
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink

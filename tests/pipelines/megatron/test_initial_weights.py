@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from pipelines.config.schema import ModelConfig, PipelineConfig
+from pipelines.config.model import ModelConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.weights import Shape, canonical_initial_weight, compute_initial_weights_digest, parameter_shapes
 from tests.pipelines.tiny_runs import ROOT
 from tests.programs import run_program

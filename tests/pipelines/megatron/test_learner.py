@@ -10,7 +10,8 @@ import torch
 from pipelines.algorithm.kl import AdaptiveKl
 from pipelines.algorithm.training_values import ValueMaker
 from pipelines.batching.plan import MicroBatch
-from pipelines.config.schema import CriticConfig, PipelineConfig
+from pipelines.config.algorithm import CriticConfig
+from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.layers.router_ledger import router_weight
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.process.runtime import Runtime

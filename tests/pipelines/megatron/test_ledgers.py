@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from mock_scheduler.config.trace import LedgerKind
+from mock_scheduler.config.instruments import LedgerKind
 from mock_scheduler.trace.entries import LedgerCall
 from pipelines.megatron.probing.ledgers import CallLedger
 

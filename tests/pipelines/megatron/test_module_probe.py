@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from benchmarks.layouts.cases import LONGEST_ROW, SEED
 from benchmarks.layouts.training import random_batch
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.full.reader import open_trace

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.probing.state import read_state
 from pipelines.megatron.process.runtime import Runtime

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.trace import TraceConfig
-from mock_scheduler.determinism.agreement.rounds import Reduction, Words
+from mock_scheduler.config.instruments import TraceConfig
+from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace

@@ -10,8 +10,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
-from pipelines.rollout.episodes import Episode, TurnRules, play_block
-from pipelines.rollout.forms import RolloutForm, episode_rows
+from pipelines.rollout.episodes import Episode, RolloutForm, TurnRules, episode_rows, play_block
 from pipelines.rollout.plan import EpisodePlan
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")

@@ -10,7 +10,7 @@ import torch
 from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.seeding import environment_seed
+from pipelines.environments.splits import environment_seed
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
 from pipelines.rollout.scheduler import sampling_uniform

@@ -9,13 +9,13 @@ import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 
+from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError, StepNotFoundError
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.recording.storage.remote import FsspecStorage
 from mock_scheduler.recording.writing.opening import WriterOptions
 from mock_scheduler.scheduler import RowShard
-from pipelines.config.schema import RetentionConfig
 from tests.recording.builders import make_batch, make_info
 from tests.recording.processes import run_in_child
 from tests.recording.recordings import loaded, open_writer, plan, request, write

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import seal
 from mock_scheduler.trace.entries import DimName, LedgerCall, StepFooter, Unobserved

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mock_scheduler.config.trace import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace

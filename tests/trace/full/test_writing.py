@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mock_scheduler.trace.full.writing as writing
-from mock_scheduler.config.trace import TraceConfig
+from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import StepFooter, TraceSink
 from mock_scheduler.trace.full.reader import open_trace

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import canonical_json, compute_tensor_digest, open_sealed, seal
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceKey

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.config.trace import TraceKind
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.program import ClipRule
 from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry
@@ -25,7 +25,7 @@ from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, ClipFl
 from mock_scheduler.verdict.wording.consequence import describe_consequence
 from pipelines.algorithm.geometric_loss import compute_geometric_loss
 from pipelines.algorithm.losses import METRIC_SUMS, PolicyLossConfig, PolicyLossInputs, compute_policy_loss
-from pipelines.config.clip_rule import load_clip_rule
+from pipelines.config.loading import load_clip_rule
 from tests.trace.builders import entry, place, save, token_piece
 
 #: Two rows of 4 tokens, of which those at 0 to 2 and 4 to 6 say something about a response token.

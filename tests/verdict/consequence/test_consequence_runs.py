@@ -13,7 +13,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
-from pipelines.config.clip_rule import load_clip_rule
+from pipelines.config.loading import load_clip_rule
 from tests.pipelines.tiny_runs import run_tiny, write_tiny_config
 
 CLIPS = {"baseline": 0.2, "candidate": 0.1}

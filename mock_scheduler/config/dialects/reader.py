@@ -2,8 +2,8 @@
 
 Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does as
 they asked and says in ``origin`` how they became it. They are refused together with an enabled ``rollout_mock``, and
-with one another. Foreign keys that a program reads itself are taken out first. The differences from the originals are
-in docs/dialects.md.
+with one another. A program takes out the foreign keys of its own first. The differences from the originals are in
+docs/dialects.md.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.dialects.areal import AREAL_SECTIONS, TrajectoryDebug, from_areal, translate_areal
+from mock_scheduler.config.dialects.areal import AREAL_SECTIONS, TrajectoryDebug, translate_areal
+from mock_scheduler.config.dialects.foreign import describe_unread, set_aside_unread
 from mock_scheduler.config.dialects.verl import (
     DEFAULT_PROJECT_NAME,
     VERL_NAMING_SECTIONS,
     VERL_SECTIONS,
     VerlNames,
     VerlSections,
-    from_verl,
     several_switches,
     translate_verl,
     verl_switches,
 )
-from mock_scheduler.config.dialects.verl_keys import describe_unread, set_aside_unread
 from mock_scheduler.config.problems import Problem, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
-
-__all__ = ["DialectReader", "ForeignKeys", "Resolved", "RunNames", "VerlNames", "from_areal", "from_verl"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -42,7 +39,7 @@ _DECIDED = ("enable", "mode", "dump_dir", "schedule", "steps", "missing_step", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """A configuration without foreign sections, or the problems that it has with them."""
+    """A configuration without foreign sections, or its problems with them."""
 
     values: dict[str, object]
     problems: tuple[Problem, ...] = ()
@@ -50,9 +47,9 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunNames:
-    """The values of a checked configuration that the translation of a foreign section needs.
+    """The values of a checked configuration by which a foreign section is translated.
 
-    ``num_prompts``: of one training batch; ``rows_per_prompt``: trajectories of each, which share their prompt.
+    ``num_prompts``: of one training batch; ``rows_per_prompt``: trajectories with one and the same prompt.
     """
 
     exp_name: str
@@ -68,9 +65,9 @@ def _no_conflicts(config: object) -> list[Problem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignKeys(Generic[Model]):
-    """The configuration without the foreign keys that a program reads itself, and with their translation.
+    """A program's own reading of foreign keys: the configuration without them, and with their translation.
 
-    ``unread``: keys among them that are set aside. ``conflicts``: their contradictions of the checked configuration.
+    ``unread``: the keys set aside. ``conflicts``: contradictions between these keys and the checked configuration.
     """
 
     values: Mapping[str, object]
@@ -94,8 +91,8 @@ class _ArealSections(ConfigSection):
 class DialectReader(Generic[Model]):
     """Reads foreign sections in the configurations of one program.
 
-    ``schema``: of the rest. ``name_run``: gives the values that translations need. ``read_own``: takes out the foreign
-    keys that the program reads itself.
+    ``schema``: of the rest. ``name_run``: gives the values for translations. ``read_own``: takes out the foreign keys
+    of the program's own.
     """
 
     schema: type[Model]
@@ -105,8 +102,8 @@ class DialectReader(Generic[Model]):
     def resolve(self, values: Mapping[str, object]) -> Resolved:
         """Turns the foreign sections of ``values``, the composed configuration, into ``rollout_mock``.
 
-        Where there is none, ``values`` come back as they are. With one, the rest is checked as well, since the names of
-        verl's folders are taken from it: all problems of both are in ``problems``.
+        Without one, ``values`` come back as they are. With one, the rest is checked as well, since the names of verl's
+        folders are taken from it: ``problems`` has the problems of both.
         """
         own_keys = self.read_own(values)
         values = own_keys.values
@@ -135,7 +132,7 @@ class DialectReader(Generic[Model]):
 def _translate_into(
     own: dict[str, object], run: RunNames, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
 ) -> Resolved:
-    """Returns the checked configuration with the ``rollout_mock`` that its one foreign switch becomes."""
+    """Returns the checked configuration with its one foreign switch turned into ``rollout_mock``."""
     try:
         mock = _translate(run, areal, verl, unread)
     except ConfigError as error:
@@ -151,13 +148,13 @@ def _translate_into(
 
 
 def _is_own(name: str, values: Mapping[str, object]) -> bool:
-    """Says whether a section is this project's: ``debug`` is, unless it has a key that only AReaL's section has."""
+    """Says whether a section is this project's: ``debug`` is, unless it has a key of AReaL's section alone."""
     section = values[name]
     return name == "debug" and isinstance(section, Mapping) and not set(section) & set(TrajectoryDebug.model_fields)
 
 
 def _section(value: object) -> object:
-    """Reads an empty section of a YAML file, which is null, as one that asks for nothing."""
+    """Reads an empty section of a YAML file, null, as a section without requests."""
     return {} if value is None else value
 
 
@@ -173,7 +170,7 @@ def _validated(model: type[Model], values: Mapping[str, object], problems: list[
 def _translate(
     run: RunNames, areal: _ArealSections, verl: VerlSections, unread: Sequence[str]
 ) -> RolloutMockConfig | None:
-    """Returns the section that the one foreign switch becomes; None where none is on. ConfigError where several are."""
+    """Turns the one foreign switch into a section; ``None`` where none is on, ``ConfigError`` where several are."""
     areal_on = {name: section for name, section in areal.by_name().items() if section.is_on}
     verl_on = verl_switches(verl)
     keys = [*areal_on, *(switch.key for switch in verl_on)]

@@ -1,24 +1,21 @@
-"""The exchange by which ranks find out who differs: a sequence of reductions, and nothing else.
+"""Ranks find out who of them differs by a sequence of reductions, and nothing else.
 
-Contract: ``agreement_rounds`` is a generator run by every rank with its own values. It yields a ``Reduction``, is sent
-the reduced words, and returns the lines naming every difference: the same lines on every rank, none where all agree. It
-communicates only in this way, so processes, threads and simulations can drive it (``agreement.check_agreement`` does so
+Contract: every rank runs the generator ``agreement_rounds`` with its own values. It yields a ``Reduction``, is sent the
+reduced words, and returns a line for every difference: the same lines on every rank, none where all agree. It has no
+other means of communication, so processes, threads and simulations can drive it (``agreement.check_agreement`` does so
 over torch.distributed).
 
-The number of reductions and the number of words in each depend on the keys and on how many values differ, never on the
-number of ranks:
+The number of reductions and the number of words in each depend on the keys and on how many values differ, never on
+the number of ranks:
 
 1. one minimum over the digest of all values: eight words, and the end where all agree;
+2. the keys, where ranks have different ones: as long as a rank has keys unknown to others, the lowest of these ranks
+   says its own;
+3. one minimum over a digest per key, to find the differing keys;
+4. for the differing keys, value by value: the lowest rank with a value not named yet says it, and a sum, a minimum and
+   a maximum tell how many ranks hold it, and the first and the last of them.
 
-2. the keys, where ranks have different ones: as long as a rank has keys not known to all, the lowest such rank says
-them;
-
-3. one minimum over a digest per key, which shows the unequal keys;
-
-4. for the unequal keys, value by value: the lowest rank with an unnamed value says it, and a sum, a minimum and a
-maximum tell how many ranks hold it, and the first and last of them.
-
-A text of one rank travels as a sum in which all other ranks are zero.
+The words of a single rank travel as a sum in which all other ranks are zero.
 """
 
 from __future__ import annotations
@@ -35,13 +32,13 @@ from mock_scheduler.support.text import bullet_list
 ABSENT = "absent"
 
 MAX_VALUES = 4
-"""Values of one key that are named; further ones are counted."""
+"""Named values of one key; further ones are counted."""
 
 MAX_KEY_ROUNDS = 8
-"""Ranks that may add keys of their own; the ranks that have still others are counted."""
+"""Ranks that may add keys of their own; ranks with still others are counted."""
 
 MAX_TEXT_BYTES = 480
-"""Bytes of one value that are shown."""
+"""Shown bytes of one value."""
 
 _WORD_BYTES = 8
 Words = list[int]
@@ -67,7 +64,7 @@ _Step = Generator[Reduction, Words, Words]
 
 
 def digest_words(digest: bytes) -> Words:
-    """Returns a digest as signed 64-bit words."""
+    """Cuts a digest into signed 64-bit words."""
     return [
         int.from_bytes(digest[start : start + _WORD_BYTES], "little", signed=True)
         for start in range(0, len(digest), _WORD_BYTES)
@@ -75,7 +72,7 @@ def digest_words(digest: bytes) -> Words:
 
 
 def agreement_rounds(values: Mapping[str, str], *, global_rank: int, world_size: int) -> Rounds:
-    """Finds every key in which ranks differ; returns lines like ``NCCL_ALGO: rank 3 'Tree'; ranks 0-2 'Ring'``."""
+    """Finds every key in which ranks differ: a line for each, as ``NCCL_ALGO: rank 3 'Tree'; ranks 0-2 'Ring'``."""
     text = json.dumps(dict(values), sort_keys=True)
     differs = yield from _differing(digest_words(hashlib.sha256(text.encode()).digest()))
     if not any(differs):
@@ -92,18 +89,9 @@ def agreement_rounds(values: Mapping[str, str], *, global_rank: int, world_size:
     return lines
 
 
-def all_equal_rounds(digest: bytes) -> Generator[Reduction, Words, bool]:
-    """Whether all ranks hold the same digest (a multiple of 8 bytes)."""
-    differs = yield from _differing(digest_words(digest))
-    return not any(differs)
-
-
 def _differing(words: Words) -> _Step:
-    """Returns 1 for each word not the same on all ranks, else 0.
-
-    The complement turns the minimum into a maximum (``min(~w) == ~max(w)``) without overflow, so one reduction gives
-    both.
-    """
+    """Returns 1 for each word with different values on the ranks, else 0."""
+    # The complement turns the minimum into a maximum (min(~w) == ~max(w)) without overflow: one reduction gives both.
     lowest = yield Reduction(op=Op.MIN, words=[*words, *(~word for word in words)])
     minimum, complement = lowest[: len(words)], lowest[len(words) :]
     return [int(low != ~high) for low, high in zip(minimum, complement, strict=True)]
@@ -112,7 +100,7 @@ def _differing(words: Words) -> _Step:
 def _union_of_keys(
     values: Mapping[str, str], *, global_rank: int, world_size: int
 ) -> Generator[Reduction, Words, tuple[list[str], int]]:
-    """Returns all ranks' keys, sorted, and how many ranks have keys nobody could hear."""
+    """Returns all ranks' keys, sorted, and the number of ranks with keys that could not be heard."""
     keys = sorted(values)
     differs = yield from _differing(digest_words(hashlib.sha256(json.dumps(keys).encode()).digest()))
     if not any(differs):
@@ -131,7 +119,7 @@ def _union_of_keys(
 
 
 def _hear(said: Sequence[bytes | None]) -> Generator[Reduction, Words, list[bytes]]:
-    """Hears the texts of all ranks' list; at most one rank knows each, and the others give ``None``."""
+    """Shares a list of texts; at most one rank knows each text, and the others give ``None`` for it."""
     sizes = yield Reduction(op=Op.SUM, words=[len(text or b"") for text in said])
     if not any(sizes):
         return [b"" for _ in said]
@@ -144,7 +132,7 @@ def _hear(said: Sequence[bytes | None]) -> Generator[Reduction, Words, list[byte
 
 
 def _value_digest(value: str | None) -> int:
-    """Returns one word for a value or for its absence."""
+    """Makes one word of a value or of its absence."""
     return digest_words(hashlib.sha256(_shown(value).encode()).digest())[0]
 
 
@@ -161,7 +149,7 @@ def _cut(text: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Holders:
-    """One value of a key, and the ranks holding it."""
+    """One value of a key, and the ranks with this value."""
 
     text: str
     count: int
@@ -169,9 +157,7 @@ class _Holders:
     last: int
 
     def name(self, *, is_rest: bool) -> str:
-        """Names them ``rank 3``, ``ranks 3,5``, ``ranks 8-15`` where this is exact, else by their number and the first
-        of them.
-        """
+        """``rank 3``, ``ranks 3,5``, ``ranks 8-15`` where this is exact, else the number with the first of them."""
         if self.count == 1:
             return f"rank {self.first}"
         if self.count == 2 and self.last > self.first + 1:
@@ -185,12 +171,12 @@ class _Holders:
 
 @dataclass(kw_only=True, slots=True)
 class _Key:
-    """A key in which ranks differ, as one rank sees it while the values are being named."""
+    """A differing key, as one rank sees it while the values are being named."""
 
     name: str
     text: str
     digest: int
-    is_named: bool = False  # whether this rank's own value has been
+    is_named: bool = False  # whether this rank's own value was named
     holders: list[_Holders] = field(default_factory=list)
     num_unnamed: int = 0
     first_unnamed: int = 0
@@ -224,7 +210,7 @@ def _name_values(values: Iterable[tuple[str, str | None]], *, global_rank: int, 
 
 
 def _lowest_unnamed(keys: Sequence[_Key], *, global_rank: int, world_size: int) -> _Step:
-    """Returns, for each key, the lowest rank with an unnamed value; ``world_size`` where all are named."""
+    """Finds for each key the lowest rank whose value was not named yet; ``world_size`` where all were."""
     return (yield Reduction(op=Op.MIN, words=[world_size if key.is_named else global_rank for key in keys]))
 
 
@@ -251,7 +237,7 @@ def _name_next_value(
 
 
 def describe_disagreement(lines: Sequence[str], *, world_size: int) -> str:
-    """Returns the whole message of ranks in disagreement."""
+    """Writes the whole message about differing ranks."""
     return (
         f"the {world_size} ranks of this run differ:{bullet_list(lines, limit=None)}\n"
         "Start all ranks through launch/train.sh or launch/multi_node.sh with one configuration."

@@ -1,7 +1,7 @@
-"""Checks whether all ranks of a run hold the same values, at a cost per rank independent of their number.
+"""All ranks of a run must hold the same values; the cost of this check per rank does not grow with their number.
 
 Contract: collective; every rank of the group must call, and every rank raises or none does. One reduction of eight
-integers where all agree. Where they do not, a fixed number of reductions, sized by the keys and the unequal values
+integers where all agree. Otherwise a fixed number of reductions, sized by the differing keys and values
 (``agreement_rounds``); nothing is gathered from every rank.
 """
 
@@ -13,12 +13,11 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.determinism.agreement.rounds import (
+from mock_scheduler.determinism.agreement_rounds import (
     Op,
     Reduction,
     Words,
     agreement_rounds,
-    all_equal_rounds,
     describe_disagreement,
 )
 from mock_scheduler.errors import RankDisagreementError
@@ -29,7 +28,7 @@ _REDUCE_OPS = {Op.MIN: dist.ReduceOp.MIN, Op.SUM: dist.ReduceOp.SUM}
 
 
 class RankGroup(Protocol):
-    """The ranks to agree."""
+    """The ranks that must agree."""
 
     @property
     def global_rank(self) -> int:
@@ -43,7 +42,7 @@ class RankGroup(Protocol):
         """Returns the minimum or sum of all ranks' words, word by word; collective, same answer on every rank."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Returns the bytes of every rank, by rank, of any lengths; collective, same answer on every rank."""
+        """Returns every rank's bytes, of any lengths, by rank; collective, same answer on every rank."""
 
 
 class TorchRankGroup:
@@ -55,14 +54,14 @@ class TorchRankGroup:
         self.world_size = dist.get_world_size()
 
     def reduce(self, reduction: Reduction) -> Words:
-        """Makes one all-reduce of int64 words."""
+        """Reduces int64 words by one all-reduce."""
         words = torch.tensor(reduction.words, dtype=torch.int64, device=self._device)
         dist.all_reduce(words, op=_REDUCE_OPS[reduction.op])
         reduced: Words = words.tolist()
         return reduced
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Gathers every rank's bytes, padded to the longest: nothing is pickled."""
+        """Gathers every rank's bytes, padded to the longest on their way; nothing is pickled."""
         sizes = [int(size) for size in self._gather(torch.tensor([len(payload)], device=self._device))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         if payload:  # torch.frombuffer refuses none
@@ -77,23 +76,18 @@ class TorchRankGroup:
 
 
 def check_agreement(values: Mapping[str, str], group: RankGroup) -> None:
-    """Raises RankDisagreementError on *every* rank where any rank's values differ.
+    """Raises ``RankDisagreementError`` on *every* rank where any rank's values differ. Collective.
 
-    It names each key, its values and the ranks holding them, the rarest value first: ``NCCL_ALGO: rank 3 'Tree'; 4095
-    other ranks (first rank 0) 'Ring'``. Collective.
+    The error names each key, its values and their ranks, the rarest value first:
+    ``NCCL_ALGO: rank 3 'Tree'; 4095 other ranks (first rank 0) 'Ring'``.
     """
     lines = _drive(agreement_rounds(values, global_rank=group.global_rank, world_size=group.world_size), group)
     if lines:
         raise RankDisagreementError(describe_disagreement(lines, world_size=group.world_size))
 
 
-def all_equal(digest: bytes, group: RankGroup) -> bool:
-    """Whether all ranks passed the same digest (a multiple of 8 bytes); collective, same answer on every rank."""
-    return _drive(all_equal_rounds(digest), group)
-
-
 def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:
-    """Makes a generator's reductions in this group."""
+    """Carries a generator's reductions out in this group."""
     try:
         reduction = next(rounds)
         while True:

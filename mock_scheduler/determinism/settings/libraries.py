@@ -1,4 +1,8 @@
-"""Settings of torch's switches and of compilers choosing kernels by timing them."""
+"""Settings of torch's switches, of compilers that choose kernels by timing, and of attention and TransformerEngine.
+
+Source of the ``NVTE_*`` variables: ``getenv`` and ``environ`` in TransformerEngine 2.x. It reads some of them when it
+is imported, so all must be exported before.
+"""
 
 from __future__ import annotations
 
@@ -138,4 +142,93 @@ TORCH_FAMILIES: tuple[Family, ...] = (
         between_runs=Between.RECORDED,
         per_node=True,
     ),
+)
+
+
+_te = partial(Setting, between_runs=Between.REPORTED, read_at=ReadAt.TE_IMPORT, reader="TransformerEngine")
+
+# The change -> the variables that make it.
+_CHANGES_BITS: dict[str, tuple[str, ...]] = {
+    "it pins the backend of attention, which is chosen by itself where unset; write all of them": (
+        *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
+        *("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"),
+    ),
+    "it changes how attention computes in FP8; keep it equal": (
+        *("NVTE_FP8_DPA_BWD", "NVTE_DPA_FP8_FORMAT", "NVTE_DPA_FP8_RECIPE"),
+        *("NVTE_DPA_FP8_RECIPE_DPA", "NVTE_DPA_FP8_RECIPE_MHA"),
+        *("NVTE_DPA_FP8DS_AMAX_ALGO", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8DS_REDUCE_AMAX"),
+        "NVTE_UNFUSED_FP8_UPDATE",
+    ),
+    "it changes how FP8 and FP4 values are scaled, rounded or summed; keep it equal": (
+        *("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+        *("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"),
+        *("NVTE_FUSED_GROUP_REQUANTIZE", "NVTE_BACKWARD_OVERRIDE"),
+    ),
+    "it changes how norms and functions are computed; keep it equal": (
+        *("NVTE_USE_FAST_MATH", "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN"),
+        *("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_INF_LAYERNORM_SM_MARGIN"),
+        *("NVTE_EXT_MARGIN_SM", "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE", "NVTE_APPLY_QK_LAYER_SCALING"),
+    ),
+    "it fuses operations, which rounds elsewhere; keep it equal": (
+        *("NVTE_GEMM_GELU_FUSION", "NVTE_BIAS_GELU_NVFUSION", "NVTE_BIAS_DROPOUT_FUSION"),
+        *("NVTE_MASKED_SOFTMAX_FUSION", "NVTE_TORCH_COMPILE", "NVTE_FUSED_MLA_Q_UPROJ"),
+    ),
+    "it chooses the kernels of grouped products and routing; keep it equal": (
+        *("NVTE_USE_CUTLASS_GROUPED_GEMM", "NVTE_GROUPED_LINEAR_SINGLE_PARAM"),
+        *("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "NVTE_CUTEDSL_FUSED_GROUPED_MLP"),
+        *("NVTE_DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP", "NVTE_RADIX_TOPK_THRESHOLD"),
+    ),
+    "it chooses how communication overlaps with products; keep it equal": (
+        *("NVTE_BATCH_MHA_P2P_COMM", "NVTE_RS_STRIDED_ATOMIC", "NVTE_AG_P2P_MULTI_ATOMIC"),
+    ),
+    "it changes which Triton kernels run; keep it equal": ("NVTE_USE_PYTORCH_TRITON",),
+}
+
+_LOGS: tuple[Setting, ...] = tuple(
+    _te(
+        name=name,
+        per_node=True,
+        between_runs=Between.RECORDED,
+        source="TransformerEngine 2.x",
+        remedy="it steers the log, which names the backend that attention selected",
+    )
+    for name in ("NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
+)
+
+TRANSFORMER_ENGINE_SETTINGS: tuple[Setting, ...] = (
+    _te(
+        name="transformer_engine.enforce_deterministic",
+        kind=Kind.FLAG,
+        pattern="True|not imported",
+        recommended="True",
+        between_runs=Between.RECORDED,
+        source="TransformerEngine 2.x, pytorch/triton/mhc.py, ENFORCE_DETERMINISTIC",
+        remedy="False means that TransformerEngine was imported before NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+    ),
+    Setting(
+        name="FLASH_ATTENTION_DETERMINISTIC",
+        pattern="1",
+        recommended="1",
+        between_runs=Between.REPORTED,
+        read_at=ReadAt.MODEL_BUILD,
+        reader="transformers",
+        source="transformers, modeling_flash_attention_utils.py; not verified here",
+        remedy="flash-attn's backward pass adds by atomics unless it is asked to be deterministic",
+    ),
+    _te(
+        name="NVTE_DISABLE_TRITON_AUTOTUNING",
+        recommended="1",
+        source="TransformerEngine 2.x; Megatron-core, ssm/ops/common/determinism.py",
+        remedy="kernels that are chosen by timing differ between runs; 1 keeps one of them",
+    ),
+    *(
+        _te(name=name, source="TransformerEngine 2.x", remedy=change)
+        for change, names in _CHANGES_BITS.items()
+        for name in names
+    ),
+    *_LOGS,
+)
+
+TRANSFORMER_ENGINE_FAMILIES: tuple[Family, ...] = (
+    Family(prefix="NVTE_", read_at=ReadAt.TE_IMPORT, reader="TransformerEngine"),
 )

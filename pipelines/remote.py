@@ -1,13 +1,30 @@
-"""A learner whose model is in a training service: advantages are made here, updates there."""
+"""The client's side of a training service: the contract that both keep, and a learner whose model is in the service."""
 
 from __future__ import annotations
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.base import Decides
 from mock_scheduler.remote import TrainingClient, with_values
+from mock_scheduler.support.digests import JSON
 from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
-from pipelines.remote.contract import service_contract
+from pipelines.environments.registry import vocab_size_in_effect
+from pipelines.keys import effect_of, keys_in_effect
+
+
+def service_contract(config: PipelineConfig, tokenizer: GridTokenizer) -> dict[str, JSON]:
+    """Collects every key that decides training, by its dotted name, and the vocabulary.
+
+    Client and service must train by the same mathematics; layout, kernels, precision and batches are the service's own.
+    """
+    values = keys_in_effect(config, vocab_size=vocab_size_in_effect(config, tokenizer))
+    shared = {key: value for key, value in values.items() if _is_shared(effect_of(key))}
+    return {**shared, "vocabulary": tokenizer.digest()}
+
+
+def _is_shared(facts: Decides) -> bool:
+    return Decides.TRAINING in facts and Decides.VALIDATION not in facts
 
 
 class RemoteLearner:

@@ -1,1 +1,0 @@
-"""Training in a service: the learner of its client, and the contract between the two."""
