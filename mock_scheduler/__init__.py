@@ -6,9 +6,7 @@ no torch. ``docs/api.md`` lists them with their docstrings, and ``docs/python.md
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mock_scheduler.support.version import VERSION
@@ -153,15 +151,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
-
-
-class _Door(ModuleType):
-    """The package itself, at which a function keeps its name when the room of the same name is imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # An import of a room sets it here, so that ``ms.compare`` would be a folder once anything was compared.
-        if name not in _MODULES or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Door

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
-from mock_scheduler.megatron.rules import Setup
+from mock_scheduler.megatron.rules.rule import Setup
 from mock_scheduler.support.tensor_bytes import dtype_name
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
