@@ -66,7 +66,7 @@ def test_the_page_is_made_of_the_docstrings() -> None:
     )
 
 
-@pytest.mark.parametrize("first", ["ms.align", "ms.Suspicion", "__import__('mock_scheduler.compare.tensors')"])
+@pytest.mark.parametrize("first", ["ms.align", "ms.Suspicion", "__import__('mock_scheduler.comparison.tensors')"])
 def test_a_room_of_the_same_name_does_not_hide_a_function(first: str) -> None:
     """``ms.compare`` was the folder once ``ms.align`` had been used: a module is not callable."""
     code = f"import mock_scheduler as ms; {first}; print(type(ms.compare).__name__, type(ms.align).__name__)"
