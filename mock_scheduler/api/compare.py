@@ -104,11 +104,11 @@ def compare(
     baseline: str | Path,
     candidate: str | Path,
     *,
-    steps: str | Iterable[int] | None = None,
-    kinds: Sequence[str] = (),
-    patterns: Sequence[str] = (),
+    steps: str | int | Iterable[int] | None = None,
+    kinds: str | Sequence[str] = (),
+    patterns: str | Sequence[str] = (),
     tolerance: Mapping[str, float] | None = None,
-    noise: Sequence[str | Path] = (),
+    noise: str | Path | Sequence[str | Path] = (),
     has_metrics: bool = True,
 ) -> Verdict:
     """Compare two finished runs, traces, metrics or recordings, and find the first place where they part.
@@ -119,9 +119,9 @@ def compare(
     Args:
         baseline: A run's ``output_dir``, a trace folder, a ``metrics.jsonl`` or a recording.
         candidate: The side to judge, of the same kind.
-        steps: Steps to compare: a text like ``"0-4,7,100-"``, or numbers; ``None``: all.
-        kinds: Kinds of traced tensors, like ``["gradient", "parameter"]``; empty: all.
-        patterns: Globs of names, like ``["decoder.layers.3.*"]``; empty: all.
+        steps: Steps to compare: a text like ``"0-4,7,100-"``, a number or several; ``None``: all.
+        kinds: Kinds of traced tensors, like ``["gradient", "parameter"]``, or one; empty: all.
+        patterns: Globs of names, like ``["decoder.layers.3.*"]``, or one; empty: all.
         tolerance: Bounds of your own over the measured or theoretical ones: ``metric``, ``metric_floor``,
             ``activation``, ``gradient``, ``update``, as relative differences.
         noise: The ``noise.json`` of the baseline, or perturbed runs of it to measure its noise from.
@@ -135,12 +135,14 @@ def compare(
         AlignmentError: A run did not complete, or has no trace.
         TraceError, RecordingError: A file cannot be read, or has changed since it was written.
     """
+    if not isinstance(tolerance, Mapping | None):
+        raise ConfigError(f'tolerance: expected a mapping like {{"gradient": 1e-4}}, got {tolerance!r}')
     result = compare_paths(
         Path(baseline),
         Path(candidate),
         selection=_select(steps, kinds, patterns),
         tolerance=tuple(f"{name}={value!r}" for name, value in (tolerance or {}).items()),
-        noise=tuple(map(Path, noise)),
+        noise=(Path(noise),) if isinstance(noise, str | Path) else tuple(map(Path, noise)),
         has_metrics=has_metrics,
     )
     return Verdict.of(result)
@@ -149,9 +151,9 @@ def compare(
 def check_replicas(
     run: str | Path,
     *,
-    steps: str | Iterable[int] | None = None,
-    kinds: Sequence[str] = (),
-    patterns: Sequence[str] = (),
+    steps: str | int | Iterable[int] | None = None,
+    kinds: str | Sequence[str] = (),
+    patterns: str | Sequence[str] = (),
     verify: bool = False,
 ) -> ReplicaResult:
     """Check the copies within one run: ranks with a share in the same elements must hold the same bits.
@@ -173,9 +175,15 @@ def check_replicas(
     return check_replicas_at(Path(run), selection=_select(steps, kinds, patterns), verify=verify)
 
 
-def _select(steps: str | Iterable[int] | None, kinds: Sequence[str], patterns: Sequence[str]) -> Selection:
+def _select(
+    steps: str | int | Iterable[int] | None, kinds: str | Sequence[str], patterns: str | Sequence[str]
+) -> Selection:
     try:
-        chosen = StepRanges.parse(steps) if isinstance(steps, str) else None if steps is None else StepRanges.of(steps)
+        chosen = None if steps is None else StepRanges.parse(steps if isinstance(steps, str | int) else list(steps))
     except ValueError as error:
         raise ConfigError(f"steps: {error}") from error
-    return parse_selection(steps=chosen, kinds=kinds, patterns=patterns)
+    return parse_selection(
+        steps=chosen,
+        kinds=(kinds,) if isinstance(kinds, str) else kinds,
+        patterns=(patterns,) if isinstance(patterns, str) else patterns,
+    )

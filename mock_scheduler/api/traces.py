@@ -48,7 +48,13 @@ class Trace:
         return self._reader.ranks(step)
 
     def keys(self, step: int, kind: TraceKind | None = None) -> list[TraceKey]:
-        """The tensors of a step in the order of computation; ``kind``: of one kind alone."""
+        """The tensors of a step in the order of computation; ``kind``: of one kind alone.
+
+        Raises:
+            TraceError: The step was not traced.
+        """
+        if step not in self.steps:
+            raise TraceError(f"{self.path}: step {step} is not traced; traced steps: {', '.join(map(str, self.steps))}")
         return [key for key in order_keys(self._reader.keys(step)) if kind in (None, key.kind)]
 
     def key(self, step: int, kind: TraceKind, name: str, *, update: int = 0) -> TraceKey:

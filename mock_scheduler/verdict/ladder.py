@@ -2,7 +2,7 @@
 
 Contract: pure; the comparisons are there already. ``_decide`` goes down the ladder: replicas, bit-equality, emulation,
 noise and referee. A new kind of proof has a name in ``reasons.PROOF_NAMES``, a ``_judge_`` function here, words in
-``wording.proofs``, and runs in ``align.prove.proof_runs``.
+``wording.proofs``, and runs in ``alignment.prove.proof_runs``.
 """
 
 from __future__ import annotations

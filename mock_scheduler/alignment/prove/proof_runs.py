@@ -11,16 +11,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.program import ConfigLoader
-
-if TYPE_CHECKING:
-    pass
-
 
 #: Addition is commutative: two terms have one sum in any order, and only from three on the order moves bits.
 _NUM_ORDERLESS = 2
