@@ -20,6 +20,7 @@ from mock_scheduler.determinism.settings import (
     environment_settings,
     find_setting,
     is_deterministic_mode,
+    is_per_node,
     recorded_names,
 )
 from mock_scheduler.errors import DeterminismError
@@ -87,19 +88,14 @@ def read_back(environ: Mapping[str, str]) -> dict[str, str]:
     Environment settings are under their own name (``unset`` where absent), flags under ``torch.*``, ``python.*`` and so
     on, versions under ``version.*``. ``read_node_values`` has the settings of one node.
     """
-    values = {name: environ.get(name, UNSET) for name in recorded_names(environ) if not _is_per_node(name)}
+    values = {name: environ.get(name, UNSET) for name in recorded_names(environ) if not is_per_node(name)}
     return dict(sorted({**values, **read_flags(environ)}.items()))
 
 
 def read_node_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Reads the values that may differ between nodes: devices, caches, logs; only the ones that are set. Sorted."""
-    values = {name: environ[name] for name in recorded_names(environ) if _is_per_node(name) and name in environ}
+    values = {name: environ[name] for name in recorded_names(environ) if is_per_node(name) and name in environ}
     return dict(sorted({**values, **read_node_flags(environ)}.items()))
-
-
-def _is_per_node(name: str) -> bool:
-    setting = find_setting(name)
-    return setting is not None and setting.per_node
 
 
 def check_took_effect(values: Mapping[str, str], *, deterministic: bool) -> None:

@@ -7,6 +7,7 @@ own, by ``has_plain_bytes``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,12 @@ def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequen
     if len(content) == 0:  # which torch cannot view as another dtype
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
+
+
+def share_array(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The tensor ``[n]`` that shares an array's memory; an empty one has strides torch can work with."""
+    tensor = torch.from_numpy(array)
+    return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
 
 
 def shape_text(tensor: torch.Tensor) -> str:

@@ -20,6 +20,7 @@ from mock_scheduler.adapters.padded.fields import NativeFields, raise_problems
 from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_spans, gather, gather_by_token
 from mock_scheduler.batch import SampleIdentity, Termination
 from mock_scheduler.batch.rows import compute_prompt_digests
+from mock_scheduler.support.tensor_bytes import share_array
 
 _INT32_MAX = 2**31 - 1
 
@@ -58,16 +59,16 @@ class CoreReader:
         prompt_lengths = self._find_prompt_lengths(starts, turn_offsets)
         rewards, turn_rewards = self._read_rewards(starts, turn_offsets)
         tensors = {
-            "tokens": _to_tensor(tokens),
-            "row_offsets": _to_tensor(self._offsets),
-            "response_mask": _to_tensor(self._mask),
-            "rollout_logprobs": _to_tensor(rollout_logprobs),
-            "turn_offsets": _to_tensor(turn_offsets),
-            "turn_rewards": _to_tensor(turn_rewards.astype(np.float32)),
-            "policy_versions": _to_tensor(self._read_versions(starts, turn_rows, policy_version)),
-            "rewards": _to_tensor(rewards.astype(np.float32)),
+            "tokens": share_array(tokens),
+            "row_offsets": share_array(self._offsets),
+            "response_mask": share_array(self._mask),
+            "rollout_logprobs": share_array(rollout_logprobs),
+            "turn_offsets": share_array(turn_offsets),
+            "turn_rewards": share_array(turn_rewards.astype(np.float32)),
+            "policy_versions": share_array(self._read_versions(starts, turn_rows, policy_version)),
+            "rewards": share_array(rewards.astype(np.float32)),
             "terminations": torch.full((len(self._order),), int(Termination.TERMINATED), dtype=torch.uint8),
-            "prompt_lengths": _to_tensor(prompt_lengths.astype(np.int32)),
+            "prompt_lengths": share_array(prompt_lengths.astype(np.int32)),
         }
         digests = compute_prompt_digests(tokens, self._offsets, prompt_lengths)
         return CoreFields(tensors=tensors, prompt_digests=digests, spans=self._spans_with_splits(prompt_lengths))
@@ -205,8 +206,3 @@ def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.is_floating_point() and tensor.dtype != torch.float64:
         tensor = tensor.float()
     return tensor.numpy()
-
-
-def _to_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)  # whose strides torch can work with

@@ -38,7 +38,7 @@ from mock_scheduler.alignment.runs.cache import (
 from mock_scheduler.alignment.runs.execution import LaunchRuns, execute_runs
 from mock_scheduler.alignment.runs.progress import OnDone, Outcome
 from mock_scheduler.determinism.environment import launch_environment
-from mock_scheduler.determinism.settings import find_setting, recorded_names
+from mock_scheduler.determinism.settings import is_per_node, recorded_names
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
@@ -153,13 +153,8 @@ def read_settings(run: PlannedRun, environ: Mapping[str, str]) -> dict[str, str]
     several = run.config.parallel.world_size > 1
     # The number of threads decides how a kernel splits a sum, and so the last bits.
     threads = started.get("OMP_NUM_THREADS", "1" if several else f"{os.cpu_count()} cores")
-    names = [name for name in recorded_names(started) if name in started and not _is_per_node(name)]
+    names = [name for name in recorded_names(started) if name in started and not is_per_node(name)]
     return {**{name: started[name] for name in names}, "OMP_NUM_THREADS": threads}
-
-
-def _is_per_node(name: str) -> bool:
-    setting = find_setting(name)
-    return setting is not None and setting.per_node
 
 
 def _digest_entry(run: PlannedRun) -> JSON:

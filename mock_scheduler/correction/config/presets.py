@@ -43,7 +43,6 @@ _BYPASS_CLIP: Values = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _GEO = _rs("seq_mean_k1", "0.999_1.001")
 _K3 = _rs("seq_mean_k3", 0.01)
 _ICEPOP = _is("token", "0.5_5.0")
-_RAW = _is("token", "inf")
 
 _VERL: Mapping[str, Values] = {
     "disabled": {},

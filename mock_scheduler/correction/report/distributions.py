@@ -13,7 +13,7 @@ import torch
 
 from mock_scheduler.correction.engine.states import BUCKET_SUMS, FloatArray, bucket_names, exact_sum
 from mock_scheduler.correction.report.view import Bucket
-from mock_scheduler.recording.inspection.histogram import Bar
+from mock_scheduler.recording.inspection.histogram import Bar, round_width
 
 MAX_BARS = 41
 
@@ -30,7 +30,7 @@ def count_bars(values: npt.NDArray[np.floating], *, max_bars: int = MAX_BARS) ->
     low, high = float(wide.min()), float(wide.max())
     if low == high:
         return (Bar(low=low, high=high, count=len(wide)),)
-    width = _round_width((high - low) / (max_bars - 2))
+    width = round_width((high - low) / (max_bars - 2))
     numbers = np.rint(wide / width).astype(np.int64)
     first = int(numbers.min())
     counts = np.bincount(numbers - first)
@@ -54,12 +54,6 @@ def count_middle_bars(values: npt.NDArray[np.floating]) -> tuple[Bar, ...]:
     if not 0 < high - low < (values.max() - values.min()) / 4:
         return ()
     return count_bars(values[(values >= low) & (values <= high)])
-
-
-def _round_width(least: float) -> float:
-    """The smallest of 1, 2 and 5 · 10^k that is at least ``least`` > 0."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-12))
 
 
 def sum_buckets(table: FloatArray, edges: tuple[int, ...]) -> list[Bucket]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mock_scheduler.correction.report.view import CorrectionReport, Measured, Outcome, StepHealth, TrainingSide
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, format_range
 
 _LABELS = {
     "kl": "KL(rollout || training), mean of -log ratio",
@@ -82,7 +82,7 @@ def recording_rows(report: CorrectionReport) -> Iterator[tuple[str, str]]:
     unknown = sum(step.lag is None and step.response_tokens > 0 for step in steps)
     yield (
         "policy lag",
-        (_range(min(lags), max(lags)) if lags else "-")
+        (format_range(min(lags), max(lags)) if lags else "-")
         + (f"; not told at {count_of(unknown, 'step')}" if unknown else ""),
     )
     yield "log-probabilities", _describe_logprobs(report)
@@ -112,11 +112,7 @@ def _describe_logprobs(report: CorrectionReport) -> str:
 
 def lag_text(step: StepHealth) -> str:
     """``0``, ``0..2``; ``-`` where it is not known."""
-    return "-" if step.lag is None else _range(*step.lag)
-
-
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}..{high}"
+    return "-" if step.lag is None else format_range(*step.lag)
 
 
 def outcome_cells(outcome: Outcome) -> list[str]:

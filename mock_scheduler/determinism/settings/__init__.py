@@ -12,6 +12,7 @@ from mock_scheduler.determinism.settings.table import (
     environment_settings,
     find_setting,
     is_deterministic_mode,
+    is_per_node,
     recorded_names,
     required_lines,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "environment_settings",
     "find_setting",
     "is_deterministic_mode",
+    "is_per_node",
     "recorded_names",
     "required_lines",
 ]

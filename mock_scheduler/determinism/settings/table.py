@@ -108,6 +108,12 @@ def find_setting(name: str) -> Setting | None:
     return None
 
 
+def is_per_node(name: str) -> bool:
+    """Whether the table lets the value of a name differ between nodes."""
+    setting = find_setting(name)
+    return setting is not None and setting.per_node
+
+
 def recorded_names(environ: Iterable[str]) -> list[str]:
     """Names every listed environment variable, and every present member of a family, sorted."""
     prefixes = tuple(family.prefix for family in FAMILIES)

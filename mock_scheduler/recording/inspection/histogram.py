@@ -81,7 +81,7 @@ class NumberCounts:
         if not self._width and (num_values <= max_bars // 2 or num_values <= min(max_bars, self._num // 2)):
             return tuple(Bar(low=value, high=value, count=count) for value, count in sorted(self._counts.items()))
         # One bin less than asked for, since bins start at multiples of their width and not at the minimum.
-        width = _round_width((self._maximum - self._minimum) / (max_bars - 1))
+        width = round_width((self._maximum - self._minimum) / (max_bars - 1))
         binned: Counter[int] = Counter()
         for value, count in self._counts.items():
             binned[_bin_number(max(value, self._minimum), width)] += count
@@ -119,7 +119,7 @@ class NumberCounts:
         self._counts = counts
 
 
-def _round_width(least: float) -> float:
+def round_width(least: float) -> float:
     """The smallest of 1, 2 and 5 · 10^k that is at least ``least``, a number above 0."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-12))

@@ -22,6 +22,7 @@ from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, Sa
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
 from mock_scheduler.batch.trajectory import RowKey, build_identities
 from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.support.tensor_bytes import share_array
 
 _DENSE: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "rewards": (torch.float32, ()),
@@ -190,7 +191,7 @@ def unpack_batch(
     are no batch.
     """
     tags = content["tags"]
-    core = {name: _as_tensor(arrays[name]) for name in TENSOR_FIELDS}
+    core = {name: share_array(arrays[name]) for name in TENSOR_FIELDS}
     batch = RolloutBatch._restored(
         identities=_unpack_identities(arrays, content["scheduler_ids"]),
         prompt_digests=_unpack_digests(arrays["prompt_digests"]),
@@ -207,12 +208,6 @@ def unpack_batch(
     ):
         raise ValueError("response_offsets are not those of response_mask")
     return batch
-
-
-def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The tensor ``[n]`` that shares an array's memory; an empty one has strides torch can work with."""
-    tensor = torch.from_numpy(array)
-    return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
 
 
 def _response_offsets(row_offsets: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:

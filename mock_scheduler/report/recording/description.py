@@ -27,7 +27,7 @@ from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import count_of, format_bytes, list_some, shorten
+from mock_scheduler.support.text import count_of, format_bytes, format_range, list_some, shorten
 
 _NUM_STEPS = 20
 _NUM_LINES = 10
@@ -159,7 +159,10 @@ def _policy_rows(steps: Sequence[StepStatistics]) -> Iterator[tuple[str, str]]:
     versions = [version for step in steps for version in step.policy_versions or ()]
     ages = [age for step in steps if step.staleness for age in (step.staleness.minimum, step.staleness.maximum)]
     if versions:
-        yield "policy", f"version {_range(min(versions), max(versions))}, staleness {_range(min(ages), max(ages))}"
+        yield (
+            "policy",
+            f"version {format_range(min(versions), max(versions))}, staleness {format_range(min(ages), max(ages))}",
+        )
 
 
 def _oddities(steps: Sequence[StepStatistics], totals: RecordingTotals) -> Iterator[tuple[str, str]]:
@@ -189,7 +192,7 @@ def _print_steps(steps: Sequence[StepStatistics], console: Console) -> None:
         ("max", 1, ["-" if reward is None else f"{reward.maximum:.3g}" for reward, _ in spreads]),
         ("response\nmedian", 2, ["-" if length is None else f"{length.median:g}" for _, length in spreads]),
         ("p90", 3, ["-" if length is None else f"{length.p90:g}" for _, length in spreads]),
-        ("policy", 4, ["-" if step.policy_versions is None else _range(*step.policy_versions) for step in shown]),
+        ("policy", 4, ["-" if step.policy_versions is None else format_range(*step.policy_versions) for step in shown]),
         ("stale", 3, [_describe_staleness(step.staleness) for step in shown]),
         ("size", 1, [format_bytes(step.size_bytes) for step in shown]),
     )
@@ -197,11 +200,7 @@ def _print_steps(steps: Sequence[StepStatistics], console: Console) -> None:
 
 
 def _describe_staleness(staleness: Staleness | None) -> str:
-    return "-" if staleness is None else _range(staleness.minimum, staleness.maximum)
-
-
-def _range(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low}..{high}"
+    return "-" if staleness is None else format_range(staleness.minimum, staleness.maximum)
 
 
 def _print_histogram(title: str, spread: Spread | None, bars: Sequence[Bar], console: Console) -> None:
