@@ -83,8 +83,8 @@ class SectionMaker:
     def sections(self) -> Iterator[Section]:
         """Yields NexRL's five in their order, and between them the sections NexRL does not compare."""
         yield self._trajectories()
-        yield from self._old_logprobs()
-        yield from self._inputs()
+        yield from self._of_both("old_log_probs", "OLD_LOG_PROBS", "Old log-probability", OLD_LOGPROBS)
+        yield from self._of_both("batch_inputs", "BATCH_INPUTS_ALL", "Input", INPUTS)
         yield self._of_files("forward_data", "FORWARD_DATA_ALL", "Forward data", FORWARD)
         yield self._of_files("loss", "LOSS_DATA_ALL", "Loss", LOSS)
         yield self._is_loss()
@@ -148,18 +148,11 @@ class SectionMaker:
         items = compare_files(first, second, wanted, self._samples, self.tolerance)
         return Section(name=name, title=title, items=tuple(items), num_places=len(first) or len(second))
 
-    def _old_logprobs(self) -> Iterator[Section]:
+    def _of_both(self, kind: DumpKind, name: str, title: str, wanted: Wanted) -> Iterator[Section]:
         """Both must have it: the trainer's own mode has not."""
-        first = self._files(self.dumps.self_hosted, "old_log_probs")
-        second = self._files(self.dumps.weaver, "old_log_probs")
+        first, second = self._files(self.dumps.self_hosted, kind), self._files(self.dumps.weaver, kind)
         if first and second:
-            yield self._pair("OLD_LOG_PROBS", "Old log-probability", OLD_LOGPROBS, first, second)
-
-    def _inputs(self) -> Iterator[Section]:
-        first = self._files(self.dumps.self_hosted, "batch_inputs")
-        second = self._files(self.dumps.weaver, "batch_inputs")
-        if first and second:
-            yield self._pair("BATCH_INPUTS_ALL", "Input", INPUTS, first, second)
+            yield self._pair(name, title, wanted, first, second)
 
     def _is_loss(self) -> Section:
         """Compares Weaver's ``is_loss_debug`` with the self-hosted run's own record of its loss."""
