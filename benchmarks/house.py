@@ -211,6 +211,9 @@ def _count_long_functions(sources: Sources) -> int:
 def main(arguments: list[str]) -> None:
     """Print the figures of each folder in a column; without one, those of this folder."""
     folders = [Path(argument) for argument in arguments] or [Path.cwd()]
+    for folder in folders:
+        if not any((folder / package).is_dir() for package in PACKAGES):
+            sys.exit(f"{folder} is no checkout: it has neither {' nor '.join(PACKAGES)}.\n\n{__doc__}")
     columns = [measure(folder) for folder in folders]
     table = Table("figure", *(folder.resolve().name for folder in folders))
     for name in dict.fromkeys(name for column in columns for name in column):
