@@ -38,7 +38,6 @@ from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.config.schema import PipelineConfig
-from pipelines.contract import build_contract
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
@@ -47,6 +46,7 @@ from pipelines.megatron.run_state import RunState, check_files, check_same_setti
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.observation import check_trace_ranks
 from pipelines.progress import StepProgress, configure_logging
+from pipelines.replay_contract import build_contract
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler

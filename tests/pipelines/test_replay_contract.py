@@ -12,8 +12,8 @@ from mock_scheduler.errors import ContractError
 from mock_scheduler.recording.contract import Contract, Match, Rule, check_contract
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
-from pipelines.contract import build_contract
 from pipelines.environments.registry import build_tokenizer
+from pipelines.replay_contract import build_contract
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTINGS = {
@@ -329,7 +329,9 @@ def test_more_steps_than_were_recorded_are_no_breach() -> None:
 
 
 def test_a_run_that_begins_elsewhere_in_its_data_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.contract.first_episode", lambda config, mode, step: 7 if mode == "train" else 0)
+    monkeypatch.setattr(
+        "pipelines.replay_contract.first_episode", lambda config, mode, step: 7 if mode == "train" else 0
+    )
     with pytest.raises(ContractError) as caught:
         check_contract(RECORDED, contract_of(load()), "error", source="./dumps")
     assert str(caught.value) == (

@@ -1,4 +1,7 @@
-"""The contract of an agentic run: a recording promises it, and a run that replays the recording must keep it."""
+"""The contract of an agentic run tells which keys must match in a replay and which may differ.
+
+A recording promises it, and a run that replays the recording must keep it.
+"""
 
 from __future__ import annotations
 
