@@ -1,7 +1,7 @@
 """Compares two runs, traces, metrics or recordings on disk, and judges them.
 
 ``compare_paths`` takes two paths of any kind, ``judge_runs`` and ``compare_runs`` two finished runs, and
-``judge_recordings`` the differences of two recordings; ``decision.decide`` makes the verdict.
+``judge_recordings`` the differences of two recordings; ``direct_verdict.decide`` makes the verdict.
 
 Contract: reads, starts nothing and writes nothing. Two runs must have trained on the same rollouts: each states the
 digest of every batch.
@@ -27,7 +27,7 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import OpenedInput, check_steps, open_inputs
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import Divergence, Evidence, StepsOfOneSide
 from mock_scheduler.verdict.reasons import (
     EqualRecordings,

@@ -10,7 +10,7 @@ import pytest
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import count_before, find_divergences
 from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.divergences import describe_divergence

@@ -29,7 +29,7 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import DimName, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.figures import Consequence
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation
 from mock_scheduler.verdict.reasons import (
     EqualToReference,

@@ -23,7 +23,7 @@ from mock_scheduler.report.json_file import save_result
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.reasons import BeyondBounds
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind

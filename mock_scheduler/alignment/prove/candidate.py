@@ -19,7 +19,8 @@ from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.consequence.figures import Consequence
-from mock_scheduler.verdict.ladder import Evidence, is_settled, judge
+from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, StillOpen
 from mock_scheduler.verdict.results import CandidateResult

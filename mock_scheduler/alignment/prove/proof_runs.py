@@ -2,7 +2,7 @@
 
 Contract: every run is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
 mock on the same recording. Nothing is started here. A new kind of proof plans its runs here, ``alignment`` makes them,
-and ``verdict.ladder`` judges them.
+and ``verdict.ladder`` judges each by itself.
 """
 
 from __future__ import annotations

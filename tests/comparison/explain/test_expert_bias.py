@@ -20,7 +20,7 @@ from mock_scheduler.trace.entries import RowTable, StepFooter, TraceEntry, Trace
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.consequence.update import UpdateDirections
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_sentence
 from tests.comparison.stated import stated

@@ -15,7 +15,7 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.residuals import describe_residual
 from mock_scheduler.verdict.wording.verdicts import describe_sentence

@@ -21,7 +21,7 @@ from mock_scheduler.comparison.tensors import Figures, TensorDifference
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey
 from mock_scheduler.trace.shards import whole
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_bounds, describe_suspicion
 from mock_scheduler.verdict.wording.verdicts import describe_reason

@@ -15,7 +15,7 @@ from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceE
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.divergences import describe_evidence
 from mock_scheduler.verdict.wording.findings import describe_finding

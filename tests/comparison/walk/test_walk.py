@@ -28,7 +28,7 @@ from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split
 from mock_scheduler.trace.sketch.files import SketchSink
-from mock_scheduler.verdict.decision import decide
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.replicas import check_replicas
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_note, describe_reasons

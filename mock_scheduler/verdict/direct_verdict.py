@@ -1,6 +1,7 @@
-"""From the differences of two runs to one verdict with its reason, all of it facts.
+"""From the differences of two runs to the direct verdict with its reason, all of it facts.
 
-The first divergence is the earliest in the order of computation, as ``divergences`` says.
+The first divergence is the earliest in the order of computation, as ``divergences`` says. Only an alignment has proofs
+beside the direct comparison; ``final_verdict`` promotes or demotes the direct verdict by them.
 """
 
 from __future__ import annotations
