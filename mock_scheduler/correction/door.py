@@ -1,6 +1,7 @@
 """Rollout correction in one call, for any training: plain tensors in, weights, mask and metrics out.
 
-Contract: pure; the same computation as in training, ``engine.compute``.
+Contract: pure; the same computation as in training, ``engine.compute``. Each preset names its source in
+``config.presets``.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ class Correction:
     """The correction of one batch, for the loss and for the log.
 
     weights: of the inputs' shape, float32 or the wider of the log-probabilities' dtypes, without gradient; 0 outside
-        of ``response_mask``; ``None`` where the rules ask for no weights.
-    mask: ``response_mask`` without rejected tokens, in its own shape and dtype.
+        of ``response_mask``; ``None`` where the rules ask for no weights. A token's weight is w = exp(clamp(L, ±20)),
+        with ℓ = log π_train − log π_rollout. L is ℓ at level ``token``, Σℓ over the turn or the sequence at levels
+        ``segment`` and ``sequence``, and the mean of ℓ over the sequence at level ``geometric`` (verl 0.9.1,
+        trainer/ppo/rollout_corr_helper.py). Rules then truncate the weight, or make it 0 outside of bounds (IcePop,
+        arXiv 2510.18855).
+    mask: ``response_mask`` without rejected tokens, in its own shape and dtype. Rules that reject measure ρ = e^ℓ, or
+        k1 = −ℓ, k2 = ½ℓ², k3 = e^ℓ − 1 − ℓ (joschu.net/blog/kl-approx.html), and take units outside of their bounds
+        out of the mask.
     metrics: ``rollout_corr/…`` by verl's names and ``mismatch/…`` by the guide's; docs/rollout_correction.md has every
         formula.
     """
@@ -49,22 +56,15 @@ def correct(
     versions_behind: torch.Tensor | None = None,
     advantages: torch.Tensor | None = None,
 ) -> Correction:
-    """Corrects a batch whose tokens another policy, or another engine, sampled.
-
-    With ℓ = log π_train − log π_rollout of a token, its weight is w = exp(clamp(L, ±20)). L is ℓ at level ``token``,
-    Σℓ over the turn or the sequence at levels ``segment`` and ``sequence``, and the mean of ℓ over the sequence at
-    level ``geometric`` (verl 0.9.1, trainer/ppo/rollout_corr_helper.py). Rules then truncate the weight, or make it 0
-    outside of bounds (IcePop, arXiv 2510.18855). Rules that reject measure ρ = e^ℓ, or k1 = −ℓ, k2 = ½ℓ²,
-    k3 = e^ℓ − 1 − ℓ (joschu.net/blog/kl-approx.html), and take units outside of their bounds out of the mask. Each
-    preset names its source in ``correction.config.presets``.
+    """Corrects a batch that another policy or engine sampled, by the formulas of ``Correction``.
 
     Args:
         train_logprobs: Log-probabilities by the training policy before the update, floating ``[B, T]``, or packed
             ``[N]`` with ``cu_seqlens``.
         rollout_logprobs: The engine's log-probabilities of the sampled tokens, floating, of the same shape.
         response_mask: Bool, integer or floating of the same shape, nonzero on response tokens.
-        correction: A preset's name, as ``decoupled_token_is``; or keys of ``algorithm.rollout_correction``, as
-            ``{"rollout_is": "token", "rollout_is_threshold": 2.0}``; or the compiled rules.
+        correction: A preset's name; or keys of ``algorithm.rollout_correction``, as ``{"rollout_is": "token",
+            "rollout_is_threshold": 2.0}``; or the compiled rules.
         cu_seqlens: Integer ``[S + 1]``, the starts of the S packed sequences, and N.
         logprob_valid: Bool, of the same shape, False where the engine gave no log-probability; ``None``: it gave all.
         turn_ids: Integer ≥ 0, of the same shape, the turn of each token within its sequence; ``None``: each unbroken
@@ -73,12 +73,12 @@ def correct(
         advantages: Floating, of the same shape, for rules that ask for their sign.
 
     Returns:
-        Weights to multiply the policy loss of each token by, the mask of counting tokens, and metrics.
+        The weight of each token's policy loss, the mask of the tokens that count, and metrics.
 
     Raises:
         ConfigError: An unknown preset, or unusable keys; it lists each.
-        CorrectionError: Shapes or dtypes do not fit; log-probabilities are not finite, with ``nan_policy``
-            error, missing advantages, or more rejected than ``max_rejected_fraction``.
+        CorrectionError: Shapes or dtypes do not fit, a log-probability is not finite (``nan_policy`` error), advantages
+            are missing, or more than ``max_rejected_fraction`` is rejected.
 
     Example:
         >>> import math, torch

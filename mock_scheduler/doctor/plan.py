@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.plan.overrides import format_override, has_module, override_keys, quote_override
+from mock_scheduler.alignment.plan.overrides import check_entry, format_override, override_keys, quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
@@ -92,44 +92,59 @@ def plan_doctor(
     given = recording if recording is not None else _configured_recording(config)
     _check_step(step, config, given)
     check_settings(config.system_envs)
-    if not has_module(entry):
-        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
+    check_entry(entry)
     root = ((output_dir or Path(config.output_dir)) / FOLDER).resolve()
     recording_dir = root / RECORDING_NAME if given is None else given.resolve()
-    shared = (
-        *overrides,
-        *(format_override(key, value) for key, value in {**program.quiet_keys, **program.folder_keys}.items()),
-        *(f"{key}={value}" for key, value in _SET_BY_DOCTOR.items()),
-        f"max_steps={step + 1}",
-        quote_override("rollout_mock.dump_dir", str(recording_dir)),
+    planner = _Planner(
+        load=load,
+        program=program,
+        root=root,
+        exp_name=config.exp_name,
+        shared=(
+            *overrides,
+            *(format_override(key, value) for key, value in {**program.quiet_keys, **program.folder_keys}.items()),
+            *(f"{key}={value}" for key, value in _SET_BY_DOCTOR.items()),
+            f"max_steps={step + 1}",
+            quote_override("rollout_mock.dump_dir", str(recording_dir)),
+        ),
     )
-
-    def plan_run(name: str, *own: str, entry: str) -> PlannedRun:
-        run_dir = root / name
-        complete = (
-            *shared,
-            *own,
-            quote_override("output_dir", str(run_dir)),
-            quote_override("exp_name", f"{config.exp_name}-{FOLDER}-{name}"),
-        )
-        return PlannedRun(
-            name=name,
-            program=program,
-            entry=entry,
-            own_overrides=own,
-            overrides=complete,
-            config=load(complete),
-            output_dir=run_dir,
-        )
-
     replay = ("rollout_mock.mode=mock", "trace.operations=true")
-    first, second = (plan_run(name, *replay, entry=entry) for name in REPLAY_NAMES)
+    first, second = (planner.plan(name, *replay, entry=entry) for name in REPLAY_NAMES)
     recorder = None
     if given is None:
-        recorder = plan_run("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=program.entry)
+        recorder = planner.plan("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=program.entry)
     return DoctorPlan(
         step=step, output_dir=root, recording_dir=recording_dir, recorder=recorder, replays=(first, second)
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Planner:
+    """All runs of one diagnosis share these parts."""
+
+    load: ConfigLoader
+    program: Program
+    root: Path
+    exp_name: str
+    shared: tuple[str, ...]
+
+    def plan(self, name: str, *own: str, entry: str) -> PlannedRun:
+        run_dir = self.root / name
+        complete = (
+            *self.shared,
+            *own,
+            quote_override("output_dir", str(run_dir)),
+            quote_override("exp_name", f"{self.exp_name}-{FOLDER}-{name}"),
+        )
+        return PlannedRun(
+            name=name,
+            program=self.program,
+            entry=entry,
+            own_overrides=own,
+            overrides=complete,
+            config=self.load(complete),
+            output_dir=run_dir,
+        )
 
 
 def _configured_recording(config: RunConfig) -> Path | None:

@@ -5,7 +5,7 @@ The same calls run every layout: a pipeline stage that holds no logits simply co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -92,6 +92,12 @@ class PolicyTrainer:
             rollout_kl_coef=spec.rollout_kl_coef,
         )
 
+    def _choose_loss(self) -> Callable[[PolicyLossInputs, PolicyLossConfig], PolicyLossOutput]:
+        if self.config.policy_loss != "gmpo":
+            return compute_policy_loss
+        has_floor = self._spec is not None and self._spec.release is not None
+        return partial(compute_geometric_loss, zero_weight_floor=VERL_ZERO_WEIGHT_FLOOR if has_floor else None)
+
     def vocab_shards(self, width: int) -> tuple[VocabShard, ...]:
         """This rank's columns of logits that are ``width`` wide; several equal parts where a layout is emulated."""
         num_parts = self.policy.vocab_parts // self.runtime.tp_size
@@ -163,11 +169,7 @@ class PolicyTrainer:
 
         loss_config = self._loss_config(term_scale)
         is_bypass = self._spec is not None and self._spec.bypass
-        compute_loss = compute_policy_loss
-        if self.config.policy_loss == "gmpo":
-            has_floor = self._spec is not None and self._spec.release is not None
-            floor = VERL_ZERO_WEIGHT_FLOOR if has_floor else None
-            compute_loss = partial(compute_geometric_loss, zero_weight_floor=floor)
+        compute_loss = self._choose_loss()
 
         def compute(batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> PolicyLossOutput:
             inputs = PolicyLossInputs(

@@ -58,9 +58,10 @@ def quote_value(value: str) -> str:
     return f"'{quoted}{chr(92) * num_backslashes}'"
 
 
-def has_module(module: str) -> bool:
-    """Says whether ``python -m module``, started in the working directory, finds a file to run; imports nothing."""
-    return find_module(module) is not None
+def check_entry(entry: str) -> None:
+    """Refuses an entry module without a file for ``python -m``, started in the working directory; imports nothing."""
+    if find_module(entry) is None:
+        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
 
 
 def find_module(module: str) -> Path | None:

@@ -16,9 +16,9 @@ from typing import Literal
 from mock_scheduler.alignment.plan.interpreters import Interpreter, InterpreterReader, describe_versions
 from mock_scheduler.alignment.plan.matrix import list_candidates
 from mock_scheduler.alignment.plan.overrides import (
+    check_entry,
     check_free,
     format_override,
-    has_module,
     override_keys,
     quote_override,
 )
@@ -107,17 +107,8 @@ def plan_alignment(
     if recording_dir is not None:
         with _noting(problems):
             _check_recording(recording_dir, of_baseline, first_step=program.first_step(of_baseline))
-    try:
-        baseline = planner.plan(
-            CandidateConfig(name=BASELINE_NAME, overrides=of_baseline.align.baseline),
-            shared,
-            exp_name=of_baseline.exp_name,
-            mode="dump" if recording_dir is None else "mock",
-        )
-    except (ConfigError, DeterminismError) as error:  # each candidate would say the same
-        if not problems:
-            raise
-        raise ConfigError("\n".join((*problems, str(error)))) from error
+    mode: Literal["dump", "mock"] = "dump" if recording_dir is None else "mock"
+    baseline = _plan_baseline(planner, of_baseline, shared, mode=mode, problems=problems)
     planned, of_candidates = _plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)
     if of_candidates:
         raise ConfigError("\n".join(("nothing was run:", *problems, *of_candidates)))
@@ -173,10 +164,7 @@ class _Planner:
             config = self.load(complete)
         check_settings(config.system_envs)
         entry = candidate.entry or self.program.entry
-        if not has_module(entry):
-            raise ConfigError(
-                f"entry: there is no Python module {entry!r} in the working directory or on the Python path"
-            )
+        check_entry(entry)
         interpreter = self.read_interpreter(candidate.python)
         return PlannedRun(
             name=candidate.name,
@@ -192,6 +180,24 @@ class _Planner:
             sources=interpreter.sources,
             exact=candidate.exact,
         )
+
+
+def _plan_baseline(
+    planner: _Planner,
+    config: RunConfig,
+    shared: Sequence[str],
+    *,
+    mode: Literal["dump", "mock"],
+    problems: Sequence[str],
+) -> PlannedRun:
+    """Plans the baseline, or raises its error behind the earlier ones: each candidate would say the same."""
+    baseline = CandidateConfig(name=BASELINE_NAME, overrides=config.align.baseline)
+    try:
+        return planner.plan(baseline, shared, exp_name=config.exp_name, mode=mode)
+    except (ConfigError, DeterminismError) as error:
+        if not problems:
+            raise
+        raise ConfigError("\n".join((*problems, str(error)))) from error
 
 
 def _plan_candidates(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -74,25 +75,21 @@ def classify_residual(
     before = None if previous is None else spread(previous, pair.stride, pair.present)
     # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
+    ratio_of = partial(find_ratio, pair, bound=bound, common=common)
     tests: tuple[Callable[[], Residual | None], ...] = (
         lambda: _find_stale(pair, before),
-        lambda: _best(
-            find_ratio(pair, layout or {}, bound=bound, common=common), _find_parts(pair, sample, part_names)
-        ),
+        lambda: _best(ratio_of(layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),
         lambda: _find_block(pair),
     )
     slight: tuple[Callable[[], Residual | None], ...] = (
         lambda: _find_zeros(pair),
-        lambda: find_ratio(pair, {}, bound=bound, common=common),
+        lambda: ratio_of({}),
     )
     for test in slight if is_slight else tests:
-        found = test()
-        if found is not None:
+        if (found := test()) is not None:
             return replace(found, sample=pair.sample)
-    if is_slight:
-        return None
-    if figures.num_elements < FEWEST_ELEMENTS:
+    if is_slight or figures.num_elements < FEWEST_ELEMENTS:
         return None
     # Orders are tried last, since they cost a pass over the tensor each.
     degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
