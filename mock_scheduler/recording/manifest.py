@@ -18,7 +18,7 @@ from pathlib import Path
 from mock_scheduler.errors import ContractError, RecordingError, StepNotFoundError
 from mock_scheduler.recording.contract import Contract, ContractField
 from mock_scheduler.recording.paths import MANIFEST_NAME
-from mock_scheduler.recording.sealed import SealedFile
+from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, SealedFile
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, check_json
 from mock_scheduler.support.packages import read_package_versions
@@ -92,10 +92,7 @@ def decode_manifest(data: bytes, *, source: str) -> Manifest:
 
     Raises ``CorruptRecordingError`` where any bit changed, ``RecordingError`` where another version wrote it.
     """
-    return _read_manifest(_FILE.decode(data, source=source), source=source)
-
-
-def _read_manifest(stored: _StoredManifest, *, source: str) -> Manifest:
+    stored = _FILE.decode(data, source=source)
     try:
         return Manifest(run_id=stored.run_id, contract=Contract(stored.contract), provenance=stored.provenance)
     except ContractError as error:
@@ -125,10 +122,10 @@ def load_manifest(storage: Storage) -> Manifest:
             "give the folder as dump_dir"
         )
     try:
-        stored = _FILE.load(storage, MANIFEST_NAME)
+        data = storage.read_bytes(MANIFEST_NAME, max_bytes=MAX_SEALED_BYTES)
     except FileNotFoundError as error:
         raise StepNotFoundError(_missing_text(storage.location, path)) from error
-    return _read_manifest(stored, source=path)
+    return decode_manifest(data, source=path)
 
 
 def find_nearby_recordings(dump_dir: str) -> list[str]:

@@ -22,7 +22,7 @@ from mock_scheduler.recording.paths import (
     find_file,
     list_shard_files,
 )
-from mock_scheduler.recording.sealed import SealedFile
+from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, SealedFile
 from mock_scheduler.recording.step.layout import RowKeys
 from mock_scheduler.recording.step.step_file import StepFile
 from mock_scheduler.recording.step.step_info import StepInfo
@@ -124,7 +124,7 @@ def load_commit(storage: Storage, step_name: str) -> Commit:
     Raises ``CorruptRecordingError`` where any bit of it changed, ``RecordingError`` where another version wrote it.
     """
     name = commit_name(step_name)
-    return _read_commit(_FILE.load(storage, name), source=storage.path(name))
+    return decode_commit(storage.read_bytes(name, max_bytes=MAX_SEALED_BYTES), source=storage.path(name))
 
 
 def open_shard(storage: Storage, step_name: str, commit: Commit, *, index: int) -> StepFile:
@@ -164,10 +164,7 @@ def encode_commit(commit: Commit) -> bytes:
 
 def decode_commit(data: bytes, *, source: str) -> Commit:
     """Gives the commit of the given bytes; raises as ``load_commit``, naming ``source``."""
-    return _read_commit(_FILE.decode(data, source=source), source=source)
-
-
-def _read_commit(stored: _StoredCommit, *, source: str) -> Commit:
+    stored = _FILE.decode(data, source=source)
     try:
         # A name with a slash would lead out of the step's folder.
         if not stored.shards or not all(SHARD_NAME.fullmatch(shard.name) for shard in stored.shards):

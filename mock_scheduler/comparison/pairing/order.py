@@ -77,11 +77,6 @@ _Place = tuple[int, ...]
 _NaturalName = tuple[tuple[int, str], ...]
 
 
-def execution_order(names: Iterable[str]) -> list[str]:
-    """Sorts canonical names in the order of the forward pass."""
-    return sorted(names, key=_execution_position)
-
-
 def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
     """Sorts trace keys in the order training computes them.
 

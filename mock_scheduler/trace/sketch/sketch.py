@@ -87,12 +87,11 @@ class Sketch:
 class Estimate:
     """How far the tensors of two sketches are apart, over finite elements, others being taken as 0.
 
-    norm_difference: about ||a - b||. norm_baseline: ||a||. relative: their ratio; 0/0 = 0, x/0 = inf.
+    norm_difference: about ||a - b||. relative: its ratio to ||a||; 0/0 = 0, x/0 = inf.
     low, high: between them lies the true relative difference in at least 95 % of all cases; 0 and 0 for equal bits.
     """
 
     norm_difference: float
-    norm_baseline: float
     relative: float
     low: float
     high: float
@@ -160,21 +159,18 @@ def difference(baseline: Sketch, candidate: Sketch) -> Estimate:
     _check_buckets(baseline, candidate)
     norm = baseline.norm
     if baseline.is_identical(candidate):
-        return Estimate(norm_difference=0.0, norm_baseline=norm, relative=0.0, low=0.0, high=0.0)
+        return Estimate(norm_difference=0.0, relative=0.0, low=0.0, high=0.0)
     estimate = _norm_of(baseline.sums - candidate.sums)
     if not isfinite(estimate) or not isfinite(norm):
-        return Estimate(norm_difference=estimate, norm_baseline=norm, relative=inf, low=0.0, high=inf)
+        return Estimate(norm_difference=estimate, relative=inf, low=0.0, high=inf)
     # Squares of the elements underflowed; the sums, which are not squared, still tell the size.
     if norm < _SMALLEST_NORM and bool(baseline.sums.any()):
         norm = _norm_of(baseline.sums)
-        return Estimate(
-            norm_difference=estimate, norm_baseline=norm, relative=_ratio(estimate, norm), low=0.0, high=inf
-        )
+        return Estimate(norm_difference=estimate, relative=_ratio(estimate, norm), low=0.0, high=inf)
     rounding = rounding_bound(max(norm, candidate.norm), max(baseline.num_elements, candidate.num_elements))
     low, high = relative_bounds(baseline.num_buckets)
     return Estimate(
         norm_difference=estimate,
-        norm_baseline=norm,
         relative=_ratio(estimate, norm),
         low=_ratio(max(estimate - rounding, 0.0) * low, norm),
         high=_ratio((estimate + rounding) * high, norm),

@@ -353,7 +353,7 @@ def test_a_single_element_is_estimated_exactly() -> None:
     candidate = baseline.clone()
     candidate[700] = 2.0
     estimate = difference(sketch_of(baseline), sketch_of(candidate))
-    assert (estimate.norm_difference, estimate.norm_baseline) == pytest.approx((2.0, 4.0))
+    assert estimate.norm_difference == pytest.approx(2.0)
     assert estimate.low < 0.5 < estimate.high
     assert estimate.relative == pytest.approx(0.5)
 
@@ -371,7 +371,7 @@ def test_sums_of_other_orders_are_never_told_apart_from_equal_ones() -> None:
 def test_equal_bits_have_no_difference_and_no_error_bar() -> None:
     tensor = normal(9, 30)
     assert difference(sketch_of(tensor), sketch_of(tensor.clone())) == Estimate(
-        norm_difference=0.0, norm_baseline=sketch_of(tensor).norm, relative=0.0, low=0.0, high=0.0
+        norm_difference=0.0, relative=0.0, low=0.0, high=0.0
     )
 
 
