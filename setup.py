@@ -25,7 +25,6 @@ setup(
         # The release that was tried on each Python.
         'megatron-core>=0.16.1,<0.17; python_version < "3.12"',
         'megatron-core>=0.19.2,<0.20; python_version >= "3.12"',
-        "filelock>=3.12",
         "fsspec>=2025.5",
         "gymnasium>=1.0,<2",
         "httpx>=0.27,<1",

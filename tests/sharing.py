@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 
 def make_once(
@@ -25,7 +25,8 @@ def make_once(
     if "PYTEST_XDIST_WORKER" in os.environ:  # each worker's own folder lies in that of the run
         root = root.parent
     folder, told = root / name, root / f"{name}.json"
-    with FileLock(f"{folder}.lock"):
+    with open(f"{folder}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released where the file is closed
         if not folder.exists():
             folder.mkdir()
             told.write_text(json.dumps(make(folder)), encoding="utf-8")
