@@ -144,7 +144,9 @@ def _escape_interpolations(value: object) -> object:
 
 def _check_file_exists(folder: Path, name: str) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"config path is not a folder: {folder}; give the folder of YAML files as --config-path")
+        raise ConfigError(
+            f"config path is not a folder: {folder}; give the folder of YAML files as config_path (--config-path)"
+        )
     if (folder / f"{name}.yaml").is_file():
         return
     present = sorted(path.stem for path in folder.glob("*.yaml"))

@@ -162,4 +162,4 @@ def describe_absent(steps: StepRanges | None, present: Sequence[tuple[str, Mappi
     if steps is None or any(step in steps for _, found in present for listed in found.values() for step in listed):
         return ""
     listed = "; ".join(f"{name} has {format_present(found)}" for name, found in present)
-    return f"--steps {steps}: there is no such step; {listed}"
+    return f"steps {steps}: there is no such step; {listed}"

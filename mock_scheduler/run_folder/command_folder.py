@@ -65,7 +65,8 @@ def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"another {marker.command} works in {path}; wait until it has ended, or choose another --output-dir"
+                f"another {marker.command} works in {path}; wait until it has ended, or choose another folder "
+                "(--output-dir)"
             ) from None
         except OSError:
             pass  # no locks on this file system: better without protection than not at all
@@ -87,15 +88,17 @@ def prepare_folder(path: Path, *, marker: FolderMarker, overwrite: bool, keep: P
 
 def _clear(path: Path, marker: FolderMarker, *, overwrite: bool, keep: Path | None) -> None:
     if path.is_symlink() or not path.is_dir():
-        raise ConfigError(f"{path} is not a folder; choose another --output-dir")
+        raise ConfigError(f"{path} is not a folder; choose another folder (--output-dir)")
     if not any(path.iterdir()):
         return
     if not overwrite:
-        raise ConfigError(f"{path} exists and is not empty; give --overwrite or choose another --output-dir")
+        raise ConfigError(
+            f"{path} exists and is not empty; overwrite it (--overwrite) or choose another folder (--output-dir)"
+        )
     if not marker.is_in(path):
         raise ConfigError(
             f"{path} was not made by {marker.command} (no {marker.name} or {marker.result_name} in it), so nothing in "
-            "it is removed; choose another --output-dir"
+            "it is removed; choose another folder (--output-dir)"
         )
     for entry in path.iterdir():
         if keep is not None and keep.is_relative_to(entry):

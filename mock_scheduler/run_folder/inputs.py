@@ -174,7 +174,7 @@ def parse_tolerance(stated: Sequence[str], base: ToleranceConfig) -> ToleranceCo
             values[name] = number
     if problems:
         names = ", ".join(ToleranceConfig.model_fields)
-        raise ConfigError(f"--tolerance: {'; '.join(problems)}; bounds are {names}, as in activation=1e-5")
+        raise ConfigError(f"tolerance: {'; '.join(problems)}; bounds are {names}, as in activation=1e-5")
     return ToleranceConfig.model_validate({**base.model_dump(), **values})
 
 
@@ -184,7 +184,7 @@ def parse_selection(*, steps: StepRanges | None, kinds: Sequence[str] = (), patt
     known = (*TRACE_KINDS, *LEDGER_KINDS)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--kinds: there is no kind {', '.join(unknown)}; kinds are {', '.join(known)}")
+        raise ConfigError(f"kinds: there is no kind {', '.join(unknown)}; kinds are {', '.join(known)}")
     globs = tuple(text for item in patterns for text in item.split(",") if text)
     return Selection(
         steps=steps,

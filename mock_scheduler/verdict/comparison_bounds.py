@@ -39,7 +39,7 @@ def resolve_bounds(
     tolerance = parse_tolerance(stated, own)
     if baseline.side.kind == "recording":
         if noise:
-            raise ConfigError("--noise: recordings are equal or not, and have no noise")
+            raise ConfigError("noise: recordings are equal or not, and have no noise")
         return StatedBounds(tolerance=tolerance, otherwise=UNBOUNDED)
     measured = _find_measured(baseline, noise)
     return StatedBounds(tolerance=tolerance, otherwise=measured or _theory(opened))
@@ -51,7 +51,7 @@ def _find_measured(baseline: OpenedInput, noise: Sequence[Path]) -> NoiseBounds 
     if run_dir is None:
         if noise:
             raise ConfigError(
-                f"--noise: {baseline.side.path} has no trace beside it, by which noise would be known to be its own"
+                f"noise: {baseline.side.path} has no trace beside it, by which noise would be known to be its own"
             )
         return None
     files = [path for path in noise if path.is_file()]
@@ -60,7 +60,7 @@ def _find_measured(baseline: OpenedInput, noise: Sequence[Path]) -> NoiseBounds 
         check_baseline(measured, run_dir, str(files[0]))
         return measured
     if files:
-        raise ConfigError(f"--noise: {files[0]} is a file; give one file alone, or perturbed runs")
+        raise ConfigError(f"noise: {files[0]} is a file; give one file alone, or perturbed runs")
     return _measure(baseline, run_dir, noise) if noise else find_noise(run_dir)
 
 
@@ -86,7 +86,7 @@ def _measure(baseline: OpenedInput, run_dir: Path, perturbed: Sequence[Path]) ->
     if len(set(seeds)) < len(seeds):
         problems.append(f"they have the seeds {', '.join(map(str, seeds))}; two of one seed are one run")
     if problems:
-        raise ConfigError(f"--noise: no noise can be measured from these:{bullet_list(problems)}")
+        raise ConfigError(f"noise: no noise can be measured from these:{bullet_list(problems)}")
     return measure_noise(
         run_dir, perturbed, seeds=seeds or range(len(perturbed)), unit_roundoffs=perturbations[0].unit_roundoffs
     )

@@ -175,10 +175,10 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(runs: Runs) -> 
     options = CompareOptions(selection=parse_selection(steps=StepRanges.parse("7")))
     with pytest.raises(ConfigError) as caught:
         run_compare(base, new, options)
-    assert str(caught.value) == "--steps 7: there is no such step; base has steps 0-1; new has steps 0, 4"
+    assert str(caught.value) == "steps 7: there is no such step; base has steps 0-1; new has steps 0, 4"
     with pytest.raises(ConfigError) as caught:
         run_replicas(new, options.selection)
-    assert str(caught.value) == f"--steps 7: there is no such step; {new} has steps 0, 4"
+    assert str(caught.value) == f"steps 7: there is no such step; {new} has steps 0, 4"
 
 
 def test_a_run_is_not_compared_with_itself(runs: Runs) -> None:
@@ -255,14 +255,14 @@ def test_a_bound_that_is_none_is_refused(runs: Runs, bound: str, message: str) -
     with pytest.raises(ConfigError) as caught:
         run_compare(base, new, CompareOptions(tolerance=(bound,)))
     assert str(caught.value) == (
-        f"--tolerance: {message}; bounds are metric, metric_floor, activation, gradient, update, as in activation=1e-5"
+        f"tolerance: {message}; bounds are metric, metric_floor, activation, gradient, update, as in activation=1e-5"
     )
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_selection(steps=None, kinds=["gradient,gradiant"])
-    assert str(caught.value).startswith("--kinds: there is no kind gradiant; kinds are initial, input, score, ")
+    assert str(caught.value).startswith("kinds: there is no kind gradiant; kinds are initial, input, score, ")
 
 
 def test_chosen_kinds_alone_decide(runs: Runs) -> None:

@@ -272,7 +272,7 @@ def test_a_folder_that_is_not_its_own_is_left_alone(bench: Bench) -> None:
         bench.doctor()
     assert str(caught.value) == (
         f"{bench.root} was not made by mock-scheduler doctor (no .mock-scheduler-doctor or doctor.json in it), so "
-        "nothing in it is removed; choose another --output-dir"
+        "nothing in it is removed; choose another folder (--output-dir)"
     )
     assert (bench.root / "thesis.tex").read_text() == "x"
 

@@ -214,7 +214,7 @@ def test_metrics_of_two_folders_are_compared_and_a_choice_of_no_step_is_named(tm
     assert compare(sides[0], sides[1] / "metrics.jsonl", selection=parse_selection(steps=StepRanges.parse("0")))[0] == 0
     with pytest.raises(ConfigError) as caught:
         compare(*sides, selection=parse_selection(steps=StepRanges.parse("5")))
-    assert str(caught.value) == "--steps 5: there is no such step; a has steps 0-1; b has steps 0-1"
+    assert str(caught.value) == "steps 5: there is no such step; a has steps 0-1; b has steps 0-1"
 
 
 @pytest.mark.parametrize(("mine", "other", "code"), [("nan", "nan", 0), ("nan", 0.5, 1), (0.5, "nan", 1)])

@@ -194,7 +194,7 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("run", config_path=tmp_path / "none")
     assert str(caught.value) == (
-        f"config path is not a folder: {tmp_path}/none; give the folder of YAML files as --config-path"
+        f"config path is not a folder: {tmp_path}/none; give the folder of YAML files as config_path (--config-path)"
     )
 
 

@@ -66,7 +66,7 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
     if is_used and not is_own and not fresh:
         raise ConfigError(
             f"{path} exists, is not empty and was not made by {marker.command} (no {marker.name} or "
-            f"{marker.result_name} in it); choose another --output-dir"
+            f"{marker.result_name} in it); choose another folder (--output-dir)"
         )
     prepare_folder(path, marker=marker, overwrite=fresh)
     return False

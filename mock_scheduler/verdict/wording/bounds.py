@@ -22,7 +22,7 @@ from mock_scheduler.verdict.wording.residuals import describe_locality
 
 _CALIBRATE = (
     "calibrate, run the baseline again, replaying its recording, with perturbation.seed=1 (2, 3, 4, 5) and give the "
-    "runs with --noise; mock-scheduler align does so itself"
+    "runs as noise (--noise); mock-scheduler align does so itself"
 )
 _EQUAL_FORWARD = (
     "the forward pass before it is equal to the last bit, so that only roundings of the backward pass may differ"

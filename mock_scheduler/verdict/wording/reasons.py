@@ -114,8 +114,8 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
             listed = "; ".join(describe_finding(finding) for finding in why.findings[:_NUM_LISTED])
             coverage = describe_coverage(verdict.metrics, verdict.tensors) or "nothing"
             return [
-                f"the two runs did not trace the same: {listed}. Compare what both have with --kinds and --patterns, "
-                f"or trace both alike; of the rest nothing is beyond its bound: {coverage}"
+                f"the two runs did not trace the same: {listed}. Compare what both have with kinds and patterns "
+                f"(--kinds, --patterns), or trace both alike; of the rest nothing is beyond its bound: {coverage}"
             ]
         case NothingCompared():
             return [_describe_nothing(verdict, why)]
@@ -171,7 +171,7 @@ def _describe_no_bound(bounds: Bounds | None, why: NothingJudged) -> str:
     if why.because == "noise":
         return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
     advice = "" if bounds is None else describe_bounds_advice(bounds)
-    return f"nothing bounds them; state bounds with --tolerance{f', or {advice}' if advice else ''}"
+    return f"nothing bounds them; state bounds as tolerance (--tolerance){f', or {advice}' if advice else ''}"
 
 
 def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedByNoise | Undecided) -> list[str]:

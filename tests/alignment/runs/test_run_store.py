@@ -154,7 +154,9 @@ def test_a_folder_of_an_alignment_is_gone_on_with_or_emptied(tmp_path: Path) -> 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_that_no_alignment_made_is_left_alone(tmp_path: Path, fresh: bool) -> None:
     (tmp_path / "thesis.txt").write_text("years")
-    with pytest.raises(ConfigError, match=r"was not made by mock-scheduler align .*; choose another --output-dir$"):
+    with pytest.raises(
+        ConfigError, match=r"was not made by mock-scheduler align .*; choose another folder \(--output-dir\)$"
+    ):
         open_folder(tmp_path, fresh=fresh)
     assert (tmp_path / "thesis.txt").read_text() == "years"
 

@@ -212,7 +212,7 @@ def test_a_tensor_that_a_run_was_not_told_to_trace_makes_it_incomparable_and_say
     )
     alignment = judge(found)
     assert alignment.kind is VerdictKind.INCOMPARABLE
-    assert "Compare what both have with --kinds and --patterns" in describe_reason(alignment)
+    assert "Compare what both have with kinds and patterns (--kinds, --patterns)" in describe_reason(alignment)
 
 
 def test_what_a_model_does_not_show_is_listed_and_no_divergence(tmp_path: Path) -> None:

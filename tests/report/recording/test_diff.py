@@ -134,7 +134,7 @@ def test_steps_that_neither_recording_has_are_refused_with_those_that_are(tmp_pa
     b = record(tmp_path / "b", {1: make_batch(seed=1), 2: make_batch()})
     with pytest.raises(StepNotFoundError) as caught:
         diff(a, b, steps="7")
-    assert str(caught.value) == f"--steps 7: there is no such step; {a} has train 0-1; {b} has train 1-2"
+    assert str(caught.value) == f"steps 7: there is no such step; {a} has train 0-1; {b} has train 1-2"
 
 
 def test_differences_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
