@@ -213,18 +213,13 @@ def _limits(tensors: TensorComparison | None) -> JSON:
 def _smallest_error(verdict: Verdict) -> JSON:
     found = find_smallest_error(verdict.metrics, verdict.tensors)
     nearest = found.nearest_metric
-    return {
-        "bounds": to_json(found.bounds),
-        "num_without_size": found.num_without_size,
-        "nearest_metric": None if nearest is None else metric_to_json(nearest),
-    }
+    return {**dataclass_to_json(found), "nearest_metric": None if nearest is None else metric_to_json(nearest)}
 
 
 def _differing(item: DifferingTensor) -> JSON:
     return {
-        "key": to_json(item.key),
+        **dataclass_to_json(item),
         "difference": None if item.difference is None else tensor_to_json(item.difference),
-        "finding": to_json(item.finding),
         "conflict": None if item.conflict is None else conflict_to_json(item.conflict),
         "text": describe_look(item),
     }
