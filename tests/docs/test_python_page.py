@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mock_scheduler as ms
 from mock_scheduler.api import align as alignments
@@ -107,6 +108,12 @@ def test_the_fixture_passes_equal_runs_and_fails_the_others_with_the_verdict(che
     assert f"page: {page}" in done.stdout
     assert (checkout / page).is_file()
     assert f"page: {page}\n" in TEXT
+
+
+def test_its_configuration_is_the_one_that_the_tutorial_explains() -> None:
+    (shown,) = re.findall(r"```yaml\n.*?```\n", TEXT, re.DOTALL)
+    assert shown in (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    assert all(f"name: {item['name']}" in shown for item in yaml.safe_load(MY_CHANGE)["align"]["candidates"])
 
 
 def test_packages_do_not_hide_the_functions_of_their_names() -> None:
