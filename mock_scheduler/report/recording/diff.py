@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.json_values import to_json
 from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import (
@@ -16,7 +17,6 @@ from mock_scheduler.recording.inspection.comparison import (
     RecordingDifferences,
     StepDifference,
 )
-from mock_scheduler.recording.inspection.diff_fields import FieldDifference
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of
 
@@ -82,16 +82,7 @@ def differences_to_json(differences: RecordingDifferences) -> dict[str, JSON]:
         "a": differences.locations[0],
         "b": differences.locations[1],
         "exit_code": int(differences.exit_code),
-        "contract": [
-            {
-                "name": field.name,
-                "a": field.a,
-                "b": field.b,
-                "reason": field.reason,
-                "must_match": field.must_match,
-            }
-            for field in differences.contract
-        ],
+        "contract": to_json(differences.contract),
         "only_a": _ranges_to_json(differences.only[0]),
         "only_b": _ranges_to_json(differences.only[1]),
         "identical": _ranges_to_json(differences.identical),
@@ -105,27 +96,14 @@ def _step_to_json(step: StepDifference) -> JSON:
         "folder": step.folder,
         "step": step.step,
         "first": step.first(),
-        "info": [_field_to_json(difference) for difference in step.info],
-        "whole_batch": [_field_to_json(difference) for difference in batch.whole],
+        "info": to_json(step.info),
+        "whole_batch": to_json(batch.whole),
         "num_rows": list(batch.num_rows),
         "only_a": [str(identity) for identity in batch.only_a],
         "only_b": [str(identity) for identity in batch.only_b],
         "num_different_rows": batch.num_different_rows,
         "rows_by_field": dict(batch.field_counts),
-        "rows": [
-            {"identity": str(row.identity), "fields": [_field_to_json(field) for field in row.fields]}
-            for row in batch.rows
-        ],
-    }
-
-
-def _field_to_json(difference: FieldDifference) -> JSON:
-    return {
-        "field": difference.field,
-        "where": difference.where,
-        "a": difference.a,
-        "b": difference.b,
-        "extent": difference.extent,
+        "rows": [{"identity": str(row.identity), "fields": to_json(row.fields)} for row in batch.rows],
     }
 
 
