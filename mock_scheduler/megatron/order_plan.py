@@ -190,7 +190,9 @@ def plan_order(config: DescribedRun) -> OrderPlan:
         dp=dp,
         stages=pp,
         chunks=chunks,
+        # Over one tp rank the sequence is whole, whatever the switch says.
         sequence_parallel=layout.sequence_parallel and tp > 1,
+        # Interleaved chunks are scheduled in groups of pp micro-batches, so Megatron takes multiples only.
         micro_batch_multiple=dp * (pp if chunks > 1 else 1),
         vocabulary_multiple=model.make_vocab_size_divisible_by * tp,
         gemms=_gemms(model, tp=tp, cp=cp),
@@ -211,6 +213,7 @@ def plan_order(config: DescribedRun) -> OrderPlan:
 def _experts(layout: ParallelConfig) -> ExpertOrder:
     # Expert parallelism takes ranks that follow one another, tp the fastest, then cp, then dp.
     ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
+    # An expert group wider than a replica computes several replicas' micro-batches at once.
     lanes = max(1, ep // of_replica)
     return ExpertOrder(
         sources=ep,
@@ -223,6 +226,7 @@ def _experts(layout: ParallelConfig) -> ExpertOrder:
 
 def _main_dtype(precision: str, training: DescribedTraining) -> str:
     """Returns the dtype in which main gradients accumulate."""
+    # Only bfloat16 is widened: float32 and float64 accumulate as they are.
     is_widened = precision == "bfloat16" and training.accumulate_allreduce_grads_in_fp32
     return "float32" if is_widened else precision
 
@@ -252,8 +256,11 @@ def _reductions(
     expert_replicas = ranks_of_replica(layout) * dp // layout.expert_model_parallel_size
     has_apart = layout.expert_model_parallel_size > 1
     wide = "float64" if narrow == "float64" else "float32"
+    # With a loss per token, one division by all tokens follows the sums; else each replica's mean is averaged.
     scale = 1.0 if training.calculate_per_token_loss else 1.0 / (cp * dp)
+    # Whole parameters that see a tp-th of the tokens, or of the heads, have a part of their gradient on each rank.
     sums_replicated = (layout.sequence_parallel or has_norms) and tp > 1
+    # With the distributed optimizer no data-parallel rank has a whole gradient, so squares are added over all.
     norm_axes: tuple[RankAxis, ...] = ("tp", "cp", "dp", "pp") if training.use_distributed_optimizer else ("tp", "pp")
     sizes: dict[RankAxis, int] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
     norm_size = 1
@@ -265,6 +272,7 @@ def _reductions(
             for name in ("embedding_forward", "row_parallel_forward", "column_parallel_dgrad")
         ),
         ReductionOrder(name="vocabulary_sums", axes=("tp",), size=tp, dtype=wide),
+        # Keys and values are gathered over cp; backward, their gradients are added.
         ReductionOrder(name="key_value_gradients", axes=("cp",), size=cp, dtype=narrow),
         ReductionOrder(name="data_parallel_gradients", axes=("cp", "dp"), size=cp * dp, dtype=main, scale=scale),
         ReductionOrder(name="replicated_gradients", axes=("tp",), size=tp if sums_replicated else 1, dtype=main),
@@ -278,6 +286,7 @@ def _reductions(
         ),
         ReductionOrder(name="gradient_norm", axes=norm_axes, size=norm_size, dtype=wide),
     )
+    # A sum of one part rounds nothing, and must not make two plans differ.
     return tuple(item for item in every if item.size > 1)
 
 
@@ -291,10 +300,12 @@ def _accumulators(
     sequence = layout.sequence_parallel and tp > 1
     rows: list[tuple[AccumulatorName, dict[RankAxis, int]]] = [
         ("split", replicas),
+        # Without sequence parallelism all tp ranks compute one and the same gradient: one accumulator stands for them.
         ("replicated", {"tp": tp if sequence else 1, **replicas}),
         ("query_key_norm", {"tp": tp, **replicas}),
         ("embedding", {**replicas, "pp": 2 if is_tied and layout.pipeline_model_parallel_size > 1 else 1}),
     ]
+    # Megatron gives experts buffers and reductions of their own only then.
     if layout.expert_model_parallel_size > 1:
         rows.append(("expert", {"expert_dp": _experts(layout).replicas}))
     sums: dict[str, tuple[ReductionName, ...]] = {

@@ -51,6 +51,7 @@ def find_smallest_error(metrics: MetricComparison | None, tensors: TensorCompari
         of_kind = (item for item in tensors.differences if item.key.kind == kind and item.is_judged)
         # The bound of turned decisions is a number of elements, not a size.
         judged = [item for item in of_kind if not item.num_decisions]
+        # An infinite bound is that of a tensor of zeros: nothing is relative to it.
         num_without_size += sum(math.isinf(item.tolerance) for item in judged)
         bounded = [item.tolerance for item in judged if item.is_bounded]
         if bounded:
@@ -111,9 +112,11 @@ class Causes:
 def find_causes(first: Divergence, tensors: TensorComparison) -> Causes:
     """The causes of a first divergence, out of its comparison."""
     conflicts = tensors.candidate_conflicts
+    # Only an estimated bound leaves room for a decision that rounding turned.
     turned = [item for item in tensors.flipped_decisions if item.key.step <= first.step and first.is_estimate]
     place = first.step, first.update or 0
     return Causes(
+        # A bound of 0 is that of the conflict itself, which needs no cause.
         conflict=conflicts[0] if conflicts and first.bound != 0.0 else None,
         has_grown=_has_grown(first, tensors),
         turned=_count_turned(turned),

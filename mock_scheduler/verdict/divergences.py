@@ -144,6 +144,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
     position = {key: index for index, key in enumerate(order_keys(key for key in keys if key is not None))}
 
     def time(item: Divergence) -> tuple[int, int]:
+        # Rows and contracts come before all of their step; metrics and calls stand with its last update.
         if item.update is not None:
             return item.step, item.update
         return item.step, 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
@@ -166,6 +167,7 @@ def count_before(first: Divergence, tensors: TensorComparison | None) -> Diverge
     if first.kind not in TRACE_KINDS or tensors is None:
         return first
     own = _certain_key(first)
+    # A finding is none of the compared tensors, so its key is ordered among theirs.
     place = order_keys([item.key for item in tensors.differences] + [own]).index(own)
     before = tensors.differences[:place]
     counted = Before(

@@ -25,6 +25,7 @@ _PASSES: dict[Phase, PassName] = {
     Phase.LOSS: "loss",
     Phase.BACKWARD: "backward",
     Phase.GRADIENT: "gradient",
+    # The norm is taken for clipping, which belongs to the update.
     Phase.NORM: "update",
     Phase.UPDATE: "update",
 }
@@ -65,6 +66,7 @@ class DifferingTensor:
     def can_be_grafted(self) -> bool:
         """Whether a module shows it, in both runs, in one form."""
         key = self.key
+        # A graft must have the run's bits, hence one dtype; a choice of experts follows from logits, which are grafted.
         is_shown = key.kind in ("activation", "router", "logits", "activation_gradient")
         has_one_form = self.difference is not None and self.difference.dtypes is None
         return is_shown and has_one_form and not key.name.endswith(_CHOICE)

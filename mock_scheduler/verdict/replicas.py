@@ -49,6 +49,7 @@ def check_replicas(
         if on_key is not None:
             on_key(done, len(keys))
     ledgers: list[LedgerComparison] = []
+    # Calls in another order need not show in any tensor.
     if selection.has_kind("collective"):
         ledgers = [ledger for step in steps if (ledger := check_groups(reader, step)) is not None]
     return ReplicaResult(
@@ -67,8 +68,10 @@ def count_copies(pieces: tuple[Piece, ...]) -> Counter[str]:
     copies: Counter[str] = Counter()
     for piece in pieces:
         place = piece.spec.elements
+        # An empty piece agrees with anything: it is no copy.
         if place in first and piece.record.size_bytes:
             copies[" ".join(first[place].axes_apart(piece.place)) or "ranks"] += 1
+        # Every further holder is compared with the first, so n holders are n - 1 copies.
         first.setdefault(place, piece.place)
     return copies
 

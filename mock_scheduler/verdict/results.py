@@ -144,4 +144,5 @@ class ReplicaResult:
         """Diverged where copies or calls disagree, incomparable where nothing is held twice, else aligned."""
         if self.conflicts or any(ledger.difference for ledger in self.ledgers):
             return ExitCode.DIVERGED
+        # Without a single copy nothing was checked, and agreement would be said of nothing.
         return ExitCode.ALIGNED if sum(self.num_copies.values()) else ExitCode.INCOMPARABLE

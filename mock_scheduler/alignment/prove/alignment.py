@@ -74,6 +74,7 @@ class AlignmentRunner:
             raise failed_run_error("the baseline", planned, baseline, consequence="no candidate was run")
         self._candidates = [CandidateState(run=run, baseline=planned) for run in self.plan.candidates]
         self._save(baseline)
+        # In this order, since each is dearer than the one before and needed by fewer candidates.
         for stage in (self._run_candidates, self._prove, self._call_referee, self._look_closer):
             stage(baseline)
             self._save(baseline)
@@ -84,6 +85,7 @@ class AlignmentRunner:
         states = {item.run.name: item for item in self._candidates}
 
         def take(run: PlannedRun, outcome: Outcome) -> None:
+            # Taken and saved at once: who watches ``align.json`` sees each candidate when it ends.
             self._take(states[run.name], self.store.summarise(run, outcome), baseline)
             self._save(baseline)
 
@@ -93,6 +95,7 @@ class AlignmentRunner:
     def _take(self, item: CandidateState, summary: RunSummary | RunFailure, baseline: RunSummary) -> None:
         if not isinstance(summary, RunFailure):
             item.summary = summary
+            # Equal bits settle it, and no noise has to be measured for it.
             item.direct = self._compare(baseline, item, EXACT)
             return
         kind = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
@@ -111,6 +114,7 @@ class AlignmentRunner:
 
     def _prove(self, baseline: RunSummary) -> None:
         """Make the further runs of candidates without a settled verdict, and judge all."""
+        # Where no bit may move, nothing excuses a difference, so that no run could help.
         noisy = [item for item in self._candidates if item.is_open and not item.must_equal_baseline]
         outcomes = self._run_proofs(noisy, baseline) if noisy else {}
         for item in noisy:
@@ -190,6 +194,7 @@ class AlignmentRunner:
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
+            # Only candidates that the direct comparison found deterministic come here.
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
 
     def _call_referee(self, baseline: RunSummary) -> None:
@@ -217,6 +222,7 @@ class AlignmentRunner:
             elif isinstance(wide_baseline, RunFailure):
                 item.no_referee = NotTried(cause=NotTriedCause.RUN_FAILED, error=wide_baseline.message)
             else:
+                # The bounds of this precision, shrunk: rounding shrinks in float64, and a wrong computation does not.
                 bounds = WideBounds(inner=self._bounds_of(baseline, item), precision=item.run.config.precision)
                 with self.store.timed("referee"), self._showing(run, "comparing"):
                     item.wide = judge_runs(wide_baseline, wide, bounds=bounds, is_deterministic=True)
@@ -233,6 +239,7 @@ class AlignmentRunner:
         elif referee == "always":
             return item.verdict.kind is not VerdictKind.IDENTICAL
         else:
+            # A stronger proof stands whatever float64 says; noise is the one that it may overrule.
             is_refuted = any(proof.outcome == "refuted" for proof in item.judged.proofs if proof.name != "noise")
             return item.verdict.kind in (VerdictKind.SUSPECT, VerdictKind.DIVERGED) and not is_refuted
         item.judge()
@@ -247,6 +254,7 @@ class AlignmentRunner:
                 continue
             if proofs.consequence:
                 with self.store.timed("comparison"), self._showing(item.run, "measuring its effect on training"):
+                    # Effect and place explain a verdict and do not make it: where they fail, a warning is enough.
                     try:
                         item.consequence = find_consequence(
                             baseline.output_dir,
@@ -289,6 +297,7 @@ def _why_not_emulated(item: CandidateState) -> NotTried | None:
         return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
     if is_same_order(item.baseline, item.run):
         return NotTried(cause=NotTriedCause.SAME_ORDER)
+    # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
     if item.run.changes.other and not item.run.must_be_exact:
         return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
     problem = describe_order_limits(item.run)

@@ -76,6 +76,7 @@ class CandidateState:
     def judge(self) -> None:
         """Judge it by all results so far."""
         run, direct = self.run, self.direct
+        # Nothing was compared: the reason stands, and no proof could change it.
         if direct is None or direct.kind in WITHOUT_COMPARISON:
             return
         self.judged = judge(
@@ -150,6 +151,7 @@ class CloserLook:
 
     def _measure_all_kinds(self, step: int) -> Bounds:
         """Measure the noise of every tensor of one step, traced or not in ordinary runs."""
+        # Anew, since ``noise.json`` knows only what ordinary runs trace.
         overrides = full_overrides(self.plan.baseline, step, None)
         whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
         folders = [
@@ -163,4 +165,5 @@ class CloserLook:
     def _run_further(self, planned: PlannedRun, overrides: Sequence[str], name: str) -> Path:
         """Make a run for localisation; the same one is made once."""
         run = derive_run(planned, name, overrides, load=self.load, root=self.plan.proofs_dir)
+        # Localisation may ask for one run more than once: candidate and overrides name it.
         return self.store.execute_once(run, (planned.name, *overrides))

@@ -98,6 +98,7 @@ class StatedBounds:
     def tensor(self, key: TraceKey) -> TensorBound:
         """Returns the stated bound of the tensor's kind. Unlike measured noise, it has no rounding in it yet."""
         stated = self._of_kind(key.kind)
+        # The unit is a fact of how a model computes, and stays true where the user states the bound.
         otherwise = self.otherwise.tensor(key)
         return otherwise if stated is None else TensorBound(relative=stated, has_rounding=True, unit=otherwise.unit)
 
@@ -110,6 +111,7 @@ class StatedBounds:
     def _of_kind(self, kind: TraceKind) -> float | None:
         if kind in ("parameter", "weight"):
             return self.tolerance.update
+        # From the backward pass on everything is a gradient or made of one.
         return self.tolerance.gradient if PHASES[kind] >= Phase.BACKWARD else self.tolerance.activation
 
     def _all(self) -> tuple[float | None, ...]:
@@ -152,6 +154,7 @@ class WideBounds:
     def metric(self, step: int, name: str) -> MetricBound:
         """Returns the inner bound, smaller."""
         bound = self.inner.metric(step, name)
+        # The floor is a size of the metric, and no error, so it does not shrink.
         return MetricBound(
             relative=bound.relative * self.factor, floor=bound.floor, absolute=bound.absolute * self.factor
         )

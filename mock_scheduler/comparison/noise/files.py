@@ -41,6 +41,7 @@ def save_noise(noise: NoiseBounds, path: Path) -> None:
         "unit_roundoffs": noise.unit_roundoffs,
         "unit": noise.unit,
         "epsilon": noise.epsilon,
+        # Relative, so that an alignment's folder may be moved as a whole.
         "trace_dirs": [_relative_path(item, path.parent) for item in noise.trace_dirs],
         "tensors": [_tensor_to_json(key, item) for key, item in noise.tensors.items()],
         "metrics": [
@@ -95,6 +96,7 @@ def find_noise(baseline_dir: Path) -> NoiseBounds | None:
         path = folder / NOISE_FILE
         if path.is_file():
             noise = load_noise(path)
+            # Equal names are no proof: the digest says whose noise it is.
             if noise.baseline == digest_of(baseline_dir):
                 return noise
     return None

@@ -34,6 +34,7 @@ def compare_ledgers(
             continue
         if not ours or not theirs:
             notes[LedgerNotCompared(kind=kind, only="baseline" if ours else "candidate")] = None
+        # Another layout makes other calls by design: they are no difference of the training.
         elif [_where(place) for place, _ in ours] != [_where(place) for place, _ in theirs]:
             notes[LedgerNotCompared(kind=kind, only=None)] = None
         else:
@@ -42,10 +43,7 @@ def compare_ledgers(
 
 
 def check_groups(reader: LedgerSource, step: int) -> LedgerComparison | None:
-    """Checks whether the ranks of each group issued the same collectives in order; ``None`` without such a ledger.
-
-    Point-to-point calls are not collective and are left out: each end has its own.
-    """
+    """Checks whether the ranks of each group issued the same collectives in order; ``None`` without such a ledger."""
     by_rank = _calls_by_rank(reader, step, "collective")
     if not by_rank:
         return None
@@ -58,6 +56,7 @@ def check_groups(reader: LedgerSource, step: int) -> LedgerComparison | None:
         # A rank that wrote no trace cannot be compared.
         members = [rank for rank in group if rank in calls]
         sequences = [[call for call in calls[rank] if call.group == group] for rank in members]
+        # All against the first: agreement is transitive.
         for rank, sequence in zip(members[1:], sequences[1:], strict=True):
             position = _first_difference(sequences[0], sequence)
             num_equal += position if position is not None else len(sequence)
@@ -87,6 +86,7 @@ def _compare(kind: LedgerKind, step: int, ours: _ByRank, theirs: _ByRank) -> Led
 def _first_difference(mine: Sequence[LedgerCall], other: Sequence[LedgerCall]) -> int | None:
     pairs = zip(mine, other, strict=False)
     position = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
+    # Where one list ends early, the first missing call is the difference.
     if position is None and len(mine) != len(other):
         return min(len(mine), len(other))
     return position

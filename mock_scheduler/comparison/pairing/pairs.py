@@ -76,6 +76,7 @@ class TracePair:
         try:
             ours = self.readers[0].merge(key)
         finally:
+            # Waited for even where the baseline failed: the reader must not be in use when it is closed.
             other = theirs.result()
         return ours, other
 
@@ -121,6 +122,7 @@ def find_other_places(pair: TensorPair) -> OtherPlaces | None:
     """Counts elements of a tensor of which one run alone has a value; ``None`` where both have the same elements."""
     if pair.ours is None and pair.theirs is None:
         return None
+    # One element stands for a side that has all, and broadcasts against the other's mask.
     whole = torch.ones((), dtype=torch.bool)
     ours, theirs = (whole if mask is None else mask for mask in (pair.ours, pair.theirs))
     only = [int((mine & ~other).sum()) for mine, other in ((ours, theirs), (theirs, ours))]

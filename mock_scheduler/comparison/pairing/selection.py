@@ -85,6 +85,7 @@ def _find_reason(key: TraceKey, footer: StepFooter, *, is_partial: bool) -> NotS
         return NotTraced(setting="patterns", values=tuple(footer.patterns))
     if any(fnmatchcase(key.name, pattern) for pattern in footer.exclude):
         return NotTraced(setting="exclude", values=tuple(footer.exclude))
+    # Only the settings above explain an absence by intent; ranks that wrote nothing may have had the tensor.
     return NotWritten(ranks=tuple(footer.ranks)) if is_partial else None
 
 

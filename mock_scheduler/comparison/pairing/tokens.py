@@ -78,6 +78,7 @@ class TokenAlignment:
 
 def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
     """Matches the tokens of two batches; rows present twice are matched in their order."""
+    # No index, so that tensors of equal batches are compared where they lie.
     if baseline == candidate:
         return TokenAlignment(rows=baseline, num_candidate_tokens=candidate.num_tokens, index=None)
     starts = _starts(candidate)
@@ -139,6 +140,7 @@ def _numbered(identities: Sequence[str]) -> list[tuple[str, int]]:
     seen: Counter[str] = Counter()
     numbered = []
     for identity in identities:
+        # A rollout may stand twice in a batch: its number makes the name unique.
         numbered.append((identity, seen[identity]))
         seen[identity] += 1
     return numbered

@@ -108,6 +108,7 @@ class FullStep:
         if (is_choice(key) or is_by_slot(pair.dims)) and place in self._flipped:
             num_flipped = int(self._flipped[place].sum())
             pair = pair.without_tokens(self._flipped[place])
+        # Helpers are read for what follows from them, and judged nowhere.
         if is_reported:
             self._measure(pair, num_flipped_tokens=num_flipped)
 
@@ -181,6 +182,7 @@ class FullStep:
         if logits is None or choice.baseline.dim() != 2 or len(logits.baseline) != len(choice.baseline):
             return
         summary, is_flipped = find_flips(choice, logits)
+        # Whole tokens are left out: of a token with another expert, no element means the same in both runs.
         if summary.num_flipped:
             self._found.flips.append(summary)
             self._flipped[choice.key.update, routed_part(choice.key.name)] = is_flipped
@@ -215,6 +217,7 @@ class FullStep:
     def _find_places(self, pair: TensorPair, bound: TensorBound) -> tuple[Locality, ...]:
         """Finds places differing by more than their own noise in a tensor within its bound; none where not known."""
         key = pair.key
+        # Places have noise of their own only where it was measured; beyond its bound a tensor is a divergence anyway.
         if not self._places.is_known or key.kind not in SLOPE_KINDS or bound.relative > LARGEST_BOUND:
             return ()
         dims = dims_of(pair)

@@ -173,6 +173,7 @@ class _Row:
 
     @property
     def times_bound(self) -> float:
+        # 0 / 0 is 0 here: equal values keep every bound, and without a bound nothing is near it.
         if not self.absolute or math.isinf(self.limit):
             return 0.0
         return self.absolute / self.limit if self.limit else math.inf
@@ -219,6 +220,7 @@ def is_bit_equal(mine: float, other: float) -> bool:
     """Whether two values are equal to the last bit; any NaN equals any other, and 0 is not -0."""
     if math.isnan(mine) and math.isnan(other):
         return True
+    # The bytes, since == takes 0 for -0.
     return struct.pack("<d", mine) == struct.pack("<d", other)
 
 
@@ -235,6 +237,7 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
         raise TraceError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {shorten(line, 80)}')
     for name, value in row["metrics"].items():
+        # A bool is an int to Python, and no metric.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number and value not in _NON_FINITE:
             raise TraceError(f"{where}: metric {name} is {value!r}, expected a number")

@@ -96,6 +96,7 @@ class _SketchStep:
     def _compare(self, key: TraceKey) -> None:
         """Judges the next tensor, or remembers it to judge others by."""
         is_selected = self._sides.is_selected(key)
+        # An update is a change of sketches, so the parameter before it is read even where only the update is wanted.
         is_helper = key.kind in ("initial", "gradient") and self._sides.selection.has_name(key.name)
         if key.kind == "weight" and is_selected:
             self._found.notes[SketchWeightsNotCompared()] = None
@@ -148,11 +149,13 @@ class _SketchStep:
             if is_reported:
                 self._found.findings.append(finding(key, LacksTokens(missing=theirs.missing)))
             return None
+        # A sketch mixes all tokens, so one of other tokens cannot be brought into another order.
         if ours.dims[:1] == ("token",) and not self._has_same_rows:
             return None
         facts = _find_faults(ours, theirs)
         if is_reported:
             self._found.findings += [finding(key, fact) for fact in facts]
+        # Equally broken on both sides, or a fault would say so: neither is a reference.
         broken = _count_broken(ours.sketch)
         if broken is not None and not facts:
             self._found.unusable.append(finding(key, NotFinite(baseline=broken, candidate=broken)))
@@ -178,6 +181,7 @@ class _SketchStep:
     def _compare_initial(self, key: TraceKey, pair: _SketchPair) -> None:
         if key.step > 0:
             self._add(key, pair, difference(pair[0].sketch, pair[1].sketch))
+        # At step 0 both runs have drawn the same weights, so nothing has rounded yet.
         elif not _is_identical(pair):
             self._found.findings.append(finding(key, OtherStart()))
 
@@ -220,6 +224,7 @@ class _SketchStep:
         if not identical and is_undecided:
             low, high = 0.0, math.inf
         elif not identical and not is_number:
+            # Integers do not round: any difference is one, however small its estimate.
             low = relative = high = max(relative, SMALLEST_DIFFERENCE)
         bound = self._bounds.tensor(key)
         norm, num_elements = pair[0].sketch.norm, pair[0].sketch.num_elements
@@ -261,6 +266,7 @@ def _find_faults(ours: MergedSketch, theirs: MergedSketch) -> list[Fact]:
         faults.append(OtherDtype(baseline=dtype_name(ours.dtype), candidate=dtype_name(theirs.dtype)))
     if ours.global_shape != theirs.global_shape:
         faults.append(OtherShape(baseline=tuple(ours.global_shape), candidate=tuple(theirs.global_shape)))
+    # Of other shapes, counts of elements differ for this reason alone.
     if faults:
         return faults
     mine, other = ours.sketch.num_elements, theirs.sketch.num_elements

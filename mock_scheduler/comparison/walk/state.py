@@ -38,6 +38,7 @@ Outcome = TensorDifference | OtherStart | LacksParameter | OtherWeight | Literal
 def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
     """Returns the kinds to be read for comparing the selected ones."""
     selected = {kind for kind in STATE_KINDS if selection.has_kind(kind)}
+    # An update is the change from the parameter before, and its gradient tells which elements rounding moved.
     if "parameter" in selected:
         selected |= {"initial", "gradient"}
     if "weight" in selected:
@@ -92,6 +93,7 @@ def _judge(
     before: TensorPair | None, pair: TensorPair, gradient: TensorPair | None, rules: StateRules
 ) -> Outcome | None:
     if pair.key.kind == "initial":
+        # Later in a walk it is the parameter that the step before ended with, compared there.
         if not rules.is_first:
             return None
         if pair.key.step > 0:

@@ -95,8 +95,10 @@ def walk_steps(
         TraceError: A file is damaged.
     """
     ours, theirs = (source.steps for source in sources)
+    # Steps of one side alone are findings and no reason to stop.
     steps = tuple(step for step in sorted(set(ours) & set(theirs)) if selection.has_step(step))
     found.findings += find_missing_steps(ours, theirs, selection)
+    # All keys first: progress needs their number before the first is compared.
     keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
     for step in steps:
@@ -196,6 +198,7 @@ class StepSides:
         for side, footer in zip(SIDES, self.footers, strict=True):
             for item in footer.unobserved:
                 key = TraceKey(step=self.step, update=0, kind=item.kind, name=item.name)
+                # What one side shows is an absence on the other, which the walk itself finds.
                 if (item.kind, item.name) not in named and self.is_selected(key):
                     absences.append(Absence(key=key, side=side, reason=NotShown(reason=item.reason)))
         return absences
@@ -235,6 +238,7 @@ class RoundingPools:
         """Adds one tensor of ``count`` elements; the rest as in ``Unrounded``."""
         # The two moments of an optimizer are a gradient and its square, of which no size is common.
         pool = (key.kind, key.update, key.name.rpartition(".")[2] if key.kind == "optimizer" else "")
+        # Norms add by squares; of the baseline only, so that the candidate cannot widen its own bound.
         total, elements = self._squares.get(pool, (0.0, 0))
         self._squares[pool] = (total + size * size, elements + count)
         self.unrounded.append(

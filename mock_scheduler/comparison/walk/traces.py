@@ -67,6 +67,7 @@ def compare_trace_folders(
     if levels == ("full", "full"):
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
             return compare_traces(baseline, candidate, bounds=bounds, selection=selection, on_key=on_key)
+    # Whole tensors can be sketched, and sketches can never be made whole.
     with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
         return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
 
@@ -94,6 +95,7 @@ def compare_traces(
             return step
 
         steps = walk_steps(traces.readers, selection, found, open_step, on_key)
+        # Numbers of the layouts serve the tests for scaled gradients, which need measured noise.
         if bounds.noise is not None:
             gradients = (item.key for item in found.differences if item.key.kind == "gradient")
             found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
@@ -138,6 +140,7 @@ def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torc
 def find_epsilon(trace_dir: Path) -> float:
     """Returns the spacing at 1 of the numbers a model computes in; float32's where its trace shows none."""
     dtypes = find_dtypes(trace_dir, _COMPUTED_IN)
+    # The coarsest spacing sets the rounding of all that is computed from it.
     narrowest = next((dtype for dtype in _NARROWEST_FIRST if dtype in dtypes), torch.float32)
     return torch.finfo(narrowest).eps
 
@@ -145,6 +148,7 @@ def find_epsilon(trace_dir: Path) -> float:
 def _count_buckets(reader: SketchReader) -> int:
     """Returns how many buckets the sketches of a trace have; 1 where it has none."""
     for step in reader.steps:
+        # One tensor stands for all: a trace has sketches of one size.
         for key in sorted(reader.keys(step), key=str):
             return reader.sketch(key).sketch.num_buckets
     return 1

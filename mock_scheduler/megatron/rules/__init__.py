@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 RULES: tuple[MegatronRule, ...] = (*LAYOUT_RULES, *CONFLICT_RULES, *FACT_RULES)
 
+# Wrong values and refusals hold in any mode; repeatability is promised under DETERMINISTIC_MODE alone.
 _ALWAYS_REFUSED = frozenset({Effect.WRONG, Effect.REFUSED})
 
 

@@ -21,6 +21,7 @@ _SINGLE_ALGO = frozenset({"Ring", "CollnetDirect", "CollnetChain", "^NVLS"})
 
 def _fuses_aux_loss(setup: Setup) -> bool:
     """``moe_router_aux_loss_fusion`` follows ``moe_router_fusion`` where it is unset or does not exist."""
+    # Versions without this field fuse the loss with the router.
     own = setup.values.get("moe_router_aux_loss_fusion")
     return setup.is_on("moe_router_fusion") if own is None else bool(own)
 
@@ -30,6 +31,7 @@ def _is_flash(setup: Setup) -> bool:
 
 
 def _is_half_deterministic(setup: Setup) -> bool:
+    # Before one of them is known there is nothing to disagree.
     switch = setup.values.get("torch.deterministic_algorithms")
     mode = setup.values.get("deterministic_mode")
     return switch is not None and mode is not None and bool(switch) != bool(mode)
@@ -38,6 +40,7 @@ def _is_half_deterministic(setup: Setup) -> bool:
 def _needs_one_connection(setup: Setup) -> bool:
     is_split = setup.size("tensor_model_parallel_size") > 1 or setup.size("context_parallel_size") > 1
     is_exempt = setup.is_on("use_megatron_fsdp", "use_torch_fsdp2", "overlap_moe_expert_parallel_comm")
+    # Blackwell keeps the order with several queues; FSDP and the overlap of experts need them.
     is_older = setup.device is not None and setup.device[0] < _BLACKWELL
     return is_split and is_older and not is_exempt and setup.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 

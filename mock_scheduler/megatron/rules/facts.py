@@ -96,6 +96,7 @@ def _on_fact(field: str, breaks: str) -> MegatronRule:
 
 def _experts_fact(field: str, breaks: str) -> MegatronRule:
     """Makes the fact of a field with a meaning only for experts."""
+    # The field has a default without experts too, which says nothing then.
     return _fact(field, breaks, lambda setup: setup.is_on("num_moe_experts") and setup.values.get(field) is not None)
 
 

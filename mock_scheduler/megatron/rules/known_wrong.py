@@ -40,6 +40,7 @@ def _reduces_experts_as_dense(setup: Setup) -> bool:
 
 
 def _scales_router_losses_by_layout(setup: Setup) -> bool:
+    # One rank has nothing to miscount, and the layout-invariant router counts by itself.
     is_split = setup.size("tensor_model_parallel_size") * setup.size("context_parallel_size") > 1
     return (
         setup.is_on("num_moe_experts")

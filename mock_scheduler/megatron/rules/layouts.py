@@ -102,6 +102,7 @@ def _batch_invariant(
 
 def _other_than(name: str, *allowed: object) -> Callable[[Setup], bool]:
     """Says whether a field exists and is none of the allowed values."""
+    # A version without the field cannot have it wrong.
     return lambda setup: setup.values.get(name) is not None and setup.values[name] not in allowed
 
 

@@ -33,6 +33,7 @@ def parse_version(text: str) -> Version:
     if found is None:
         raise ValueError(f"{text!r} is no version")
     numbers = [int(number) for number in found.group().split(".")]
+    # 0.19 and 0.19.0 are one version.
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
@@ -108,6 +109,7 @@ class MegatronRule:
     def holds_for(self, versions: Mapping[str, str]) -> bool:
         """Says whether the rule is about the installed megatron-core; an unknown version has every rule."""
         installed = versions.get("megatron-core")
+        # A rule too many is milder than wrong values.
         if installed is None:
             return True
         version = parse_version(installed)
@@ -144,4 +146,5 @@ def apply_rules(rules: Iterable[MegatronRule], setup: Setup) -> list[Conflict]:
 
 def _is_known(setup: Setup, name: str) -> bool:
     """Says whether a message can show a name: it leaves out fields missing from this version."""
+    # Names in capitals are variables of the environment, of which "not set" is worth showing.
     return name in setup.values or name in setup.versions or name.isupper()

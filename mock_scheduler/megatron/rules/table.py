@@ -62,6 +62,7 @@ def _allowed(setting: Setting) -> str:
     allowed = "any" if setting.pattern is None else f"`{setting.pattern}`"
     if setting.required:
         allowed += ", required"
+    # A pattern that is the recommendation itself would say it twice.
     if setting.recommended and (setting.pattern is None or len(setting.pattern) > len(setting.recommended)):
         allowed += f"; write `{setting.recommended}`"
     return allowed + (", exported where not configured" if setting.exported else "")

@@ -58,6 +58,7 @@ class Accumulator:
     def add(self, place: tuple[int, int], grad: torch.Tensor) -> None:
         """Adds one backward pass's gradient of a rank's part, rounded to the accumulator's dtype."""
         if place not in self.sums:
+            # Zeros, as ``main_grad`` starts: a first gradient of -0.0 becomes 0.0 there too.
             self.sums[place] = torch.zeros(grad.shape, dtype=self.dtype, device=grad.device)
         self.sums[place].add_(grad)
 
@@ -90,6 +91,7 @@ class Accumulators:
         """The parameter's parts by replica and then by tp rank; gradients go to the accumulators."""
         accumulator = self._by_use[parameter, use]
         if not parameter.requires_grad:
+            # A frozen parameter has one copy for all replicas, since no gradient has to be kept apart.
             return [accumulator.split.parts(parameter.detach())] * accumulator.split.num_replicas
         parts = _Take.apply(parameter, accumulator, self)
         if not torch.is_grad_enabled():
@@ -105,6 +107,7 @@ class _Take(torch.autograd.Function):
         ctx: Context, parameter: torch.Tensor, accumulator: Accumulator, owner: Accumulators
     ) -> tuple[torch.Tensor, ...]:
         ctx.accumulator, ctx.owner = accumulator, owner
+        # A part that no loss reached has no gradient; one of zeros would make an accumulator.
         ctx.set_materialize_grads(False)
         split = accumulator.split
         copies = [split.parts(parameter) for _ in range(split.num_replicas)]
@@ -113,6 +116,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         split, size = ctx.accumulator.split, ctx.accumulator.split.num_parts
+        # Replicas of this round are numbered behind those of the rounds before.
         first = ctx.owner.round * split.num_replicas
         for index, grad in enumerate(grads):
             if grad is not None:

@@ -54,6 +54,7 @@ class _RowProduct(torch.autograd.Function):
         inputs, weights = tensors[:num_parts], tensors[num_parts:]
         ctx.num_parts = num_parts
         ctx.save_for_backward(*tensors)
+        # In a layout this sum is an all-reduce or reduce-scatter over tp, and its backward pass adds nothing.
         return ordered_sum([torch.matmul(one, weight.t()) for one, weight in zip(inputs, weights, strict=True)])
 
     @staticmethod
@@ -96,6 +97,7 @@ def norm_of_parts(
     if len(weights) == 1:
         return norm_function(norm)(hidden, weights[0], biases[0])
     if isinstance(norm, torch.nn.RMSNorm) and reads_twice(hidden):
+        # Cut once for each reading, so that their gradients reach the hidden state one after the other.
         squared, scaled = (cut_graph(hidden, 0, len(weights)) for _ in range(2))
         assert norm.eps is not None  # Megatron gives one
         parts = [_rms_norm(*three, norm.eps) for three in zip(squared, scaled, weights, strict=True)]
@@ -116,6 +118,7 @@ def reads_twice(hidden: torch.Tensor) -> bool:
     with torch.enable_grad():
         last = F.rms_norm(probe, (1,)).grad_fn
     assert last is not None
+    # Composed, the last operation multiplies the input itself; a kernel has a node of its own, a cast stands between.
     return (
         "Mul" in last.name()
         and len([one for one, _ in last.next_functions if one is not None and "AccumulateGrad" in one.name()]) == 1

@@ -57,6 +57,7 @@ def _split_heads(
     queries, keys, values = [], [], []
     for tokens in cut_graph(mixed, 0, plan.shares):
         for part in cut_graph(tokens, -1, plan.tp):
+            # Megatron's order: of each group its queries, then its key, then its value.
             heads = part.view(*part.shape[:-1], groups, (per_group + 2) * size)
             query, key, value = torch.split(heads, [per_group * size, size, size], dim=3)
             queries.append(query.reshape(*query.shape[:2], -1, size))
@@ -87,6 +88,7 @@ def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
         query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **unused: object
     ) -> torch.Tensor:
         all_keys, all_values = (_gathered_by_lane(parts, tp, cp) for parts in (key, value))
+        # A mask is cut by the rows of queries alone; the keys of a replica are gathered over its cp ranks.
         masks = [None] * shares if attention_mask is None else list(attention_mask.chunk(shares, dim=2))
         contexts = [
             of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp]) for rank in range(shares * tp)
@@ -98,6 +100,7 @@ def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
 
 def _with_heads(core: RowAttention, tp: int) -> Callable[..., torch.Tensor]:
     """Megatron's attention over a tp-th of the heads, as one process computes it."""
+    # A shallow copy: scale, softmax and dropout stay the layer's, and only the numbers of heads are a rank's.
     part = copy.copy(core)
     part.num_attention_heads_per_partition = core.num_attention_heads_per_partition // tp
     part.num_query_groups_per_partition = core.num_query_groups_per_partition // tp
@@ -120,5 +123,6 @@ def _gathered(parts: _Parts, tp: int, cp: int) -> _Parts:
     if cp == 1:
         return parts
     whole = [join_graph([parts[rank * tp + part].contiguous() for rank in range(cp)], 0) for part in range(tp)]
+    # The all-gather's backward pass is a reduce-scatter: each rank's gradient of all keys is added, in rank order.
     copies = [copies_graph(tensor, cp) for tensor in whole]
     return [copies[part][rank] for rank in range(cp) for part in range(tp)]

@@ -85,6 +85,7 @@ class Emulation(Execution):
                 f"order.emulate: the optimizer is a {type(optimizer).__name__}; expected a ChainedOptimizer, whose "
                 "gradient norm can be taken as the emulated layout takes it (megatron-core 0.16.1)"
             )
+        # Clipping scales every gradient by it, so another last bit of it would be in every parameter.
         optimizer.get_grad_norm = self.gradient_norm
         gpt.config.finalize_model_grads_func = self.finalize
 
@@ -112,6 +113,7 @@ class Emulation(Execution):
         self._runs_left = self.plan.rounds
         for number in range(self.plan.rounds):
             self.accumulators.round = self.modules.round = number
+            # Replica i mod dp computes micro-batch i, so a round's passes lie a stride apart.
             yield passes[number :: self.plan.rounds]
 
     def parts(self, own: OwnBatch, values: torch.Tensor) -> list[tuple[OwnBatch, torch.Tensor]]:
@@ -147,6 +149,7 @@ class Emulation(Execution):
             return
         total = torch.stack(self._num_tokens).sum() if self._num_tokens else None
         if total is not None and self._gpt.config.params_dtype is torch.float64:
+            # 1 / tokens of an integer would be in float32.
             total = total.double()
         parameters = [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
         write_main_gradients(parameters, self.accumulators, self.plan, total)
@@ -164,6 +167,7 @@ class Emulation(Execution):
         plan, by_name = self.plan, dict(self._gpt.named_parameters())
         per_chunk = self._gpt.config.num_layers // (plan.stages * plan.chunks)
         return [
+            # A stage of an interleaved pipeline holds every ``stages``-th chunk of layers.
             [list(self._held_by_chunk(by_name, chunk * plan.stages + stage, per_chunk)) for chunk in range(plan.chunks)]
             for stage in range(plan.stages)
         ]
@@ -179,6 +183,7 @@ class Emulation(Execution):
             if name.startswith(_LAYERS):
                 is_here = int(name.removeprefix(_LAYERS).split(".")[0]) // per_chunk == index
             else:
+                # The embedding is computed first; final norm and output, last.
                 is_here = index == (0 if name.startswith("embedding.") else last)
             uses = list(self.accumulators.of(parameter))
             is_shared = is_apart and len(uses) > 1
@@ -191,6 +196,7 @@ class Emulation(Execution):
                     alone=is_shared,
                     holder=self._holder(name) if uses[0].split.is_expert else None,
                 )
+        # The last stage holds the shared weight in its buffers too; the norm counts it on the first stage alone.
         if tied is not None and index == last:
             parameter, use = tied
             yield HeldParameter(parameter=parameter, accumulator=use, is_vector=False, counts=False, alone=True)
@@ -199,6 +205,7 @@ class Emulation(Execution):
         """The ep rank of an expert's parameter."""
         assert self.plan.experts is not None
         per_rank = self._gpt.config.num_moe_experts // self.plan.experts.sources
+        # Experts are dealt to ep ranks in blocks, not round robin.
         return int(name.partition(".local_experts.")[2].split(".")[0]) // per_rank
 
 

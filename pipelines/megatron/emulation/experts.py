@@ -58,6 +58,7 @@ def _emulate_router(router: LayoutInvariantRouter, modules: EmulatedModules) -> 
     def forward(
         hidden: torch.Tensor, padding_mask: torch.Tensor | None = None, **unused: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # ``TopKRouter.forward`` begins so: the bias may have been cast with the model.
         router._maintain_float32_expert_bias()
         logits = [part.view(-1, router.num_experts) for part in cut_graph(router.gating(hidden), 0, num_parts)]
         row_ids = (
@@ -102,6 +103,7 @@ def _emulate_local_experts(layer: MoELayer, modules: EmulatedModules) -> None:
     def forward(
         permuted: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
+        # Tokens lie expert by expert, and within an expert group by group: the sizes follow in this order.
         of_groups = [part.sum(dim=0) for part in layer.token_dispatcher.routing_map.chunk(plan.groups)]
         sizes = torch.stack(of_groups, dim=1).flatten().tolist()
         pieces = iter(zip(torch.split(permuted, sizes), torch.split(probs, sizes), strict=True))
@@ -126,5 +128,6 @@ def _expert_output(
         inner = config.activation_func(gate) * (up + config.glu_linear_offset)
     else:
         inner = config.activation_func(inner)
+    # Probabilities may be wider than the activation; the product is rounded back before the second matrix.
     weighted = (inner * probs.unsqueeze(-1)).to(inner.dtype)
     return row_product([weighted], [second])

@@ -4,8 +4,7 @@ Order of ``finalize_model_grads`` (megatron-core 0.16.1): each replica's gradien
 within dp; then, over tp, gradients of whole parameters from each rank's tokens or heads alone; then, over the first and
 last stage, their shared ones; then all is divided by the update's tokens. The norm adds squares of each rank's own
 norm, in the order of the ranks. With the distributed optimizer each data-parallel rank owns ranges of flat buffers,
-with the padding and order of ``distributed/param_and_grad_buffer.py`` and ``optimizer/distrib_optimizer.py`` without
-overlap, where embeddings shared by stages have a bucket of their own.
+as ``distributed/param_and_grad_buffer.py`` and ``optimizer/distrib_optimizer.py`` cut them without overlap.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ def write_main_gradients(
         if not gradients:
             main_grad(parameter).zero_()
             continue
+        # Two uses are a tied embedding on the first and on the last stage, whose gradients an all-reduce adds.
         total = ordered_sum(gradients)
         main_grad(parameter).copy_(total if scaling is None else total.mul_(scaling))
 
@@ -54,6 +54,7 @@ def _gradient_of_use(accumulator: Accumulator, plan: OrderPlan) -> torch.Tensor 
     parts = [_over_replicas(accumulator, plan, part) for part in range(split.num_parts)]
     if split.dim is not None:
         return joined(parts, split.dim, split.blocks)
+    # A parameter that is whole on every rank got gradients of other tokens or heads there: they are added over tp.
     return ordered_sum(parts)
 
 
@@ -110,11 +111,13 @@ def gradient_norm(stages: Sequence[Sequence[Sequence[HeldParameter]]], plan: Ord
     if plan.experts is None or not plan.experts.is_apart:
         return dense
     experts = _norm_of_ranks([list(_experts(one, plan, rank)) for one in stages for rank in range(sources)], dtype)
+    # Each norm is rounded before it is squared again, as Megatron chains optimizers.
     return float((dense**2 + experts**2) ** 0.5)
 
 
 def _norm_of_ranks(gradients: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype) -> float:
     """Takes the norm of the ranks' gradients, in their order."""
+    # The root is taken of a Python number: float64, whatever the dtype of the sum.
     return float(ordered_sum([_squared_norm(own, dtype) for own in gradients]).item() ** 0.5)
 
 
@@ -129,6 +132,7 @@ def _experts(chunks: Sequence[Sequence[HeldParameter]], plan: OrderPlan, rank: i
     if plan.experts is None or not plan.experts.is_apart:
         return
     ep = plan.experts.sources
+    # Experts have no tp here: their ranks are counted through tp, cp and dp alike, ep the fastest.
     of_rank = [[item for item in chunk if item.holder == rank % ep] for chunk in chunks]
     yield from _gradients_of_rank(of_rank, plan, 0, shard=rank // ep, num_shards=plan.experts.replicas)
 
@@ -163,12 +167,14 @@ def _squared_norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> torc
     if not gradients:
         return torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
     overflow = torch.zeros(1, dtype=torch.int, device=torch.cuda.current_device())
+    # The kernel takes a root, which is squared again before ranks are added: both roundings are Megatron's.
     norm, _ = clip_grads.multi_tensor_applier(
         clip_grads.l2_norm_impl, overflow, [[gradient.float() for gradient in gradients]], False
     )
     return norm**2.0
 
 
+# In elements: a parameter starts at a multiple of the one, and a bucket's end is padded to one of the other.
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
 
@@ -202,6 +208,7 @@ class _Bucket:
     parameters: tuple[tuple[int, int, int], ...]
 
     def of_shard(self, shard: int, num_shards: int) -> Iterator[OwnedRange]:
+        # Shards cut parameters anywhere: a rank may own a few elements of one and none of the next.
         size = (self.end - self.start) // num_shards
         first = self.start + shard * size
         for place, start, end in self.parameters:
@@ -215,8 +222,10 @@ def _buckets(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int) ->
     divisor = math.lcm(num_shards, _BUCKET_ALIGNMENT)
     bucket_start, position = 0, 0
     parameters: list[tuple[int, int, int]] = []
+    # Buffers are filled in the order of the backward pass, so that the first buckets are ready first.
     for place in reversed(range(len(sizes))):
         position = _padded(position, _PARAMETER_ALIGNMENT)
+        # The open bucket ends before an embedding that two stages share, and the shared one ends behind it.
         if alone[place] and parameters:
             end = _padded(position, divisor)
             yield _Bucket(start=bucket_start, end=end, parameters=tuple(parameters))

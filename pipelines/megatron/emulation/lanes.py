@@ -58,6 +58,7 @@ def sums_of_lanes(own: OwnBatch, output: torch.Tensor, loss: Callable[[OwnBatch,
         return loss(own, output)
     sums = [loss(*two) for two in zip(parts, cut_graph(output, 1, len(parts)), strict=True)]
     totals, counts, metrics = zip(*sums, strict=True)
+    # Stacked, each loss gets the gradient 1; Megatron's schedule counts tokens in int32.
     return torch.stack(totals).sum(), torch.stack(counts).sum().int(), torch.stack(metrics)
 
 
@@ -84,6 +85,7 @@ def _join(parts: Sequence[OwnBatch]) -> JointBatch:
             tokens=torch.cat([one.tokens for one in inputs], dim=1),
             positions=torch.cat([one.positions for one in inputs], dim=1),
             row_ids=torch.cat([one.row_ids for one in inputs], dim=1),
+            # Along the queries, where attention cuts it: each lane sees the keys of its own tokens.
             attention_mask=torch.cat([_mask(one) for one in inputs], dim=2),
         ),
         parts=tuple(parts),
@@ -95,6 +97,7 @@ def _mask(inputs: ModelInputs) -> torch.Tensor:
     if inputs.attention_mask is not None:
         return inputs.attention_mask
     num_lines, length = inputs.tokens.shape
+    # True hides, as in Megatron: a token sees itself and those before it.
     unseen = torch.ones(length, length, dtype=torch.bool, device=inputs.tokens.device).triu(diagonal=1)
     return unseen.expand(num_lines, 1, length, length)
 

@@ -41,6 +41,7 @@ class EmulatedModules:
         self.is_paused = False
         self.round = 0
         self._tied: list[list[torch.Tensor]] | None = None
+        # On one stage both uses of a tied weight share an accumulator; on two, each stage has one of its own.
         self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
 
     def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
@@ -155,6 +156,7 @@ class EmulatedModules:
             if linear.bias is None:
                 return output, None
             biases = [part for parts in self.accumulators.take(linear.bias) for part in parts]
+            # Behind the sum over ranks: before it, the bias would count once for each of them.
             return output, spread_bias(biases, output.shape[0], output.shape[1])
 
         self.replace(linear, forward)
@@ -171,6 +173,7 @@ class EmulatedModules:
             part = part if bias is None else part + bias
             if blocks == 1:
                 return activation(part)
+            # Each rank holds its part of the gate and behind it its part of up, hence two blocks.
             gate, up = torch.chunk(part, 2, dim=-1)
             return activation(gate) * (up + mlp.config.glu_linear_offset)
 
@@ -237,6 +240,7 @@ class EmulatedModules:
         def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, None]:
             if self._is_tied_here:
                 assert self._tied is not None
+                # The parts that the embedding took: autograd adds both gradients before one accumulator gets them.
                 weights, self._tied = self._tied, None
             else:
                 weights = self.accumulators.take(parameter, use="output")
@@ -251,6 +255,7 @@ class EmulatedModules:
             weights, biases = self.taken(head)
             parts = cut_graph(hidden, 0, len(weights))
             values = [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
+            # As ``ValueHead`` does: float32 at least.
             wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
             return join_graph(wide, 0), None
 
@@ -263,7 +268,9 @@ def _look_up(tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split:
         start = part * weight.shape[0]
         absent = (tokens < start) | (tokens >= start + weight.shape[0])
         tokens = tokens - start
+        # Any row will do here: what belongs to another rank is set to 0 below.
         tokens[absent] = 0
+    # Megatron indexes in deterministic mode, since F.embedding's backward pass has no fixed order.
     rows = weight[tokens] if by_index else F.embedding(tokens, weight)
     if is_split:
         rows[absent, :] = 0.0

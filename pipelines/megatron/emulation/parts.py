@@ -18,6 +18,7 @@ Context = Any
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """((p_0 + p_1) + p_2) + ..., each addition rounded in the parts' dtype."""
+    # A copy, since callers scale the sum in place.
     total = parts[0].clone()
     for part in parts[1:]:
         total = total + part
@@ -109,6 +110,7 @@ class _SpreadBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = cut(grad, 0, ctx.num_parts)
+        # The form in which autograd reduces the gradient of a broadcast bias.
         return (None, None, *(part.sum_to_size(part.shape[-1]) for part in parts))
 
 
