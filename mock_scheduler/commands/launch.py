@@ -56,7 +56,7 @@ def run_replay_actions(
         result = Path(folder) / "result.json"
         options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
         code = subprocess.run(
-            [sys.executable, "-m", module, *source.arguments(), *options],
+            [sys.executable, "-P", "-m", "mock_scheduler.launch.entry", module, *source.arguments(), *options],
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             check=False,
         ).returncode

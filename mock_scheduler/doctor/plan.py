@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.plan.overrides import format_override, has_module, override_keys, quote_override
+from mock_scheduler.alignment.plan.overrides import format_override, override_keys, quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.launch.entry import check_entry
 from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -92,8 +93,7 @@ def plan_doctor(
     given = recording if recording is not None else _configured_recording(config)
     _check_step(step, config, given)
     check_settings(config.system_envs)
-    if not has_module(entry):
-        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
+    check_entry(entry)
     root = ((output_dir or Path(config.output_dir)) / FOLDER).resolve()
     recording_dir = root / RECORDING_NAME if given is None else given.resolve()
     shared = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
 
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
+from mock_scheduler.launch.ranks import Place, ranks_command
 from tests.programs import run_program
 from tests.sharing import make_once
 
@@ -23,10 +23,8 @@ def launch(num_ranks: int, folder: Path, tasks: tuple[str, ...], *, module: str 
         done = run_program(module, (str(folder), *tasks), environ={"LOCAL_RANK": "0"})
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
-    place = ("--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
-    torchrun = ("-m", "mock_scheduler.launch.launcher", str(folder), *place)
-    argv = (sys.executable, *torchrun, "-m", module, str(folder), *tasks)
+    arguments = ("-m", module, str(folder), *tasks)
+    argv = ranks_command(sys.executable, arguments, told_to=folder, place=Place(num_local=num_ranks))
     plan = LaunchPlan(argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks)
     log_path = folder / f"{num_ranks}.log"
     exit_code = run_plan(plan, log_path=log_path, cwd=ROOT)

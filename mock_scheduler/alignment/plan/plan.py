@@ -18,7 +18,6 @@ from mock_scheduler.alignment.plan.matrix import list_candidates
 from mock_scheduler.alignment.plan.overrides import (
     check_free,
     format_override,
-    has_module,
     override_keys,
     quote_override,
 )
@@ -28,6 +27,7 @@ from mock_scheduler.config.base import effects_of
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
+from mock_scheduler.launch.entry import check_entry
 from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -173,10 +173,7 @@ class _Planner:
             config = self.load(complete)
         check_settings(config.system_envs)
         entry = candidate.entry or self.program.entry
-        if not has_module(entry):
-            raise ConfigError(
-                f"entry: there is no Python module {entry!r} in the working directory or on the Python path"
-            )
+        check_entry(entry)
         interpreter = self.read_interpreter(candidate.python)
         return PlannedRun(
             name=candidate.name,
