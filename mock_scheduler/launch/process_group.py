@@ -55,14 +55,15 @@ def _open_store(world_size: int, timeout: timedelta) -> dist.Store | None:
         return HashStore()
     if STORE_VARIABLE in os.environ:
         return dist.FileStore(os.environ[STORE_VARIABLE], world_size)
-    if LISTENER_VARIABLE in os.environ:
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=int(os.environ[LISTENER_VARIABLE]),
-        )
-    return None
+    if LISTENER_VARIABLE not in os.environ:
+        return None
+    listener = os.environ[LISTENER_VARIABLE]
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=listener != "",
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=int(listener) if listener else None,
+    )

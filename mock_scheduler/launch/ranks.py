@@ -29,7 +29,7 @@ from mock_scheduler.support.processes import PARENT_VARIABLE, adopt_orphans, end
 
 #: The file in which the ranks of one machine meet.
 STORE_VARIABLE = "MOCK_SCHEDULER_STORE"
-#: Of rank 0 on several machines: the number of the descriptor that listens at the endpoint.
+#: On several machines: the number of rank 0's descriptor that listens at the endpoint; empty for the other ranks.
 LISTENER_VARIABLE = "MOCK_SCHEDULER_LISTENER"
 
 _MODULE = "mock_scheduler.launch.ranks"
@@ -137,12 +137,14 @@ def _fork_ranks(place: Place, rendezvous: _Rendezvous) -> dict[int, int] | None:
 
 
 def _listener_environment(rendezvous: _Rendezvous, global_rank: str) -> dict[str, str]:
-    if rendezvous.descriptor is None:
+    """Keeps the listening descriptor for rank 0 alone."""
+    if "MASTER_ADDR" not in rendezvous.environ:
         return {}
     if global_rank == "0":
         return {LISTENER_VARIABLE: str(rendezvous.descriptor)}
-    os.close(rendezvous.descriptor)
-    return {}
+    if rendezvous.descriptor is not None:
+        os.close(rendezvous.descriptor)
+    return {LISTENER_VARIABLE: ""}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,8 +24,8 @@ GRACE_S = 30.0
 # Ranks that fail together shall all have said why.
 _SETTLE_S = 0.1
 # Helpers of ranks that have ended: so long they may end by themselves, and so long after they were asked.
-_HELPERS_PATIENCE_S = 3.0
-_HELPERS_GRACE_S = 3.0
+_HELPERS_PATIENCE_S = 2.0
+_HELPERS_GRACE_S = 2.0
 _POLL_S = 0.02
 
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
