@@ -70,21 +70,20 @@ def _find_here(top: str) -> ModuleSpec | None:
 def _find_below(spec: ModuleSpec, names: Sequence[str]) -> Path | None:
     """Goes down from the first name's module to the last one's, or to the ``__main__`` of a package."""
     found: ModuleSpec | None = spec
-    for depth in range(2, len(names) + 1):
-        if found is None or found.submodule_search_locations is None:
-            return None
-        found = PathFinder.find_spec(".".join(names[:depth]), list(found.submodule_search_locations))
-    if found is None:
+    for name in names[1:]:
+        found = _find_part(found, name)
+    if found is not None and found.submodule_search_locations is not None:
+        found = _find_part(found, "__main__")
+    if found is None or found.origin is None or not Path(found.origin).is_file():
         return None
-    if found.submodule_search_locations is not None:
-        return _find_below_package(found, names)
-    return Path(found.origin).absolute() if found.origin is not None and Path(found.origin).is_file() else None
+    return Path(found.origin).absolute()
 
 
-def _find_below_package(package: ModuleSpec, names: Sequence[str]) -> Path | None:
-    assert package.submodule_search_locations is not None
-    main = PathFinder.find_spec(".".join([*names, "__main__"]), list(package.submodule_search_locations))
-    return Path(main.origin).absolute() if main is not None and main.origin is not None else None
+def _find_part(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+    if package is None or package.submodule_search_locations is None:
+        return None
+    # By its last name alone: for a whole one Python asks the parent of a namespace, which would have to be imported.
+    return PathFinder.find_spec(name, list(package.submodule_search_locations))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -82,8 +82,7 @@ def run_alone(run: SessionRun) -> int:
     plan = alone(run)
     if plan.num_processes > 1:
         return run_plan(plan, log_path=run.log_path, cwd=ROOT)
-    _, is_module, module, *arguments = plan.argv[-2 - len(run.source.arguments()) - 1 :]
-    assert is_module == "-m"
+    _, module, *arguments = PROGRAM.arguments("pipelines.agentic", run.source)
     done = run_program(module, arguments, environ=plan.env)
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     run.log_path.write_text(done.stdout + done.stderr, encoding="utf-8")
