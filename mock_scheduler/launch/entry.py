@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.support.processes import end_with_parent
 
 
@@ -86,12 +87,29 @@ def _find_part(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, list(package.submodule_search_locations))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs the entry that the first argument names, with the others; ends with the process that started this one."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs the entry that the first argument names, with the others; ends with the process that started this one.
+
+    Python's own exit code for an error, 1, may be a verdict of the entry's; so an error gives another one.
+    """
     end_with_parent(os.environ)
     module, *others = arguments
-    run_entry(module, others)
+    try:
+        check_entry(module)
+        run_entry(module, others)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return int(ExitCode.INTERNAL)
+    except Exception:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
+        return int(ExitCode.INTERNAL)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from mock_scheduler.launch.ranks import LISTENER_VARIABLE, STORE_VARIABLE
 
@@ -50,15 +50,15 @@ def stay_on_this_machine(environ: MutableMapping[str, str]) -> None:
             environ.setdefault(variable, loopback)
 
 
-def _open_store(world_size: int, timeout: timedelta) -> dist.Store | None:
+def _open_store(world_size: int, timeout: timedelta) -> Store | None:
     if world_size == 1:
         return HashStore()
     if STORE_VARIABLE in os.environ:
-        return dist.FileStore(os.environ[STORE_VARIABLE], world_size)
+        return FileStore(os.environ[STORE_VARIABLE], world_size)
     if LISTENER_VARIABLE not in os.environ:
         return None
     listener = os.environ[LISTENER_VARIABLE]
-    return dist.TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size,

@@ -20,7 +20,12 @@ RAN = "import os, pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()\nr
 
 
 def run_ranks(folder: Path, module: str, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """The exit code and the output of one rank that runs a module in a folder."""
     command = ranks_command(sys.executable, ("-m", module, *arguments), told_to="out", place=Place(num_local=1))
+    return run(folder, command, environ=environ)
+
+
+def run(folder: Path, command: Sequence[str], *, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **(environ or {})}, capture_output=True, text=True, check=False
     )
