@@ -78,20 +78,17 @@ class Started:
     def temporary(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "tmp").iterdir())
 
-    def find(self, text: str, *, parent: int | None = None) -> list[int]:
-        """The processes of the run with a text in their command line, below a process."""
-        below = find_below(self.process.pid if parent is None else parent)
-        return sorted(
-            number for number, command in find_marked(self.mark).items() if text in command and number in below
-        )
+    def supervisors(self) -> set[int]:
+        """The process below the launcher that forks the ranks, once it is there."""
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        except OSError:
+            return set()
+        return {int(child) for child in children.split()}
 
-    def supervisor(self) -> int:
-        """The process below the launcher that has forked the ranks: the first of its name."""
-        (found,) = (
-            int(child)
-            for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        )
-        return found
+    def below_supervisor(self) -> list[int]:
+        """Ranks and their helpers."""
+        return sorted(find_below(self.process.pid) - {self.process.pid} - self.supervisors())
 
     def wait_until_ready(self, count: int) -> None:
         while self.log.count("ready") < count:
@@ -160,7 +157,7 @@ def test_nothing_of_the_group_is_left_where_the_supervisor_is_killed(tmp_path: P
     """Its helpers with sessions of their own are what no one is left to know of."""
     run = start(tmp_path / "run", num=1)
     run.wait_until_ready(1)
-    supervisor = run.supervisor()
+    (supervisor,) = run.supervisors()
     others = [number for number in find_marked(run.mark) if os.getsid(number) not in {supervisor, os.getsid(0)}]
     os.kill(supervisor, signal.SIGKILL)
     assert run.process.wait(timeout=60) == 137
@@ -181,7 +178,7 @@ def test_nothing_is_left_at_whatever_moment_a_launcher_is_killed(tmp_path: Path,
         time.sleep(random_moments.uniform(0.0, 0.7))
         victims = [run.process.pid]
         if random_moments.random() < 0.5:
-            ranks = run.find("ending_entry", parent=run.process.pid)
+            ranks = run.below_supervisor()
             victims = [random_moments.choice(ranks), *victims] if ranks else victims
         for victim in victims:
             kill(victim)
