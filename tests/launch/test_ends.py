@@ -216,4 +216,6 @@ def test_nothing_is_left_of_a_real_run_that_is_killed_as_it_saves(tmp_path: Path
         process.kill()
         process.wait()
         assert wait_until_gone(mark) == {}, number
-        assert list((folder / "tmp").iterdir()) == []
+        # torch keeps compiled kernels there for later runs, of this user alone.
+        left = [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+        assert left == []
