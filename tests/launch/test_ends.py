@@ -34,6 +34,7 @@ def helper(*, own_session, is_deaf):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.fork()
         time.sleep(600)
+        os._exit(0)
 
 helper(own_session=False, is_deaf=False)
 helper(own_session=True, is_deaf=False)
