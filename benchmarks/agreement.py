@@ -33,6 +33,7 @@ from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
 from mock_scheduler.determinism.agreement_rounds import Op, Reduction, Words, agreement_rounds
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.errors import RankDisagreementError
+from mock_scheduler.launch.process_group import stay_on_this_machine
 
 WORD_BYTES = 8
 PLANTED_SHARE = 2777 / 4096  # where the rank that differs stands among all
@@ -200,6 +201,7 @@ def _check(values: Mapping[str, str], group: CountingGroup) -> None:
 
 
 def _measure_on_rank(global_rank: int, world_size: int, folder: str, repeats: int) -> None:
+    stay_on_this_machine(os.environ)
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=global_rank, world_size=world_size
     )

@@ -260,7 +260,8 @@ def env(config_name: ConfigName, overrides: Overrides = None, config_path: Confi
     config = load_config(_source(config_name, config_path, overrides))
     check_settings(config.system_envs)
     for name, value in sorted(launch_environment(config.system_envs).items()):
-        typer.echo(f"export {name}={shlex.quote(value)}")
+        # Names are identifiers by now; they are quoted all the same, since a shell may read this line by eval.
+        typer.echo(f"export {shlex.quote(name)}={shlex.quote(value)}")
 
 
 @app.command()

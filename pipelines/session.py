@@ -1,4 +1,4 @@
-"""Several runs go one after another in one process group: ``python -m pipelines.session PLAN.json``, or by torchrun.
+"""Several runs go one after another in one process group, as ``python -m pipelines.session PLAN.json``.
 
 Imports and the rendezvous cost more than the steps of a short run; here they are paid once. Each run is as whole as
 under ``pipelines.agentic``: it leaves the same files with the same bits, its error is its own, and its terminal output

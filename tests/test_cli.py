@@ -197,7 +197,8 @@ def test_launch_runs_the_plan_and_exits_with_its_code(config_path: str, monkeypa
 
     monkeypatch.setattr(launch, "run_plan", record)
     assert cli.main(["launch", "run", "seed=9", "--config-path", config_path]) == 3
-    assert plans[0].argv[1:] == (
+    assert plans[0].argv[1:-7] == ("-P", "-m", "mock_scheduler.launch.ranks", plans[0].argv[4], "1", "1", "0", "-")
+    assert plans[0].argv[-7:] == (
         "-m",
         "pipelines.agentic",
         *("--config-path", config_path),

@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks.layouts.cases import GROUP_SIZE, LONGEST_ROW, NUM_GROUPS, SEED, Case, build_config
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.config.instruments import TraceConfig
+from mock_scheduler.launch.ranks import Place, ranks_command
 from mock_scheduler.support.text import count_of
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
@@ -111,10 +112,8 @@ def run_cases(root: Path, cases: Iterable[Case], console: Console) -> None:
 
 def _run(root: Path, world_size: int, names: Sequence[str]) -> None:
     program = ["-m", "benchmarks.layouts.training", str(root), *names]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    command = [sys.executable, *([] if world_size == 1 else torchrun), *program]
-    environ = {**os.environ, **_QUIET, **({"RANK": "0", "WORLD_SIZE": "1"} if world_size == 1 else {})}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    command = ranks_command(sys.executable, program, told_to=root, place=Place(num_local=world_size))
+    result = subprocess.run(command, env={**os.environ, **_QUIET}, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise LayoutRunError(f"{world_size} processes ended with {result.returncode}:\n{result.stderr[-3000:]}")
 

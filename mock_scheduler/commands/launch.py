@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.determinism.environment import check_settings
-from mock_scheduler.errors import ConfigError, ExitCode
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.program import find_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
@@ -44,7 +43,7 @@ def run_launch(
 def run_replay_actions(
     source: ConfigSource, recording: str, *, steps: str | None, json_path: Path | None, entry: str | None
 ) -> int:
-    """Run the module ``entry``, copy its result to ``json_path`` and return its exit code.
+    """Run the module ``entry``, which writes its result to ``json_path``, and return its exit code.
 
     ``entry``: ``None`` is the program's own; raises ``ConfigError`` where it has none. The code is 128 + N where signal
     N ended it.
@@ -52,17 +51,12 @@ def run_replay_actions(
     module = entry or find_program(source.config_name, source.config_path).replay_entry
     if module is None:
         raise ConfigError("the program of this configuration has no module that plays actions; name one by --entry")
-    with tempfile.TemporaryDirectory() as folder, ending_signals_as_interrupt():
-        result = Path(folder) / "result.json"
-        options = ["--recording", recording, *(["--steps", steps] if steps else []), "--json", str(result)]
+    options = ["--recording", recording, *(["--steps", steps] if steps else [])]
+    options += ["--json", str(json_path)] if json_path is not None else []
+    with ending_signals_as_interrupt():
         code = subprocess.run(
-            [sys.executable, "-m", module, *source.arguments(), *options],
+            [sys.executable, "-P", "-m", "mock_scheduler.launch.entry", module, *source.arguments(), *options],
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             check=False,
         ).returncode
-        if result.is_file() and json_path is not None:
-            json_path.write_bytes(result.read_bytes())
-        # Python ends a module that it cannot run with 1, too: that is a verdict only beside a result.
-        elif code == ExitCode.DIVERGED and not result.is_file():
-            code = int(ExitCode.INTERNAL)
     return 128 - code if code < 0 else code

@@ -30,6 +30,7 @@ from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects.reader import Resolved
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
+from mock_scheduler.config.variables import find_variable_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
 
@@ -116,8 +117,10 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
     if PROGRAM_KEY not in form.schema.model_fields:
         values.pop(PROGRAM_KEY, None)
     resolved = form.resolve(values)
-    if resolved.problems:
-        raise_problems(origin, resolved.problems, source_of=_source_of(overrides))
+    envs = resolved.values.get("system_envs")
+    problems = [*resolved.problems, *(find_variable_problems(envs) if isinstance(envs, Mapping) else ())]
+    if problems:
+        raise_problems(origin, problems, source_of=_source_of(overrides))
     try:
         return form.schema.model_validate(resolved.values)
     except ValidationError as error:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.plan.overrides import check_entry, format_override, override_keys, quote_override
+from mock_scheduler.alignment.plan.overrides import format_override, override_keys, quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.launch.entry import check_entry
 from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader

@@ -1,12 +1,8 @@
 """A launcher starts a run with the command, environment and processes of its configuration, and waits for it.
 
-Contract: importing this module imports no torch. One process is started directly, several through torchrun, and it
-picks a free rendezvous port itself. A child's whole process group ends with the launcher: on Ctrl-C, SIGTERM and SIGHUP
-it is asked to and waited for; on Linux every process also ends with its killed parent.
-
-``python -m mock_scheduler.launch.launcher OUTPUT_DIR ...`` is torchrun with two differences: it exits with the failed
-rank's own code, not always with 1, and leaves the last word to the rank's message, not to a traceback of torchrun. It
-names a rank ended by a signal, on stderr and in the run's ``error.json``.
+Contract: importing this module imports no torch. A run's processes are started and waited for by one of their own
+(``launch.ranks``). All of them end with the launcher: on Ctrl-C, SIGTERM and SIGHUP they are asked to and waited for;
+on Linux they also end when it is killed, with their helpers and in whatever session those are.
 """
 
 from __future__ import annotations
@@ -16,37 +12,33 @@ import signal
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from mock_scheduler.config.variables import RANK_VARIABLES, find_variable_problems
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, find_running, write_plan
+from mock_scheduler.launch.failures import write_error
+from mock_scheduler.launch.ranks import LISTENER_VARIABLE, STORE_VARIABLE, Place, ranks_command
+from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, write_plan
+from mock_scheduler.launch.supervision import GRACE_S
 from mock_scheduler.program import Program, RunConfig, load_config
 from mock_scheduler.support.processes import (
     PARENT_VARIABLE,
-    RankExit,
     describe_signal,
-    end_with_parent,
     ending_signals_as_interrupt,
-    find_culprit,
     meant_exit_code,
-    write_signal_error,
 )
 from mock_scheduler.support.text import bullet_list
 
 # What another launcher around this one may have left in the environment; a run must not take it for its own.
-_RANK_VARIABLES = frozenset(
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"}
-    | {"MASTER_PORT", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
-)
+_RANK_VARIABLES = RANK_VARIABLES | {"TORCHELASTIC_RUN_ID", STORE_VARIABLE, LISTENER_VARIABLE}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-# torchrun gives its ranks this long before it kills them itself (torch 2.13, elastic multiprocessing: 30 s).
-_GRACE_S = 40.0
+# The supervisor gives its ranks less before it kills them itself.
+_GRACE_S = GRACE_S + 10.0
 _WATCH_S = 1.0
 
 
@@ -105,17 +97,8 @@ def plan_launch(
     """
     world_size = config.parallel.world_size
     _check_nodes(config.parallel.describe(), world_size, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
-    num_processes = world_size // nnodes
-    rendezvous = _rendezvous(nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
-    torchrun = ("--nproc-per-node", str(num_processes), "--nnodes", str(nnodes), *rendezvous)
-    argv, env = _start(tuple(arguments), config, torchrun=torchrun, told_to=config.output_dir, python=python)
-    return LaunchPlan(
-        argv=argv,
-        env=env,
-        num_processes=num_processes,
-        world_size=world_size,
-        output_dir=Path(config.output_dir),
-    )
+    place = Place(num_local=world_size // nnodes, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
+    return _plan(tuple(arguments), config, place=place, told_to=Path(config.output_dir), python=python)
 
 
 def plan_session(
@@ -142,21 +125,28 @@ def plan_session(
     check_session(runs, configs)
     path = (plan_path or runs[0].output_dir.parent / STATUS_FILE).absolute()
     write_plan(path, runs)
-    world_size = configs[0].parallel.world_size
-    rendezvous = _rendezvous(nnodes=1, node_rank=0, endpoint=None)
-    torchrun = ("--nproc-per-node", str(world_size), "--nnodes", "1", *rendezvous)
-    argv, env = _start(("-m", module, str(path)), configs[0], torchrun=torchrun, told_to=str(path), python=python)
-    return LaunchPlan(argv=argv, env=env, num_processes=world_size, world_size=world_size, output_dir=path)
+    place = Place(num_local=configs[0].parallel.world_size)
+    return _plan(("-m", module, str(path)), configs[0], place=place, told_to=path, python=python)
 
 
-def _start(
-    arguments: tuple[str, ...], config: RunConfig, *, torchrun: tuple[str, ...], told_to: str, python: str
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Returns the command and variables of Python for ``config``: alone, or through torchrun."""
-    env = launch_environment(config.system_envs)
-    if config.parallel.world_size == 1:
-        return (python, *arguments), env | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    return (python, "-m", "mock_scheduler.launch.launcher", told_to, *torchrun, *arguments), env
+def _plan(arguments: tuple[str, ...], config: RunConfig, *, place: Place, told_to: Path, python: str) -> LaunchPlan:
+    _check_start(arguments, config)
+    return LaunchPlan(
+        argv=ranks_command(python, arguments, told_to=told_to, place=place),
+        env=launch_environment(config.system_envs),
+        num_processes=place.num_local,
+        world_size=place.world_size,
+        output_dir=told_to,
+    )
+
+
+def _check_start(arguments: tuple[str, ...], config: RunConfig) -> None:
+    """Refuses what the loader of a program may have let pass; raises ``ConfigError``."""
+    problems = [f"{key}: {text}" for key, text in find_variable_problems(config.system_envs)]
+    if arguments[:1] != ("-m",) or len(arguments) == 1:
+        problems.append(f"the program's arguments must begin with -m MODULE, found {' '.join(arguments) or 'none'}")
+    if problems:
+        raise ConfigError(f"cannot launch:{bullet_list(problems, limit=None)}")
 
 
 def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, endpoint: str | None) -> None:
@@ -171,27 +161,15 @@ def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, e
         raise ConfigError(f"cannot launch:{bullet_list(problems)}")
 
 
-def _rendezvous(*, nnodes: int, node_rank: int, endpoint: str | None) -> tuple[str, ...]:
-    """Alone, torchrun binds a free port itself; over several nodes ``static`` keeps ranks in the order of nodes.
-
-    The ``c10d`` backend would number nodes as they arrive, and two runs could sum over hosts in another order.
-    """
-    if endpoint is None:
-        return ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
-    if nnodes == 1:
-        return ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", uuid.uuid4().hex)
-    return ("--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--node-rank", str(node_rank))
-
-
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the whole environment of the plan's process.
 
     It is ``environ`` without another launcher's rank variables, and the plan's over it; ranks of several get one OpenMP
-    thread each where nobody chose, as torchrun would set with a warning.
+    thread each where nobody chose, as torchrun gives them.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
-    threads = {"OMP_NUM_THREADS": "1"} if plan.world_size > 1 else {}
-    return {**_QUIET, **threads, **inherited, **plan.env}
+    several = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} if plan.world_size > 1 else {}
+    return {**_QUIET, **several, **inherited, **plan.env}
 
 
 def run_plan(
@@ -242,6 +220,8 @@ def _run(
             except BaseException:
                 _end_group(process)
                 raise
+            finally:
+                _end_rest(process)
     if code < 0:
         for line in _state_signal(plan, code, cwd=cwd):
             _print_line(line, log)
@@ -258,23 +238,10 @@ def _wait_watching(process: subprocess.Popen[bytes], watch: Callable[[], None]) 
 
 def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:
     """Writes down a signal's end of the started process; returns the lines to say."""
-    is_rank = plan.world_size == 1
-    subject = "rank 0" if is_rank else "torchrun, which ran this machine's ranks,"
-    message = f"{subject} was ended by {describe_signal(code)}"
+    message = f"the process that started this machine's ranks was ended by {describe_signal(code)}"
     if plan.output_dir is None:
         return [message]
-    return [message, *_write_error(plan.output_dir, message, code=code, global_rank=0 if is_rank else None, cwd=cwd)]
-
-
-def _write_error(
-    told_to: Path, message: str, *, code: int, global_rank: int | None, cwd: Path | None = None
-) -> list[str]:
-    """Writes a signal's end to the folder of the run, or of the ended one of a session; returns lines to say."""
-    folder: Path | None = (cwd or Path()) / told_to
-    if told_to.is_absolute() and told_to.is_file():
-        folder = find_running(told_to)
-    problem = None if folder is None else write_signal_error(folder, message, code=code, global_rank=global_rank)
-    return [] if problem is None else [problem]
+    return [message, *write_error(plan.output_dir, message, code=code, global_rank=None, cwd=cwd)]
 
 
 def _print_line(text: str, log: IO[bytes] | None) -> None:
@@ -298,42 +265,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """torchrun with all arguments but the first, where the run is told of a signal (``LaunchPlan.output_dir``).
-
-    Returns the meant code of the failed ranks.
-    """
-    end_with_parent(os.environ)
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    # Only the process that runs torchrun pays for torch; whoever plans a launch does not.
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    output_dir, *torchrun_arguments = arguments
-    try:
-        run(parse_args(torchrun_arguments))
-    except ChildFailedError as error:
-        failures = [
-            RankExit(global_rank=global_rank, code=failure.exitcode, noticed_s=failure.timestamp)
-            for global_rank, failure in error.failures.items()
-        ]
-        return report_failed_ranks(failures, Path(output_dir))
-    except SignalException as error:
-        return meant_exit_code(-int(error.sigval))
-    return 0
-
-
-def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
-    """Names a rank ended by a signal, where it is the cause; returns the exit code of the cause."""
-    culprit = find_culprit(failures)
-    if culprit.code < 0:
-        message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"
-        print(message, file=sys.stderr, flush=True)
-        for problem in _write_error(output_dir, message, code=culprit.code, global_rank=culprit.global_rank):
-            print(problem, file=sys.stderr, flush=True)
-    return meant_exit_code(culprit.code)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _end_rest(process: subprocess.Popen[bytes]) -> None:
+    """Kills the rest of the group that ``process`` led; there is one only where ``process`` itself was killed."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -21,16 +21,18 @@ from mock_scheduler.support.run_files import ERROR_FILE
 
 PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
-# A failure this much later than the first is torchrun's own doing: it kills after a grace (torch 2.13: 30 s).
-_KILLED_BY_TORCHRUN_S = 10
+# A failure this much later than the first is the supervisor's own doing: it kills after a grace
+# (``launch/supervision.py``).
+_KILLED_BY_SUPERVISOR_S = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankExit:
     """One failed rank. ``code`` as ``subprocess`` has it: minus the number of the signal that ended the process.
 
-    ``noticed_s``: when torchrun noticed, in seconds since the epoch.
+    ``noticed_s``: when the supervisor of the ranks noticed, in seconds since the epoch.
     """
 
     global_rank: int
@@ -52,6 +54,12 @@ def end_with_parent(environ: Mapping[str, str]) -> None:
     if os.getppid() != int(parent) and not _is_alive(int(parent)):
         print(f"the launcher (process {parent}) has ended, so this process ends", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def adopt_orphans() -> None:
+    """Have Linux make this process the parent of every process below it whose own parent ends; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _is_alive(process_id: int) -> bool:
@@ -94,9 +102,9 @@ def meant_exit_code(code: int) -> int:
 
 
 def find_culprit(failures: Sequence[RankExit]) -> RankExit:
-    """The rank whose end explains the others; ``failures`` in torchrun's order of notice.
+    """The rank whose end explains the others; ``failures`` in the order of notice.
 
-    An error of ours (2 to 5) first. Then a signal: torchrun ends the others by signals too, but those come after
+    An error of ours (2 to 5) first. Then a signal: the supervisor ends the others by signals too, but those come after
     another failure (SIGTERM) or long after it (SIGKILL); and an abort may be a library's answer to a lost peer.
     Else the first that chose a code: Python exits with 1 also where a peer broke the connection.
     """
@@ -106,7 +114,7 @@ def find_culprit(failures: Sequence[RankExit]) -> RankExit:
         failure
         for position, failure in enumerate(failures)
         if failure.code < 0
-        and failure.noticed_s <= first_s + _KILLED_BY_TORCHRUN_S
+        and failure.noticed_s <= first_s + _KILLED_BY_SUPERVISOR_S
         and (position == 0 or failure.code != -signal.SIGTERM)
     ]
     struck.sort(key=lambda failure: failure.code == -signal.SIGABRT)  # stable: else in order

@@ -73,7 +73,7 @@ class _WorkerProcess:
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipelines.environments.worker_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "pipelines.environments.worker_process", str(theirs.fileno())],
                 env=_child_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

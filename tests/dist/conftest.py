@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
+from mock_scheduler.launch.ranks import Place, ranks_command
+from tests.launch.process_tree import find_below, find_listeners, find_open
 from tests.programs import run_program
 from tests.sharing import make_once
 
@@ -17,19 +20,24 @@ LAYOUTS = ("tp2-pp2", "pp2-dp2", "tp2-dp2-sp")
 FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(num_ranks: int, folder: Path, tasks: tuple[str, ...], *, module: str = "tests.dist.worker") -> None:
+def launch(
+    num_ranks: int,
+    folder: Path,
+    tasks: tuple[str, ...],
+    *,
+    module: str = "tests.dist.worker",
+    watch: Callable[[], None] | None = None,
+) -> None:
     """Run a worker; where any rank fails, the launcher ends the others and the test shows the log."""
     if num_ranks == 1:
         done = run_program(module, (str(folder), *tasks), environ={"LOCAL_RANK": "0"})
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
-    place = ("--nproc-per-node", str(num_ranks), "--nnodes", "1", *rendezvous)
-    torchrun = ("-m", "mock_scheduler.launch.launcher", str(folder), *place)
-    argv = (sys.executable, *torchrun, "-m", module, str(folder), *tasks)
+    arguments = ("-m", module, str(folder), *tasks)
+    argv = ranks_command(sys.executable, arguments, told_to=folder, place=Place(num_local=num_ranks))
     plan = LaunchPlan(argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks)
     log_path = folder / f"{num_ranks}.log"
-    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT)
+    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, watch=watch)
     assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
 
 
@@ -39,7 +47,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_once(tmp_path_factory, "dist", _run_layouts)[0]
 
 
+@pytest.fixture(scope="session")
+def listeners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The addresses on which processes of the run of four listened, looked up about once a second."""
+    return make_once(tmp_path_factory, "dist", _run_layouts)[1]
+
+
 def _run_layouts(folder: Path) -> dict[str, object]:
     launch(1, folder, ("tp1",))
-    launch(4, folder, LAYOUTS)
-    return {}
+    before = find_below(os.getpid())
+    found: dict[str, set[str]] = {"all": set(), "open": set()}
+
+    def watch() -> None:
+        run = find_below(os.getpid()) - before
+        found["all"].update(str(address) for address, _ in find_listeners(run))
+        found["open"].update(address for address, _ in find_open(run))
+
+    launch(4, folder, LAYOUTS, watch=watch)
+    return {name: sorted(addresses) for name, addresses in found.items()}

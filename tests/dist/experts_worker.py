@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from safetensors.torch import save_file
 
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.launch.process_group import join_process_group
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.router_ledger import all_reduce_router_sums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
@@ -38,7 +39,7 @@ from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields
 from pipelines.megatron.process.full_precision import prepare_optimizer
 from pipelines.megatron.process.host_device import use_host_device
 from pipelines.megatron.layers.repairs import TorchNorm
-from pipelines.megatron.process.runtime import leave_layout
+from pipelines.megatron.process.runtime import COLLECTIVE_TIMEOUT, leave_layout
 
 HIDDEN, EXPERTS, LENGTH, VOCAB = 8, 4, 8, 16
 LEARNING_RATE = 1e-2
@@ -361,7 +362,7 @@ def run_case(folder: Path, case: Case) -> None:
 def main() -> None:
     """All cases, in one process group."""
     use_host_device()
-    dist.init_process_group("gloo")
+    join_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     for name, case in CASES.items():
         run_case(Path(sys.argv[1]) / name, case)
     leave_layout()

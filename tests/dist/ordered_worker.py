@@ -19,8 +19,10 @@ from megatron.core.tensor_parallel import mappings
 from safetensors.torch import save_file
 
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.launch.process_group import join_process_group
 from pipelines.megatron.process.host_device import use_host_device
 from pipelines.megatron.process.ordered_collectives import OrderedReductions
+from pipelines.megatron.process.runtime import COLLECTIVE_TIMEOUT
 from pipelines.megatron.probing.ledgers import CallLedger
 
 SIZE = 32
@@ -164,7 +166,7 @@ def main() -> None:
     """All functions, in both dtypes."""
     folder = Path(sys.argv[1])
     use_host_device()
-    dist.init_process_group("gloo")
+    join_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     rank = dist.get_rank()
     OTHER_WORLD.append(dist.new_group([0, 1, 2, 3]))
     results: dict[str, torch.Tensor] = {}

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from mock_scheduler.launch.ranks import Place, ranks_command
 from tests.faults.cases import world_size
 from tests.faults.fault import Fault, Run
 from tests.faults.worker import DONE_FILE, Job, Outcome
@@ -59,9 +60,8 @@ def _run_group(size: int, jobs: Sequence[Job]) -> Iterator[tuple[Job, Outcome]]:
         jobs_file, log = Path(folder) / "jobs.json", Path(folder) / "log.txt"
         jobs_file.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
         program = ["-m", "tests.faults.worker", str(jobs_file)]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command = [sys.executable, *([] if size == 1 else torchrun), *program]
-        environ = {**os.environ, **_QUIET, **({"RANK": "0", "WORLD_SIZE": "1"} if size == 1 else {})}
+        command = ranks_command(sys.executable, program, told_to=folder, place=Place(num_local=size))
+        environ = {**os.environ, **_QUIET}
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
         try:

@@ -1,4 +1,4 @@
-"""Trains jobs of one world size in one process group: ``torchrun ... -m tests.faults.worker JOBS_FILE``.
+"""Trains jobs of one world size in one process group: ``ranks ... -m tests.faults.worker JOBS_FILE``.
 
 Each job's folder gets the trace of its one step, and ``done.json`` when all ranks have finished it: the metrics, how
 often a fault fired, over all ranks, and what the training ended with where it raised. Nothing is judged here.

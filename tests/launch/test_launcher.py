@@ -14,6 +14,7 @@ import pytest
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import LaunchPlan, child_environment, plan_launch, run_plan
+from mock_scheduler.launch.ranks import Place
 from mock_scheduler.support.processes import RankExit, find_culprit
 from pipelines.config.schema import PipelineConfig
 
@@ -56,7 +57,7 @@ def read_error(folder: Path) -> dict[str, object]:
 
 
 def run_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> tuple[int, str]:
-    """The exit code and the log of two ranks that run ``entry`` under torchrun."""
+    """The exit code and the log of two ranks that run ``entry``."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     (tmp_path / "entry.py").write_text(entry, encoding="utf-8")
     plan = plan_launch(build_config(tp=2), ("-m", "entry"))
@@ -64,30 +65,46 @@ def run_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -
     return code, (tmp_path / "log").read_text(encoding="utf-8")
 
 
-def test_one_process_is_started_directly() -> None:
+def test_one_process_is_started_without_the_working_directory_in_its_import_path() -> None:
     plan = build_plan(build_config(envs={"NCCL_ALGO": "Ring"}))
-    assert plan.argv == ("python", "-m", "pipelines.agentic", *SOURCE)
-    assert plan.env == {"NCCL_ALGO": "Ring", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    ranks = ("-P", "-m", "mock_scheduler.launch.ranks", "out", "1", "1", "0", "-")
+    assert plan.argv == ("python", *ranks, "-m", "pipelines.agentic", *SOURCE)
+    assert plan.env == {"NCCL_ALGO": "Ring"}
     assert (plan.num_processes, plan.world_size) == (1, 1)
 
 
-def test_several_processes_go_through_torchrun_with_a_free_port_of_its_own() -> None:
-    plan = build_plan(build_config(tp=2, dp=2))
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", plan.argv[13])
-    torchrun = ("-m", "mock_scheduler.launch.launcher", "out", "--nproc-per-node", "4", "--nnodes", "1", *rendezvous)
-    assert plan.argv == ("python", *torchrun, "-m", "pipelines.agentic", *SOURCE)
-    assert plan.num_processes == 4
-    assert plan.argv[13] != build_plan(build_config(tp=2, dp=2)).argv[13]
+def test_several_processes_of_one_machine_need_no_endpoint() -> None:
+    ranks = ("-P", "-u", "-m", "mock_scheduler.launch.ranks", "out", "4", "1", "0", "-")
+    for endpoint in (None, "host0:29500"):
+        plan = build_plan(build_config(tp=2, dp=2), endpoint=endpoint)
+        assert plan.argv == ("python", *ranks, "-m", "pipelines.agentic", *SOURCE)
+        assert plan.num_processes == 4
 
 
 def test_nodes_share_an_endpoint_and_keep_their_order() -> None:
     plan = build_plan(build_config(tp=2, dp=2), nnodes=2, node_rank=1, endpoint="host0:29500")
-    rendezvous = ("--rdzv-backend", "static", "--rdzv-endpoint", "host0:29500", "--node-rank", "1")
-    assert plan.argv[1:14] == (
-        *("-m", "mock_scheduler.launch.launcher", "out", "--nproc-per-node", "2", "--nnodes", "2"),
-        *rendezvous,
-    )
+    assert plan.argv[4:10] == ("mock_scheduler.launch.ranks", "out", "2", "2", "1", "host0:29500")
     assert (plan.num_processes, plan.world_size) == (2, 4)
+    place = Place(num_local=2, nnodes=2, node_rank=1, endpoint="host0:29500")
+    assert place.rank_environment(1) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+    }
+
+
+def test_a_plan_exports_no_variable_that_names_code() -> None:
+    """Another program than the pipeline may load its configurations without the library's check."""
+    with pytest.raises(ConfigError) as caught:
+        build_plan(build_config(envs={"LD_PRELOAD": "x.so", "A": "1"}))
+    assert str(caught.value) == (
+        "cannot launch:\n"
+        "  - system_envs.LD_PRELOAD: decides what code a process runs, so no configuration sets it; set LD_PRELOAD in "
+        "your shell instead"
+    )
 
 
 def test_every_problem_of_the_nodes_is_named() -> None:
@@ -106,6 +123,7 @@ def test_child_gets_the_plans_variables_and_no_other_launchers_ranks() -> None:
     one = child_environment(python_plan("", env={"NCCL_ALGO": "Ring"}), environ)
     assert one == {"HOME": "/home", "NCCL_ALGO": "Ring", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     assert child_environment(python_plan("", num_processes=2), environ)["OMP_NUM_THREADS"] == "1"
+    assert child_environment(python_plan("", num_processes=2), environ)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert child_environment(python_plan("", num_processes=2), {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
 
 
@@ -116,9 +134,9 @@ def test_output_goes_to_the_log_and_the_exit_code_comes_back(tmp_path: Path) -> 
     assert log_path.read_text(encoding="utf-8") == "7\nproblem\n"
 
 
-def test_torchrun_passes_on_what_the_failed_rank_exits_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_failed_rank_exits_with_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 crashes as a peer of a failed rank does; the code that rank 0 chose is the run's, and its message stays
-    readable: torchrun alone exits with 1 and ends with thirty lines of its own traceback.
+    readable: torchrun exits with 1 and ends with thirty lines of its own traceback.
     """
     entry = (
         "import os, sys\n"
@@ -128,7 +146,7 @@ def test_torchrun_passes_on_what_the_failed_rank_exits_with(tmp_path: Path, monk
         "open('alive').read()\n"
         "sys.exit('peer lost')\n"
     )
-    os.mkfifo(tmp_path / "alive")  # rank 1 waits until rank 0 is gone, or torchrun may end rank 0 before it has chosen
+    os.mkfifo(tmp_path / "alive")  # rank 1 waits until rank 0 is gone, or that may be ended before it has chosen
     code, log = run_two_ranks(tmp_path, monkeypatch, entry)
     assert code == 3
     assert "Traceback" not in log
@@ -168,7 +186,8 @@ def test_a_rank_that_was_killed_is_named_in_place_of_its_peers_connection_error(
 
 def test_a_single_process_that_was_killed_exits_with_128_and_the_signal(tmp_path: Path) -> None:
     """It exited with 247 on the command line, and nothing said why."""
-    plan = python_plan("import os; os.kill(os.getpid(), 11)", output_dir=Path("out"))
+    (tmp_path / "entry.py").write_text("import os; os.kill(os.getpid(), 11)", encoding="utf-8")
+    plan = plan_launch(build_config(), ("-m", "entry"))
     assert run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path) == 139
     assert (tmp_path / "log").read_text(encoding="utf-8") == "rank 0 was ended by SIGSEGV (signal 11)\n"
     assert read_error(tmp_path / "out") == {
@@ -187,7 +206,7 @@ def test_a_signal_is_told_on_stderr_where_error_json_cannot_be_written(
     plan = python_plan("import os; os.kill(os.getpid(), 9)", num_processes=2, output_dir=folder)
     assert run_plan(plan) == 137
     assert capsys.readouterr().err == (
-        "torchrun, which ran this machine's ranks, was ended by SIGKILL (signal 9), which the kernel sends where "
+        "the process that started this machine's ranks was ended by SIGKILL (signal 9), which the kernel sends where "
         f"memory runs out\n{folder}/error.json cannot be written: {tmp_path}/file is not a folder\n"
     )
 
@@ -205,10 +224,10 @@ def rank(global_rank: int, code: int, *, noticed_s: int = 100) -> RankExit:
     ("failures", "culprit"),
     [
         ([rank(0, 70), rank(1, -9)], 1),  # the survivor lost its peer
-        ([rank(1, 3), rank(0, -9, noticed_s=130)], 1),  # torchrun killed the survivor after its grace
+        ([rank(1, 3), rank(0, -9, noticed_s=130)], 1),  # the survivor was killed after a grace
         ([rank(1, 70), rank(0, -9, noticed_s=130)], 1),
-        ([rank(0, 70), rank(1, -15)], 0),  # torchrun ended the survivor at once
-        ([rank(0, -15), rank(1, 70)], 0),  # a signal that came first was not torchrun's
+        ([rank(0, 70), rank(1, -15)], 0),  # the survivor was ended at once
+        ([rank(0, -15), rank(1, 70)], 0),  # a signal that came first was nobody's here
         ([rank(0, -6), rank(1, -9)], 1),  # NCCL's watchdog aborted the survivor
         ([rank(0, -6), rank(1, 4)], 1),
         ([rank(0, 1), rank(1, 70)], 1),

@@ -449,7 +449,7 @@ def test_an_entry_that_cannot_run_is_no_verdict(tmp_path: Path, monkeypatch: pyt
     write_config(tmp_path)
     monkeypatch.chdir(ROOT)
     arguments = ["replay-actions", "replay", "x", "--config-path", str(tmp_path), "--entry", "no.such.module"]
-    assert cli.main(arguments) == 70
+    assert cli.main(arguments) == 5
 
 
 PLAYED = """\

@@ -82,8 +82,7 @@ def run_alone(run: SessionRun) -> int:
     plan = alone(run)
     if plan.num_processes > 1:
         return run_plan(plan, log_path=run.log_path, cwd=ROOT)
-    _, is_module, module, *arguments = plan.argv
-    assert is_module == "-m"
+    _, module, *arguments = PROGRAM.arguments("pipelines.agentic", run.source)
     done = run_program(module, arguments, environ=plan.env)
     run.log_path.parent.mkdir(parents=True, exist_ok=True)
     run.log_path.write_text(done.stdout + done.stderr, encoding="utf-8")
@@ -253,26 +252,17 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "session.json"
     assert read_plan(path) == (run,)
     assert load_status(run.output_dir) is None  # of an earlier session
-    assert plan.argv == ("python", "-m", "pipelines.session", str(path))
-    assert plan.env["RANK"] == "0"
+    ranks = ("-P", "-m", "mock_scheduler.launch.ranks", str(path), "1", "1", "0", "-")
+    assert plan.argv == ("python", *ranks, "-m", "pipelines.session", str(path))
     assert (plan.env["DETERMINISTIC_MODE"], plan.world_size, plan.output_dir) == ("1", 1, path)
 
 
-def test_several_processes_of_a_session_go_through_torchrun(tmp_path: Path) -> None:
+def test_several_processes_of_a_session_are_started_together(tmp_path: Path) -> None:
     configs = write_tiny_config(tmp_path)
     run = session_run(configs, tmp_path, "one", ("parallel.data_parallel_size=2",))
     plan = plan_session([run], program=PROGRAM, plan_path=tmp_path / "other" / "plan.json", python="python")
     path = str(tmp_path / "other" / "plan.json")
-    assert plan.argv[:8] == (
-        "python",
-        "-m",
-        "mock_scheduler.launch.launcher",
-        path,
-        "--nproc-per-node",
-        "2",
-        "--nnodes",
-        "1",
-    )
+    assert plan.argv[:-3] == ("python", "-P", "-u", "-m", "mock_scheduler.launch.ranks", path, "2", "1", "0", "-")
     assert plan.argv[-3:] == ("-m", "pipelines.session", path)
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from importlib.util import resolve_name
 from pathlib import Path
 
-from mock_scheduler.alignment.plan.overrides import find_module
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.launch.entry import find_module
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 

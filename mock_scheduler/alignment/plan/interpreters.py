@@ -29,8 +29,8 @@ _NUM_LINES = 15
 #: The folder that this project is imported from.
 _CHECKOUT = ROOT
 
-# What the other interpreter runs. It finds the project as ``python -m`` would, in the working directory or installed;
-# only where it does not, the checkout's folder is added. Reading a configuration is what every run begins with.
+# What the other interpreter runs. It finds the project as a rank would, installed or in PYTHONPATH; only where it does
+# not, the checkout's folder is added. Reading a configuration is what every run begins with.
 _PROBE = """
 import importlib, importlib.util, json, os, platform, sys
 packages, distributions, checkout = json.loads(sys.argv[1])
@@ -143,7 +143,7 @@ def _probe(path: str, packages: Sequence[str], environ: Mapping[str, str]) -> In
 def _ask(path: str, given: str, environ: Mapping[str, str]) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [path, "-c", _PROBE, given],
+            [path, "-P", "-c", _PROBE, given],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,

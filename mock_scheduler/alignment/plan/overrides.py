@@ -1,13 +1,11 @@
-"""Reads and writes overrides in Hydra's grammar, and finds modules by their names.
+"""Reads and writes overrides in Hydra's grammar.
 
-Contract: standard library only; never imports the module in question.
+Contract: standard library only.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 
@@ -56,19 +54,3 @@ def quote_value(value: str) -> str:
         num_backslashes = num_backslashes + 1 if character == "\\" else 0
         quoted += character
     return f"'{quoted}{chr(92) * num_backslashes}'"
-
-
-def check_entry(entry: str) -> None:
-    """Refuses an entry module without a file for ``python -m``, started in the working directory; imports nothing."""
-    if find_module(entry) is None:
-        raise ConfigError(f"entry: there is no Python module {entry!r} in the working directory or on the Python path")
-
-
-def find_module(module: str) -> Path | None:
-    """Returns the file behind ``python -m module``, started in the working directory."""
-    relative = Path(*module.split("."))
-    for root in (Path(root) for root in ("", *sys.path)):
-        for path in ((root / relative).with_suffix(".py"), root / relative / "__main__.py"):
-            if path.is_file():
-                return path.absolute()
-    return None

@@ -16,7 +16,6 @@ from typing import Literal
 from mock_scheduler.alignment.plan.interpreters import Interpreter, InterpreterReader, describe_versions
 from mock_scheduler.alignment.plan.matrix import list_candidates
 from mock_scheduler.alignment.plan.overrides import (
-    check_entry,
     check_free,
     format_override,
     override_keys,
@@ -28,6 +27,7 @@ from mock_scheduler.config.base import effects_of
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
+from mock_scheduler.launch.entry import check_entry
 from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader

@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from mock_scheduler.alignment.plan.overrides import find_module
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import (
     Fingerprint,
@@ -40,6 +39,7 @@ from mock_scheduler.alignment.runs.progress import OnDone, Outcome
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import is_per_node, recorded_names
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
+from mock_scheduler.launch.entry import find_module
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.digests import JSON

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
+from mock_scheduler.launch.process_group import join_process_group
 from pipelines.megatron.process.host_device import compute_device, has_cuda, use_host_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -130,14 +130,6 @@ def _own_gpu() -> int:
     return local_rank
 
 
-def _init_process_group(world_size: int) -> None:
-    backend = "nccl" if has_cuda() else "gloo"
-    if world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
-    else:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-
-
 def start_runtime(parallel: ParallelConfig, *, seed: int) -> Runtime:
     """Join the process group, build Megatron's groups and seed its random states. Every rank must call it.
 
@@ -159,7 +151,7 @@ def join_group() -> None:
         torch.cuda.set_device(_own_gpu())
     use_host_device()
     if not dist.is_initialized():
-        _init_process_group(int(os.environ.get("WORLD_SIZE", "1")))
+        join_process_group("nccl" if has_cuda() else "gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def build_layout(parallel: ParallelConfig, *, seed: int) -> Runtime:

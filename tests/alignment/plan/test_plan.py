@@ -268,7 +268,7 @@ def test_all_that_keeps_an_alignment_from_being_planned_is_said_at_once(tmp_path
             "align.candidates: more than one candidate is named 'tp2'",
             "the recording to replay cannot be used: ",
             "candidate 'tp2': an alignment run sets rollout_mock.mode itself; remove it from its overrides",
-            "candidate 'gone': entry: there is no Python module 'no_such_module' in ",
+            "candidate 'gone': entry: there is no Python module 'no_such_module' among ",
         )
     ]
     assert places == sorted(places)

@@ -294,3 +294,13 @@ def test_a_negative_number_of_workers_is_refused() -> None:
     custom_envs = {"Lake": CustomEnvConfig(env_config=FrozenLakeEnvConfig())}
     with pytest.raises(ValueError, match=r"^num_workers is -1; expected 0 or more$"):
         EnvironmentPool(custom_envs, tokenizer_of("Lake", custom_envs), num_workers=-1)
+
+
+def test_a_worker_imports_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json.py", "gymnasium.py", "typing_extensions.py", "pipelines.py", "sitecustomize.py"):
+        (tmp_path / name).write_text("import pathlib; pathlib.Path(__file__ + '.ran').touch()", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with open_pool(1) as pool:
+        pool.reset_many([request(0, 11)])
+    assert list(tmp_path.glob("*.ran")) == []
