@@ -1,6 +1,7 @@
 """Writes a checkpoint again as releases before seals did.
 
-``python -m tests.pipelines.old_checkpoint_writer RUN FOLDER``; ``RUN``: the folder of a finished run, whose checkpoint of step 1 is taken.
+``python -m tests.pipelines.old_checkpoint_writer RUN FOLDER``: RUN is the folder of a finished run, whose checkpoint of
+step 1 is taken.
 """
 
 from __future__ import annotations
