@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -67,9 +68,9 @@ def trace(folder: Path) -> list[list[str]]:
 
         return call
 
-    def logged_sync(descriptor: int) -> None:
-        sync(descriptor)
-        events.append(["fsync", os.readlink(f"/proc/self/fd/{descriptor}"), ""])
+    def logged_sync(fd: Any) -> None:
+        sync(fd)
+        events.append(["fsync", os.readlink(f"/proc/self/fd/{fd}"), ""])
 
     os.fsync, os.replace, os.link = logged_sync, logged("rename", replace), logged("link", link)
     try:
