@@ -111,11 +111,27 @@ class PipelineReductions:
         return step
 
     def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
-        """Copies a checkpoint for a run with other batches: their size is in no tensor."""
+        """Copies a checkpoint for a run with other batches: their size is in no tensor.
+
+        Raises:
+            ConfigError: it has links, or its last file is not as it was written.
+        """
+        # Imported here, since it imports torch, which nothing else of this file needs.
+        from mock_scheduler.support.digests import open_sealed, seal
+
+        for path in origin.rglob("*"):
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise ConfigError(f"the checkpoint {origin} cannot be copied: {path} is a link or no file")
         shutil.copytree(origin, target)
-        state = load_json_object(target / _RUN_STATE_FILE)
+        path = target / _RUN_STATE_FILE
+        state = load_json_object(path)
+        is_sealed = "digest" in state
+        try:
+            state = open_sealed(path.read_bytes()) if is_sealed else state
+        except ValueError as error:
+            raise ConfigError(f"the checkpoint {origin} cannot be used: {path.name} {error}") from error
         state["fixed"] |= {key: batch.values[key] for key in _BATCH_KEYS if key in batch.values}
-        save_json(target / _RUN_STATE_FILE, state)
+        save_json(path, seal(state) if is_sealed else state)
 
 
 def _iterate_dimensions(config: PipelineConfig) -> Iterator[Dimension]:

@@ -1,8 +1,9 @@
 """Composition root and training loop of the agentic pipeline.
 
 The loop asks the rollout scheduler for one batch per step and trains on it; it never asks for the mode. A run is
-refused as early as possible, in this order: settings without effect, environments, the checkpoint to resume, the
-layout, ranks that differ, the output folder, contract and recording; only then is a model built.
+refused as early as possible, in this order: settings without effect, environments, the checkpoint to resume and those
+in the way, the layout, ranks that differ, the checkpoint's content and timeline, the output folder, contract and
+recording; only then is a model built.
 """
 
 from __future__ import annotations
@@ -28,30 +29,36 @@ from mock_scheduler.determinism.guard import (
     read_node_values,
 )
 from mock_scheduler.determinism.settings import is_deterministic_mode
-from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.packages import read_package_versions
-from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
 from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
-from pipelines.megatron.run_state import RunState, check_files, check_same_settings, checkpoint_folder, read_run_state
+from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.observation import check_trace_ranks
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.replay_contract import build_contract
+from pipelines.resuming import (
+    check_resumed,
+    checkpoints_root,
+    is_save_due,
+    read_recording_place,
+    read_resumed_state,
+)
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
-from pipelines.training import build_training, checkpoint_settings
+from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")
 
@@ -113,6 +120,8 @@ class AgenticPipeline:
         setup = read_setup(build_transformer_config(config), model=config.model, environ=os.environ)
         facts = find_conflicts(setup)
         check_conflicts(facts, setup, allowed=config.parallel.allow_known_wrong)
+        if resumed is not None:
+            check_resumed(config, resumed, self._ranks, vocab_size=vocab_size_in_effect(config, tokenizer))
         self._training = build_training(
             config, runtime, tokenizer, ranks=self._ranks, clock=self._clock, is_resumed=self._is_resumed
         )
@@ -137,6 +146,8 @@ class AgenticPipeline:
                 "vocabulary": list(tokenizer.display_texts),
             },
             resume=self._is_resumed,
+            # A run that goes on is the same run: its recordings have one run id.
+            run_id=resumed.recording.run_id if resumed is not None and resumed.recording is not None else None,
             max_row_tokens=config.sequence_length,
         )
         self._training.build(resumed)
@@ -223,18 +234,23 @@ class AgenticPipeline:
 
     def _save_if_due(self, next_step: int) -> None:
         config = self._config
-        if not config.save_steps or next_step % config.save_steps:
+        if not is_save_due(config, next_step):
             return
-        root = Path(config.checkpoint_config.output_dir or self._output_dir / CHECKPOINTS_FOLDER)
+        vocab_size = vocab_size_in_effect(config, self._tokenizer)
+        scheduler = self._scheduler.state_dict()
         state = RunState(
             next_step=next_step,
             mode=config.rollout_mock.effective_mode,
-            fixed=checkpoint_settings(config, self._tokenizer),
-            scheduler=self._scheduler.state_dict(),
+            fixed=fixed_settings(config, vocab_size=vocab_size),
+            scheduler=scheduler,
             learner=self._training.state_dict(),
+            training=training_settings(config, vocab_size=vocab_size),
+            recording=read_recording_place(config, next_step, last_mode=scheduler["mode"])
+            if self._runtime.is_writer
+            else None,
         )
         with self._clock.measure("checkpoint"):
-            self._training.save(checkpoint_folder(root, next_step), state)
+            self._training.save(checkpoint_folder(checkpoints_root(config), next_step), state)
         self._scheduler.checkpoint_saved(next_step)
 
     def _add_other_ranks(self) -> None:
@@ -296,7 +312,7 @@ def run_pipeline(config: PipelineConfig, *, in_group: bool = False) -> None:
     check_took_effect(settings, deterministic=is_deterministic)
     check_trace_ranks(config)
     tokenizer = build_tokenizer(config)
-    resumed = _read_resumed_state(config, tokenizer)
+    resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     try:
         runtime = start_runtime(config.parallel, seed=config.seed)
         configure_logging(is_writer=runtime.is_writer)
@@ -308,19 +324,3 @@ def run_pipeline(config: PipelineConfig, *, in_group: bool = False) -> None:
             leave_layout()
         else:
             stop_runtime()
-
-
-def _read_resumed_state(config: PipelineConfig, tokenizer: GridTokenizer) -> RunState | None:
-    """Where the run to resume stood; ``None`` for a new run. Raises ``ConfigError`` where it cannot be continued."""
-    if config.resume_from_checkpoint is None:
-        return None
-    folder = Path(config.resume_from_checkpoint)
-    resumed = read_run_state(folder)
-    check_same_settings(folder, resumed, checkpoint_settings(config, tokenizer))
-    check_files(folder)
-    if resumed.next_step >= config.max_steps:
-        raise ConfigError(
-            f"resume_from_checkpoint: {config.resume_from_checkpoint} is where step {resumed.next_step} starts, and "
-            f"max_steps is {config.max_steps}: nothing is left to run; raise max_steps"
-        )
-    return resumed

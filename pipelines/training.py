@@ -25,7 +25,7 @@ from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.run_state import RunState, fixed_settings
+from pipelines.megatron.run_state import RunState
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.observation import StepObservation, record_operations
 from pipelines.tracking import Clock
@@ -201,8 +201,3 @@ def build_training(
     if url is not None:
         return ServiceTraining(config, tokenizer, url=url)
     return OwnTraining(config, runtime, tokenizer, ranks=ranks, clock=clock, is_resumed=is_resumed)
-
-
-def checkpoint_settings(config: PipelineConfig, tokenizer: GridTokenizer) -> dict[str, JSON]:
-    """Reads the settings that a resumed run must share with the run of the checkpoint."""
-    return fixed_settings(config, vocab_size=vocab_size_in_effect(config, tokenizer))

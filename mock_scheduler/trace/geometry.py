@@ -134,7 +134,7 @@ def rectangles_of(tensor: torch.Tensor, spec: ShardSpec) -> Iterator[_Part]:
     regions = list(_regions(spec))
     for box, values in _local_boxes(tensor, spec):
         for mine, theirs in regions:
-            shared = _intersect(box, mine)
+            shared = intersect(box, mine)
             if shared is None:
                 continue
             cut = tuple(
@@ -202,7 +202,8 @@ def _boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[R
                 yield Rectangle(origin=(row, *box.origin), sizes=(1, *box.sizes))
 
 
-def _intersect(first: Rectangle, second: Rectangle) -> Rectangle | None:
+def intersect(first: Rectangle, second: Rectangle) -> Rectangle | None:
+    """Gives the elements in both rectangles; ``None`` where there are none."""
     origin = tuple(max(mine, theirs) for mine, theirs in zip(first.origin, second.origin, strict=True))
     ends = zip(first.origin, first.sizes, second.origin, second.sizes, strict=True)
     stops = [min(mine + size, theirs + width) for mine, size, theirs, width in ends]

@@ -1,35 +1,30 @@
 """Checkpoints are written under one layout and read under any other.
 
-Contract: ``{folder}/{model}`` holds Megatron's distributed checkpoint of each model under training: parameters and
-buffers (the bias of experts among them), Adam's state of each parameter, the number of updates and the schedule.
-``{folder}/random_states/rank_00000.safetensors`` holds the random states of one rank, torch's generators and Megatron's
-tracker, one uint8 tensor each, with the layout in its metadata; no pickle. The tracker's states differ by tp, pp and ep
-rank, and nothing in training draws from them (its randomness follows from seeds and names): they are set again under
-the same layout only, and stay as seeded under another. ``run_state`` is written last: a folder without it is no
-checkpoint.
+Contract: ``{folder}/{model}`` holds the whole tensors of each model under training as boxes (``stored_boxes``):
+``parameter/``, ``buffer/`` (the bias of experts), and Adam's state of each parameter: ``exp_avg/``, ``exp_avg_sq/``
+and, of a bfloat16 parameter, ``fp32_param/``, each with the canonical name behind it. ``{folder}/random_states`` holds
+the random states of each rank. All are safetensors files; nothing in a checkpoint is code. Every file and folder is on
+the disk before ``run_state.json``, written last, which seals all others: a folder without it is no checkpoint.
+The ranks write their files themselves, in their own processes: a rank that ends leaves nothing that goes on writing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 
+from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import ConfigError
+from pipelines.megatron.file_seals import FileSeal
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import unwrapped
+from pipelines.megatron.old_checkpoint import load_old_states
 from pipelines.megatron.optimizer_state import (
     WIDE_COPY,
     ParameterState,
@@ -40,37 +35,13 @@ from pipelines.megatron.optimizer_state import (
     write_states,
 )
 from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.process.host_device import has_cuda
-from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.run_state import RUN_STATE_FILE, RunState, write_run_state
+from pipelines.megatron.random_states import load_random_states, save_random_states
+from pipelines.megatron.run_state import RUN_STATE_FILE, ModelCounters, RunState, write_run_state
+from pipelines.megatron.stored_boxes import LocalTensor, StoredTensors, write_tensors
 from pipelines.megatron.trained_model import TrainedModel
 
 _RANDOM_STATES = "random_states"
-
-_SHARDED = (ShardedTensor, ShardedTensorFactory)
-_Sharded = Any  # one of these, of Megatron's
-
-
-def _sharded_chunks(model: TrainedModel) -> dict[str, Any]:
-    return {f"model{index}": unwrapped(chunk).sharded_state_dict() for index, chunk in enumerate(model.chunks)}
-
-
-def _sharded_states(
-    chunks: Mapping[str, Any], states: Mapping[torch.nn.Parameter, ParameterState]
-) -> dict[str, dict[str, _Sharded]]:
-    """Adam's tensors, named and cut as the parameters that they belong to (``fully_reshardable`` in Megatron)."""
-    sharded = {id(item.data): item for item in nested_values(chunks) if isinstance(item, _SHARDED)}
-    return {
-        str(index): {name: _like(sharded[id(parameter)], name, tensor) for name, tensor in state.items()}
-        for index, (parameter, state) in enumerate(states.items())
-    }
-
-
-def _like(sharded: _Sharded, name: str, tensor: torch.Tensor) -> _Sharded:
-    key = f"optimizer.state.{name}.{sharded.key}"
-    if isinstance(sharded, ShardedTensor):
-        return replace(sharded, key=key, data=tensor, dtype=tensor.dtype)
-    return replace(sharded, key=key, data=tensor)
+_PARAMETER, _BUFFER = "parameter", "buffer"
 
 
 def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
@@ -78,66 +49,105 @@ def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
 
     Raises:
         ConfigError: there is one in that folder already.
+        OSError: a file cannot be written.
     """
     if (folder / RUN_STATE_FILE).exists():
         raise ConfigError(f"checkpoint {folder} exists already; choose another checkpoint_config.output_dir")
     runtime = learner.runtime
+    ranks = TorchRankGroup(runtime.device)
     dist.barrier()
     if runtime.is_writer:
         for name in (*learner.models, _RANDOM_STATES):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            # Left by a run that ended while it saved: without its last file it is no checkpoint.
+            shutil.rmtree(folder / name, ignore_errors=True)
     dist.barrier()
+    seals: dict[str, FileSeal] = {}
+    counters: dict[str, ModelCounters] = {}
     for name, model in learner.models.items():
-        _save_model(folder / name, model)
-    save_random_states(folder / _RANDOM_STATES, runtime, layout=learner.config.parallel.describe())
-    dist.barrier()
+        written = write_tensors(folder / name, list(_tensors_of(model)), ranks)
+        seals |= {f"{name}/{file}": seal for file, seal in written.items()}
+        counters[name] = ModelCounters(
+            num_updates=count_updates(model, device=runtime.device), lr_steps=model.lr_schedule.num_steps
+        )
+    written = save_random_states(folder / _RANDOM_STATES, runtime, layout=learner.config.parallel.describe())
+    seals |= {f"{_RANDOM_STATES}/{file}": seal for file, seal in written.items()}
+    files = _gather_seals(seals, ranks)  # no rank is here before its files are on the disk
     if runtime.is_writer:
-        write_run_state(folder, state)
+        write_run_state(folder, replace(state, counters=counters, files=files))
     dist.barrier()
 
 
-def _save_model(folder: Path, model: TrainedModel) -> None:
-    chunks = _sharded_chunks(model)
-    states = _sharded_states(chunks, read_states(model))
-    num_updates = count_updates(model, device=model.runtime.device)
-    further = {"optimizer": states, "num_updates": num_updates, "lr_schedule": model.lr_schedule.state_dict()}
-    dist_checkpointing.save({**chunks, **further}, str(folder))
+def _gather_seals(seals: Mapping[str, FileSeal], ranks: TorchRankGroup) -> dict[str, FileSeal]:
+    gathered = ranks.gather(json.dumps({name: asdict(seal) for name, seal in seals.items()}).encode())
+    parts = [json.loads(part) for part in gathered]
+    return {name: FileSeal(**fields) for part in parts for name, fields in part.items()}
+
+
+def _tensors_of(model: TrainedModel) -> Iterator[LocalTensor]:
+    """Yields all tensors of this rank. Collective, over dp."""
+    states = read_states(model)
+    for local in model.parameters():
+        name = local.spec.name
+        yield LocalTensor(key=f"{_PARAMETER}/{name}", spec=local.spec, tensor=local.parameter)
+        for kind, tensor in states[local.parameter].items():
+            yield LocalTensor(key=f"{kind}/{name}", spec=local.spec, tensor=tensor)
+    for buffer in model.state_buffers():
+        yield LocalTensor(key=f"{_BUFFER}/{buffer.spec.name}", spec=buffer.spec, tensor=buffer.buffer)
 
 
 def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
     """Set models, optimizers and schedules from a checkpoint of any layout. Every rank must call it.
 
-    Weights are moved as initial ones are, where the run has a perturbation.
+    Weights are moved as initial ones are, where the run has a perturbation. Whoever calls it has checked the contents
+    (``run_state.check_contents``).
 
     Raises:
         ConfigError: a model's files cannot be read, or hold another model.
     """
     perturbation = Perturbation.build(learner.config.perturbation)
     for name, model in learner.models.items():
-        try:
-            _load_model(folder / name, model, perturbation)
-        except (CheckpointingException, CheckpointException) as error:
-            raise ConfigError(
-                f"resume_from_checkpoint: {folder / name} cannot be read, or is of another model: {error}\n"
-                "Resume from another checkpoint."
-            ) from error
+        if state.is_sealed:
+            counters, states = _load_tensors(folder, name, model, state)
+        else:
+            counters, states = load_old_states(folder / name, model)
+        if perturbation is not None:
+            _perturb(model, states, perturbation)
+        write_states(model, states, num_updates=counters.num_updates)
+        model.lr_schedule.num_steps = 0  # its step adds to it
+        model.lr_schedule.step(increment=counters.lr_steps)
     load_random_states(folder / _RANDOM_STATES, learner.runtime, layout=learner.config.parallel.describe())
     learner.load_state_dict(state.learner)
 
 
-def _load_model(folder: Path, model: TrainedModel, perturbation: Perturbation | None) -> None:
-    chunks = _sharded_chunks(model)
-    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
-    targets = {parameter: _empty_state(parameter) for parameter in parameters}
-    loaded = dist_checkpointing.load({**chunks, "optimizer": _sharded_states(chunks, targets)}, str(folder))
-    for index, chunk in enumerate(model.chunks):
-        unwrapped(chunk).load_state_dict(loaded[f"model{index}"])
-    states = {parameter: loaded["optimizer"][str(index)] for index, parameter in enumerate(parameters)}
-    if perturbation is not None:
-        _perturb(model, states, perturbation)
-    write_states(model, states, num_updates=loaded["num_updates"])
-    model.lr_schedule.num_steps = 0  # loading adds the stored number to it
-    model.lr_schedule.load_state_dict(loaded["lr_schedule"])
+@torch.no_grad()
+def _load_tensors(
+    folder: Path, name: str, model: TrainedModel, state: RunState
+) -> tuple[ModelCounters, dict[torch.nn.Parameter, ParameterState]]:
+    """Sets parameters and buffers; returns the counters, and the states of Adam for ``write_states``."""
+    # Sealed files alone: another one in the folder is not the checkpoint's.
+    paths = [folder / file for file in sorted(state.files) if file.startswith(f"{name}/")]
+    if name not in state.counters or not paths:
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder} has no model {name}, but {', '.join(sorted(state.counters)) or 'none'}\n"
+            "Resume from another checkpoint."
+        )
+    for chunk in model.chunks:
+        # Megatron's routers (0.16.1) widen their experts' bias to float32 only when they are run or asked for state.
+        unwrapped(chunk).state_dict()
+    states: dict[torch.nn.Parameter, ParameterState] = {}
+    with StoredTensors(paths) as stored:
+        for local in model.parameters():
+            spec, parameter = local.spec, local.parameter
+            parameter.copy_(stored.read(f"{_PARAMETER}/{spec.name}", spec, parameter.dtype))
+            dtype = state_dtype(parameter)
+            states[parameter] = {
+                kind: stored.read(f"{kind}/{spec.name}", spec, dtype).to(parameter.device)
+                for kind in state_names(parameter)
+            }
+        for buffer in model.state_buffers():
+            spec = buffer.spec
+            buffer.buffer.copy_(stored.read(f"{_BUFFER}/{spec.name}", spec, buffer.buffer.dtype))
+    return state.counters[name], states
 
 
 @torch.no_grad()
@@ -150,45 +160,3 @@ def _perturb(
         wide = state.get(WIDE_COPY, parameter)
         wide.copy_(perturbation.of_weight(wide, local.spec, parameter.dtype))
         parameter.copy_(wide)
-
-
-def _empty_state(parameter: torch.nn.Parameter) -> ParameterState:
-    dtype = state_dtype(parameter)
-    return {name: torch.empty_like(parameter, dtype=dtype).detach() for name in state_names(parameter)}
-
-
-_TRACKER = "tracker."
-
-
-def _path(folder: Path, runtime: Runtime) -> Path:
-    return folder / f"rank_{runtime.global_rank:05d}.safetensors"
-
-
-def save_random_states(folder: Path, runtime: Runtime, *, layout: str) -> None:
-    """Writes this rank's states into an existing folder. Does not communicate."""
-    states = {"cpu": torch.get_rng_state()}
-    if has_cuda():
-        states["cuda"] = torch.cuda.get_rng_state()
-    states |= {f"{_TRACKER}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    # Copies: on the host the tracker's first state and torch's are one tensor, which the format refuses.
-    copies = {name: state.detach().to("cpu", copy=True).contiguous() for name, state in states.items()}
-    save_file(copies, _path(folder, runtime), metadata={"layout": layout})
-
-
-def load_random_states(folder: Path, runtime: Runtime, *, layout: str) -> bool:
-    """Sets this rank's states where they were saved in the same layout; returns whether they were. Does not
-    communicate.
-    """
-    path = _path(folder, runtime)
-    if not path.is_file():
-        return False
-    with safe_open(path, framework="pt") as file:
-        if file.metadata()["layout"] != layout:
-            return False
-        states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a file, not a mapping
-    torch.set_rng_state(states["cpu"])
-    if has_cuda() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    tracked = {name.removeprefix(_TRACKER): state for name, state in states.items() if name.startswith(_TRACKER)}
-    get_cuda_rng_tracker().set_states(tracked)
-    return True

@@ -4,7 +4,8 @@ A task is ``model/precision/layout``: train a step, save a checkpoint, train ano
 behind it as in ``dense/float64/tp2-sp-pp2>dp4``: a model with other parameters loads that checkpoint and trains the
 other step. Either writes to ``FOLDER/{task}`` what its parameters, buffers and optimizers hold at the checkpoint
 (``state``), the other step's metrics and trace (``next``) and what it counts (``facts_{rank}.json``); who loads also
-writes what a perturbed model holds (``moved``). Nothing is judged here; the test compares the files.
+writes what a perturbed model holds (``moved``), and what a model holds that loads the same checkpoint as releases
+before seals wrote it (``old``). Nothing is judged here; the test compares the files.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from benchmarks.layouts.cases import GROUP_SIZE
 from benchmarks.layouts.cases import NUM_GROUPS
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.instruments import TraceConfig
+from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.trace.entries import TraceEntry
+from tests.dist.old_checkpoint import save_old_checkpoint
 from tests.rank_traces import save_rank_trace
 from mock_scheduler.trace.names import canonical_parameter_name
 from mock_scheduler.trace.shards import ShardSpec, whole
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.run_state import RunState, fixed_settings, read_run_state
+from pipelines.megatron.run_state import RunState, check_contents, check_files, fixed_settings, read_run_state
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.model import layers_of_chunk, unwrapped
@@ -257,6 +260,7 @@ def save_case(root: Path, task: str) -> None:
         learner=learner.state_dict(),
     )
     save_checkpoint(folder / "checkpoint", learner, state)
+    save_old_checkpoint(folder / "old-checkpoint", learner, state)
     write_facts(folder, learner)
     train(learner, 1, folder / "next")
 
@@ -271,15 +275,28 @@ def load_case(root: Path, task: str) -> None:
     disturb(learner)
     before = random_digest()
     checkpoint = root / source / "checkpoint"
-    load_checkpoint(checkpoint, learner, read_run_state(checkpoint))
+    load(checkpoint, learner)
     folder.mkdir(parents=True, exist_ok=True)
     write_state(learner, folder / "state")
     write_facts(folder, learner, random_before=before)
     train(learner, 1, folder / "next")
     perturbation = PerturbationConfig(seed=PERTURBATION.seed, unit_roundoffs=PERTURBATION.unit_roundoffs)
     moved = build_learner(config.model_copy(update={"perturbation": perturbation}), learner.runtime)
-    load_checkpoint(checkpoint, moved, read_run_state(checkpoint))
+    load(checkpoint, moved)
     write_state(moved, folder / "moved")
+    old = build_learner(config, learner.runtime)
+    disturb(old)
+    load(root / source / "old-checkpoint", old)
+    write_state(old, folder / "old")
+    write_facts(folder / "old", old)
+
+
+def load(checkpoint: Path, learner: Learner) -> None:
+    """Check a checkpoint and load it."""
+    state = read_run_state(checkpoint)
+    check_files(checkpoint, state)
+    check_contents(checkpoint, state, TorchRankGroup(learner.runtime.device))
+    load_checkpoint(checkpoint, learner, state)
 
 
 def main() -> None:

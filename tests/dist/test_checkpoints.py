@@ -16,6 +16,8 @@ import torch
 from benchmarks.layouts.cases import parallel_of
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import seal
+from mock_scheduler.support.files import encode_json
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import whole
@@ -181,6 +183,16 @@ def test_a_checkpoint_holds_the_same_bits_in_every_layout(pair: tuple[Path, Pair
 
 
 @of_pairs()
+def test_a_checkpoint_without_seals_holds_the_same_bits(pair: tuple[Path, Pair]) -> None:
+    """It is Megatron's, of releases before seals, and is read as data."""
+    root, one = pair
+    assert differing(merged(root / one.loaded / "old", 0), merged(root / one.saved / "state", 0)) == []
+    kept = ("lr_steps", "learner")
+    expected = [{name: rank[name] for name in kept} for rank in facts(root / one.loaded)]
+    assert [{name: rank[name] for name in kept} for rank in facts(root / one.loaded / "old")] == expected
+
+
+@of_pairs()
 def test_a_perturbed_run_moves_what_its_checkpoint_has(pair: tuple[Path, Pair]) -> None:
     """Only the embedding's output was moved: what is loaded lay over the moved initial weights."""
     folder, names = pair
@@ -259,8 +271,8 @@ def checkpoint(default_runs: Path, tmp_path: Path) -> Path:
 
 
 def test_a_whole_checkpoint_says_where_it_stands(checkpoint: Path) -> None:
-    check_files(checkpoint)
     state = read_run_state(checkpoint)
+    check_files(checkpoint, state)
     assert (state.next_step, state.mode, dict(state.scheduler)) == (1, "real", {"policy_version": 1})
     assert state.fixed["models"] == ["policy", "critic"]
 
@@ -270,7 +282,7 @@ def test_a_checkpoint_without_a_models_folder_is_refused(checkpoint: Path) -> No
     sizes = [(checkpoint / name).stat().st_size for name in names]
     shutil.rmtree(checkpoint / "critic")
     with pytest.raises(ConfigError) as caught:
-        check_files(checkpoint)
+        check_files(checkpoint, read_run_state(checkpoint))
     lines = [f"  - {name}: written with {size} bytes, found missing" for name, size in zip(names, sizes, strict=True)]
     assert str(caught.value) == "\n".join(
         [
@@ -283,11 +295,11 @@ def test_a_checkpoint_without_a_models_folder_is_refused(checkpoint: Path) -> No
 
 
 def test_a_file_that_is_cut_off_is_refused_by_name(checkpoint: Path) -> None:
-    path = sorted((checkpoint / "policy").glob("*.distcp"))[0]
+    path = sorted((checkpoint / "policy").glob("*.safetensors"))[0]
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ConfigError) as caught:
-        check_files(checkpoint)
+        check_files(checkpoint, read_run_state(checkpoint))
     assert str(caught.value) == (
         f"resume_from_checkpoint: {checkpoint} is not whole:\n"
         f"  - policy/{path.name}: written with {size} bytes, found with {size - 1}\n"
@@ -298,10 +310,10 @@ def test_a_file_that_is_cut_off_is_refused_by_name(checkpoint: Path) -> None:
 def test_a_run_state_without_its_list_of_files_is_broken(checkpoint: Path) -> None:
     path = checkpoint / "run_state.json"
     content = json.loads(path.read_text(encoding="utf-8"))
-    del content["files"]
-    path.write_text(json.dumps(content), encoding="utf-8")
+    del content["files"], content["digest"]
+    path.write_bytes(encode_json(seal(content)))
     with pytest.raises(ConfigError, match=re.escape(f"{path} is broken: files is missing; resume from another")):
-        check_files(checkpoint)
+        check_files(checkpoint, read_run_state(checkpoint))
 
 
 def test_a_checkpoint_with_a_critic_is_refused_by_a_run_without_one(checkpoint: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
+import struct
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from mock_scheduler.errors import ConfigError
-from pipelines import run
+from mock_scheduler.errors import ConfigError, ExitCode
+from mock_scheduler.recording.manifest import decode_manifest, encode_manifest
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.registry import build_tokenizer
+from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.resuming import read_resumed_state
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import read_json
 from tests.programs import run_program
@@ -48,6 +54,103 @@ def resumed(tiny_alignment: TinyAlignment, tmp_path_factory: pytest.TempPathFact
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout.splitlines()[-1]) == [0, 0, 0, 5, 5], finished.stderr
     return root
+
+
+_ZIP_END_BYTES = 22
+# Runs of ``second`` -> the changed file of their checkpoint: as it is written now, or as Megatron wrote it of old.
+DAMAGED = {
+    "flipped-tensor": "policy/rank_00000.safetensors",
+    "flipped-random-state": "random_states/rank_00000.safetensors",
+    "flipped-run-state": "run_state.json",
+}
+POISONED = {
+    "poisoned-metadata": "policy/.metadata",
+    "poisoned-common": "policy/common.pt",
+    "poisoned-tensors": "policy/__0_0.distcp",
+}
+
+
+@pytest.fixture(scope="module")
+def second(resumed: Path, tiny_alignment: TinyAlignment) -> Path:
+    """Further resumes of ``whole``: ``old`` from its checkpoint as releases before seals wrote it; from damaged and
+    poisoned ones; ``way`` with a checkpoint in its way; and ``other-run`` with the recording of another run.
+    """
+    root = resumed / "second"
+    checkpoint = Path(shutil.copytree(resumed / "whole" / "checkpoints" / "step_000001", root / "sealed"))
+    written = run_program("tests.pipelines.old_checkpoint_writer", [str(resumed / "whole"), str(root / "unsealed")])
+    assert written.returncode == 0, written.stderr
+    for name, file in DAMAGED.items():
+        flip_bit(Path(shutil.copytree(checkpoint, root / f"{name}-checkpoint")) / file)
+    for name, file in POISONED.items():
+        poison(Path(shutil.copytree(root / "unsealed", root / f"{name}-checkpoint")), file, proof=root / name)
+    give_other_run_id(Path(shutil.copytree(tiny_alignment.recording, root / "recording")))
+    common = [
+        *("--config-path", str(tiny_alignment.configs), "--config-name", "tiny"),
+        *("rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={tiny_alignment.recording}"),
+        *("training.lr_decay_style=linear", "training.lr_warmup_iters=2", "training.lr_decay_iters=20"),
+    ]
+    resume = "resume_from_checkpoint="
+    cases = {
+        "old": [f"{resume}{root / 'unsealed'}", "trace.level=full"],
+        **{name: [f"{resume}{root / f'{name}-checkpoint'}"] for name in (*DAMAGED, *POISONED)},
+        "way": [
+            *(f"{resume}{checkpoint}", "save_steps=1", "training.lr=1.0e-3"),
+            f"checkpoint_config.output_dir={resumed / 'whole' / 'checkpoints'}",
+        ],
+        "other-run": [f"{resume}{checkpoint}", f"rollout_mock.dump_dir={root / 'recording'}"],
+    }
+    told = [{"arguments": [*common, f"output_dir={root / n}-run", *case], "environ": {}} for n, case in cases.items()]
+    path = root / "cases.json"
+    path.write_text(json.dumps(told), encoding="utf-8")
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
+    assert finished.returncode == 0, finished.stderr
+    codes = dict(zip(cases, json.loads(finished.stdout.splitlines()[-1]), strict=True))
+    assert codes == {name: 0 if name == "old" else ExitCode.USAGE for name in cases}, finished.stderr
+    (root / "terminal.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
+    return root
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def poison(checkpoint: Path, file: str, *, proof: Path) -> None:
+    """Puts a call before the data of a pickle, and sizes into the last file that fit."""
+    path = checkpoint / file
+    text = str(proof).encode()
+    call = b"cos\nmkdir\nX" + struct.pack("<I", len(text)) + text + b"\x85R0"
+    content = path.read_bytes()
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as written:
+        written.writestr("archive/data.pkl", b"\x80\x02" + call + b"}.")
+    if file.endswith(".metadata"):
+        path.write_bytes(content[:2] + call + content[2:])
+    elif file.endswith(".pt"):
+        path.write_bytes(archive.getvalue())
+    else:
+        # A file of many archives: each is read from its end, where another one now lies.
+        ends = [found.start() + _ZIP_END_BYTES for found in re.finditer(b"PK\x05\x06", content)]
+        poisoned = bytearray(content)
+        for end in ends:
+            poisoned[end - len(archive.getvalue()) : end] = archive.getvalue()
+        path.write_bytes(poisoned)
+    state = read_json(checkpoint / "run_state.json")
+    state["files"][file] = path.stat().st_size
+    (checkpoint / "run_state.json").write_text(json.dumps(state), encoding="utf-8")
+
+
+def give_other_run_id(recording: Path) -> None:
+    path = recording / "recording.json"
+    manifest = decode_manifest(path.read_bytes(), source=str(path))
+    path.write_bytes(encode_manifest(replace(manifest, run_id="another-run")))
+
+
+def message_of(root: Path, name: str) -> str:
+    """Why a run of ``second`` was refused; it must have been before it had a folder of its own."""
+    assert [path.name for path in (root / f"{name}-run").iterdir()] == ["error.json"]
+    return str(read_json(root / f"{name}-run" / "error.json")["message"])
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, float]]:
@@ -111,18 +214,67 @@ def test_a_run_of_another_kind_is_refused_before_anything_is_built(resumed: Path
     assert sorted(path.name for path in (resumed / "other").iterdir()) == ["error.json"]
 
 
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_changed_bit_is_refused_by_file_before_anything_is_built(second: Path, name: str) -> None:
+    """One bit of a tensor changed six metrics of the next step, and nothing was said."""
+    message = message_of(second, name)
+    assert message.startswith(f"resume_from_checkpoint: {second / f'{name}-checkpoint'}")
+    assert DAMAGED[name] in message
+    assert "is damaged" in message or "run_state.json is broken" in message
+
+
+def test_a_checkpoint_without_seals_resumes_to_the_bit_and_says_so(second: Path, resumed: Path) -> None:
+    assert metrics_of(second / "old-run")[1] == metrics_of(resumed / "whole")[1]
+    file = "trace/step_000001/rank_00000.part_000.safetensors"
+    assert (second / "old-run" / file).read_bytes() == (resumed / "whole" / file).read_bytes()
+    assert f"{second / 'unsealed'} is unsealed" in (second / "terminal.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_a_poisoned_checkpoint_is_refused_and_not_run(second: Path, name: str) -> None:
+    """The code in its pickle ran, and the run ended with 0."""
+    assert not (second / name).exists()
+    message = str(read_json(second / f"{name}-run" / "error.json")["message"])
+    assert "names 'os.mkdir', which is not on the closed list; nothing of it is run" in message
+    assert "weights_only" not in message
+
+
+def test_checkpoints_in_the_way_are_refused_before_anything_is_built(second: Path, resumed: Path) -> None:
+    """The run trained the step, and failed when it would have saved."""
+    root = resumed / "whole" / "checkpoints"
+    assert message_of(second, "way") == (
+        f"save_steps: {root} has checkpoints where this run would save its own:\n"
+        "  - step_000002: training.lr: the checkpoint has 0.002, this run has 0.001\n"
+        "Choose another checkpoint_config.output_dir, resume from the last of them (resume_from_checkpoint="
+        f"{root / 'step_000002'}), or remove them."
+    )
+
+
+def test_the_recording_of_another_run_is_refused_before_anything_is_built(
+    second: Path, tiny_alignment: TinyAlignment
+) -> None:
+    run_id = read_json(tiny_alignment.recording / "recording.json")["run_id"]
+    assert message_of(second, "other-run") == (
+        f"rollout_mock.dump_dir: {second / 'recording'} is of another timeline than the checkpoint {second / 'sealed'}:"
+        f"\n  - the checkpoint is of run {run_id}, the recording of run another-run\n"
+        "Set the dump_dir of the checkpoint's run, a new one where this run records, or resume from a checkpoint of "
+        "the recording's run."
+    )
+
+
 def test_a_checkpoint_that_lost_a_file_is_refused_before_anything_is_built(resumed: Path, tmp_path: Path) -> None:
     """It failed inside Megatron, after all models were built."""
     checkpoint = Path(shutil.copytree(resumed / "whole" / "checkpoints" / "step_000001", tmp_path / "step_000001"))
-    size = (checkpoint / "policy" / "common.pt").stat().st_size
-    (checkpoint / "policy" / "common.pt").unlink()
+    path = checkpoint / "policy" / "rank_00000.safetensors"
+    size = path.stat().st_size
+    path.unlink()
     values = yaml.safe_load((resumed / "whole" / "config.yaml").read_text(encoding="utf-8"))
     config = PipelineConfig.model_validate({**values, "resume_from_checkpoint": str(checkpoint)})
     with pytest.raises(ConfigError) as caught:
-        run._read_resumed_state(config, build_tokenizer(config))
+        read_resumed_state(config, vocab_size=vocab_size_in_effect(config, build_tokenizer(config)))
     assert str(caught.value) == (
         f"resume_from_checkpoint: {checkpoint} is not whole:\n"
-        f"  - policy/common.pt: written with {size} bytes, found missing\n"
+        f"  - policy/rank_00000.safetensors: written with {size} bytes, found missing\n"
         "Copy it again from where it was written, or resume from another checkpoint."
     )
 
