@@ -220,4 +220,6 @@ def apply_values(config: RunConfig, values: Mapping[str, Plain], *, kept: Collec
             for section in sections:
                 place = place[section]
             place[name] = value
-    return config.model_validate(content)
+    changed = config.model_validate(content)
+    changed.keep_environment_texts(config.environment_texts)
+    return changed
