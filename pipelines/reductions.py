@@ -7,12 +7,12 @@ steps, the rate and the coefficients that follow from the number of updates of t
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Dimension, Plain, ReducedBatch, ReducedWorkload, RunConfig, halvings
+from mock_scheduler.support.copying import copy_folder
 from mock_scheduler.support.files import load_json_object, save_json
 from pipelines.config.schema import PipelineConfig
 
@@ -110,9 +110,9 @@ class PipelineReductions:
             raise ConfigError(f"the checkpoint {checkpoint} cannot be used: {path.name} has no next_step")
         return step
 
-    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
+    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch, *, root: Path) -> None:
         """Copies a checkpoint for a run with other batches: their size is in no tensor."""
-        shutil.copytree(origin, target)
+        copy_folder(origin, target, root=root)
         state = load_json_object(target / _RUN_STATE_FILE)
         state["fixed"] |= {key: batch.values[key] for key in _BATCH_KEYS if key in batch.values}
         save_json(target / _RUN_STATE_FILE, state)

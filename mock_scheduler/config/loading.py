@@ -32,12 +32,11 @@ from mock_scheduler.config.dialects.reader import Resolved
 from mock_scheduler.config.environment_texts import escape, with_environment_texts
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
+from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
 
 DEFAULT_CONFIG_PATH = "configs"
-#: The top-level key by which a configuration names its program; a schema without this field never sees it.
-PROGRAM_KEY = "program"
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 

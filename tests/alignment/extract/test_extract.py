@@ -395,7 +395,7 @@ def test_the_users_code_goes_with_it_and_what_that_imports(
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     alignment.text = CONFIG.replace("{name: change,", "{name: change, entry: mine.deep.run,")
     alignment.write()
-    folder = extract(alignment)
+    folder = extract(alignment, run_stored_code=True)
     copied = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
     assert copied == {"helpers/tables.py", "mine/__init__.py", "mine/deep/run.py", "mine/kernel.py"}
     text = (folder / "README.md").read_text()
@@ -478,7 +478,7 @@ def test_the_script_aligns_in_its_own_folder_with_the_checkout_on_the_path(
     alignment.write()
     folder = extract(alignment)
     (tmp_path / "checkout").mkdir()
-    write_python(tmp_path / "checkout", '[[ "$1" == -c ]] || { echo "$PWD|$PYTHONPATH|$*"; exit 1; }')
+    write_python(tmp_path / "checkout", '[[ "$2" == -c ]] || { echo "$PWD|$PYTHONPATH|$*"; exit 1; }')
     done = subprocess.run(
         ["bash", str(folder / "reproduce.sh"), "--json", "x"],
         cwd=tmp_path / "checkout",
@@ -487,11 +487,13 @@ def test_the_script_aligns_in_its_own_folder_with_the_checkout_on_the_path(
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == (
-        f"{folder}|{tmp_path / 'checkout'}|-m mock_scheduler.cli align config --config-path . --recording recording "
-        "--output-dir output --overwrite --json x\n"
+    command = (
+        "-P -m mock_scheduler.cli align config --config-path . --recording recording --output-dir output --overwrite "
+        "--json x\n"
     )
+    assert done.returncode == 1
+    assert done.stdout == f"{folder}|{tmp_path / 'checkout'}|{command}"
+    assert done.stderr == f"runs in {folder}: PYTHONPATH={tmp_path / 'checkout'} {tmp_path}/checkout/./python {command}"
 
 
 def test_an_interpreter_without_the_project_gives_no_verdicts_exit_code(alignment: Alignment, tmp_path: Path) -> None:
@@ -507,7 +509,9 @@ def test_an_interpreter_without_the_project_gives_no_verdicts_exit_code(alignmen
         check=False,
     )
     assert done.returncode == 5
-    assert done.stderr.startswith(f"error: {python} could not run it; start this from the root of a checkout")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: {python} could not run it; start this from the root of a checkout"
+    )
 
 
 @pytest.mark.parametrize(
@@ -556,10 +560,13 @@ def test_the_check_reads_the_verdict_that_the_script_leaves(
     monkeypatch.setattr(sys, "executable", str(write_python(tmp_path, "echo it went wrong; exit 5")))
     with pytest.raises(AlignmentError) as caught:
         run_reproduction(folder, "change")
-    assert str(caught.value) == (
+    first, shown, last_line = str(caught.value).split("\n")
+    assert first == (
         "the reproduction's script ended with exit code 5 and no result; --no-check makes the folder without "
-        "running it. The last lines of its output:\nit went wrong"
+        "running it. The last lines of its output:"
     )
+    assert shown.startswith(f"runs in {folder}: PYTHONPATH=")
+    assert last_line == "it went wrong"
 
 
 def test_the_command_ends_as_its_errors_say(alignment: Alignment, capsys: pytest.CaptureFixture[str]) -> None:
