@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from mock_scheduler.errors import ExitCode, MockSchedulerError
+from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
 from mock_scheduler.support.version import VERSION
 
 if TYPE_CHECKING:
@@ -449,9 +449,9 @@ def version() -> None:
 
 
 def print_error(message: str) -> None:
-    """Write one failure to stderr, unchanged: no markup is read from it and no line is broken."""
+    """Write one failure to stderr, without passwords: no markup is read from it and no line is broken."""
     console = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), redact(message)), soft_wrap=True)
 
 
 def _describe_os_error(error: OSError) -> str:
@@ -483,7 +483,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_error(_describe_os_error(error))
         return int(ExitCode.USAGE)
     except Exception:  # noqa: BLE001 - the edge of the process
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
         return int(ExitCode.INTERNAL)
     if code == _INTERRUPTED:  # typer 0.29 makes this code of KeyboardInterrupt, and says nothing

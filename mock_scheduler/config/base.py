@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
 
 from mock_scheduler.config.steps import StepRanges
 
@@ -49,6 +49,24 @@ def _read_steps(value: object) -> StepRanges:
 
 Steps = Annotated[StepRanges, BeforeValidator(_read_steps), PlainSerializer(str, return_type=str)]
 """A set of at least one step, as ``StepRanges.parse`` reads it."""
+
+
+def _check_file_name(name: str) -> str:
+    if not name or name != name.strip() or name in (".", "..") or not name.isprintable() or {*name} & {"/", "\\"}:
+        raise ValueError(
+            f"is {name!a}, which cannot name a folder: expected printable characters without / and \\, no space at "
+            "either end, and neither . nor .."
+        )
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"has {len(name.encode())} bytes, and the name of a folder has at most {_MAX_NAME_BYTES}")
+    return name
+
+
+# Of 255 that file systems allow; candidates and proofs append their own names.
+_MAX_NAME_BYTES = 160
+
+FileName = Annotated[str, AfterValidator(_check_file_name)]
+"""A text that becomes one part of a path, and can lead nowhere else."""
 
 
 class Decides(Flag):

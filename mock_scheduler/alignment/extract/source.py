@@ -7,6 +7,7 @@ batch becomes smaller; a key of the candidate's own stays as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from mock_scheduler.alignment.plan.matrix import expand_candidates
 from mock_scheduler.alignment.plan.overrides import override_keys
 from mock_scheduler.alignment.plan.plan import RECORDING_NAME
-from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.config.align import CANDIDATE_NAME, CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.stored_code import StoredCode, Use, refuse_stored_code
 from mock_scheduler.errors import ConfigError, LayoutError, StepNotFoundError
@@ -163,7 +164,7 @@ def _by_name(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _find(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
     by_name = _by_name(result)
-    if name not in by_name:
+    if name not in by_name or not re.fullmatch(CANDIDATE_NAME, name):
         verdicts = ", ".join(f"{other} ({item.get('verdict')})" for other, item in by_name.items()) or "none"
         raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
     return by_name[name]
