@@ -35,6 +35,7 @@ from mock_scheduler.config.stored_code import (
 from mock_scheduler.determinism.settings import environment_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.order_plan import OrderPlan
+from mock_scheduler.support.local_key import is_own
 
 #: The program of every configuration that names none.
 DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
@@ -277,11 +278,12 @@ class Program(Protocol):
 def check_stored_code(config_name: str, config_path: str | Path, *, use: Use, run_stored_code: bool) -> str:
     """Refuses a configuration that a run left behind and that names code, unless the user asked for it.
 
-    Everything that loads a configuration by name calls this before ``find_program``; a configuration of the user's own
-    passes. Returns a text that says what will run; empty where nothing of the file's own does. Raises ``ConfigError``.
+    Everything that loads a configuration by name calls this before ``find_program``. A configuration of the user's own
+    passes: one that no run left, or one that a run of this user left here (``support.local_key``). Returns a text that
+    says what will run; empty where nothing of the file's own does. Raises ``ConfigError``.
     """
     path = _config_file(config_name, config_path)
-    if not is_stored(path) or not path.is_file():
+    if not is_stored(path) or not path.is_file() or is_own(path):
         return ""
     return refuse_stored_code(path, list_stored_code(path), use=use, is_allowed=run_stored_code)
 

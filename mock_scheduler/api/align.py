@@ -27,6 +27,7 @@ from mock_scheduler.report.json_file import save_result
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
+from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult
@@ -221,6 +222,7 @@ class _Reports:
         """Write it to ``result_path``; before its end without the parts read from folders."""
         self.view = build_view(result, is_full=result.times is not None)
         save_result(result, self.view, self.result_path)
+        mark_own(self.result_path)
 
 
 def _side(run: RunSummary | None, path: Path) -> ComparedInput:

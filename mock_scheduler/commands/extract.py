@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import CheckReproduction, Extraction, run_reproduction
-from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights
+from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights, needed_flag
 from mock_scheduler.alignment.extract.source import read_diverged
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.terminal import build_console
@@ -55,7 +55,7 @@ def run_extract(
         batch=load_train_step(source.reader, source.step),
         weights=choose_weights(source),
         entry=find_entry_files(source.change.entry or source.program.entry, source.own_packages),
-        check=(check or partial(run_reproduction, run_stored_code=run_stored_code)) if is_checked else None,
+        check=(check or partial(run_reproduction, run_stored_code=source.is_trusted)) if is_checked else None,
         console=console,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,6 @@ def run_extract(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    console.print(
-        f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: bash {escape(str(output / SCRIPT_FILE))}"
-    )
+    command = escape(f"bash {output / SCRIPT_FILE}{needed_flag(output)}")
+    console.print(f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: {command}")
     return int(ExitCode.ALIGNED)

@@ -1,7 +1,9 @@
-"""Digests that nobody can guess from, for values that a file must tell apart and never show.
+"""A key of this user: digests that nobody can guess from, and proof that this user wrote a file where it lies.
 
 A plain SHA-256 of a short secret is found by trying. So the digest is an HMAC under 32 random bytes of this user on
-this machine: ``$XDG_STATE_HOME/mock-scheduler/key`` (else below ``~/.local/state``), of mode 0600.
+this machine: ``$XDG_STATE_HOME/mock-scheduler/key`` (else below ``~/.local/state``), of mode 0600. The key goes nowhere
+else. The mark of an own file, a hidden file beside it, is such a digest of its place and its content: whoever sends,
+moves or changes the file cannot make it.
 
 Contract: standard library only. Equal values have equal digests as long as the key file is there. Where it cannot be
 made or is not this user's alone, the key lives as long as the process: a digest then equals no stored one.
@@ -24,6 +26,30 @@ _NUM_BYTES = 32
 def keyed_digest(value: str) -> str:
     """Returns the HMAC-SHA-256 (hex) of a text under this user's key."""
     return hmac.new(_key(find_key_file()), value.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def mark_own(path: Path) -> None:
+    """Marks a file, just written, as this user's own; where this cannot be done the file passes for a foreign one."""
+    with suppress(OSError):
+        _mark_of(path).write_text(_describe(path), encoding="ascii")
+
+
+def is_own(path: Path) -> bool:
+    """Says whether this user wrote the file, in this place and with this content."""
+    try:
+        stated = _mark_of(path).read_bytes()[: 2 * hashlib.sha256().digest_size + 1]
+        return hmac.compare_digest(stated, _describe(path).encode("ascii"))
+    except OSError:
+        return False
+
+
+def _mark_of(path: Path) -> Path:
+    return path.with_name(f".own.{path.name}")
+
+
+def _describe(path: Path) -> str:
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    return keyed_digest(f"{content} {os.path.realpath(path)}")
 
 
 def find_key_file() -> Path:

@@ -16,8 +16,9 @@ from mock_scheduler.alignment.plan.overrides import format_override
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import ConfigSource, dump_config
+from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.program import Plain, ReducedBatch, RunConfig, load_config
+from mock_scheduler.program import Plain, ReducedBatch, RunConfig, list_stored_code, load_config
 from mock_scheduler.recording.writing.subset import write_subset
 from mock_scheduler.support.copying import check_inside
 from mock_scheduler.support.digests import iterate_leaves
@@ -191,6 +192,11 @@ def _find_start(source: DivergedCandidate, checkpoint: Path) -> int:
     return step
 
 
+def needed_flag(folder: Path) -> str:
+    """Returns the option, after a space, without which the script runs nothing; empty where it needs none."""
+    return f" {FLAG}" if list_stored_code(folder / CONFIG_FILE) else ""
+
+
 README_FILE = "README.md"
 
 _NUM_GROUPS_NAMED = 8
@@ -216,7 +222,7 @@ def write_readme(
         "\n".join(remarks),
         "## Run it\n\n"
         "From the root of a checkout, or with `MOCK_SCHEDULER_ROOT=…`; `PYTHON=…` is another interpreter:\n\n"
-        f"```bash\nbash {SCRIPT_FILE}\n```\n\n"
+        f"```bash\nbash {SCRIPT_FILE}{needed_flag(folder)}\n```\n\n"
         f"Expected: `{change.name}` is **diverged**, exit code 1. It trains a baseline and the candidate on the "
         "recording here; no rollout is played.",
         "## What differs\n\n" + _describe_change(config, entry),

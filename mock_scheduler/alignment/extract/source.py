@@ -36,6 +36,7 @@ from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.copying import check_inside, is_inside
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
 from mock_scheduler.support.version import PACKAGE
 
@@ -48,8 +49,9 @@ class DivergedCandidate:
 
     ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
     own configurations. ``change``: the candidate as it was configured, with its entry. ``used``: the allowed code and
-    files of the stored configurations, in words. ``sentence``: the first divergence in words. ``step``: its place, or
-    the step asked for; ``sample``: the row with the largest difference, as recordings name it, where one row has it.
+    files of the stored configurations, in words. ``is_trusted``: these may run. ``sentence``: the first divergence in
+    words. ``step``: its place, or the step asked for; ``sample``: the row with the largest difference, as recordings
+    name it, where one row has it.
     """
 
     align_dir: Path
@@ -63,6 +65,7 @@ class DivergedCandidate:
     sample: str | None
     reader: RecordingReader
     used: str = ""
+    is_trusted: bool = False
 
     @property
     def steps(self) -> list[int]:
@@ -101,12 +104,14 @@ def read_diverged(
     divergence = found.get("first_divergence") or {}
     configs = [_config_file(align_dir, run) for run in (BASELINE_NAME, name)]
     origin, stored = configs[0], found.get("overrides") or []
+    is_mine = all(map(is_own, (align_dir / ALIGN_FILE, *configs)))
     named = [code for path in configs for code in list_stored_code(path, overrides=stored, only=name)]
+    named = [] if is_mine else named
     refuse_stored_code(origin, named, use=use, is_allowed=run_stored_code)
     program, baseline = _load(configs[0])
     _, candidate = _load(configs[1])
     elsewhere = [*_checkpoint_elsewhere(baseline, align_dir), *_recording_elsewhere(result, align_dir)]
-    used = refuse_stored_code(origin, [*named, *elsewhere], use=use, is_allowed=run_stored_code)
+    used = refuse_stored_code(origin, [] if is_mine else [*named, *elsewhere], use=use, is_allowed=run_stored_code)
     if program.reductions is None:
         raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
     reader = _open_recording(result, align_dir)
@@ -135,6 +140,7 @@ def read_diverged(
         sample=sample if isinstance(sample, str) else None,
         reader=reader,
         used=used,
+        is_trusted=is_mine or run_stored_code,
     )
 
 

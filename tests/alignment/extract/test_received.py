@@ -15,6 +15,7 @@ from mock_scheduler.alignment.extract.extraction import run_reproduction
 from mock_scheduler.cli import main
 from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import AlignmentError, ConfigError
+from mock_scheduler.support.local_key import mark_own
 from tests.alignment.extract.alignments import CONFIG, Alignment, FakeCheck, extract, write_checkpoint
 
 
@@ -257,3 +258,28 @@ def test_python_asks_as_the_command_does(alignment: Alignment) -> None:
     alignment.write()
     with pytest.raises(ConfigError, match=r"\(in Python: run_stored_code=True\)"):
         mock_scheduler.align("config", config_path=alignment.root / "baseline")
+
+
+def test_ones_own_alignment_is_not_asked_about(alignment: Alignment) -> None:
+    alignment.text = with_change("python: /some/python")
+    alignment.write()
+    files = [alignment.root / name for name in ("align.json", "baseline/config.yaml", "change/config.yaml")]
+    for path in files:
+        mark_own(path)
+    check = FakeCheck()
+    folder = extract(alignment, check)
+    assert "--run-stored-code: " not in check.output.getvalue()
+    # What was made is no longer in the place where it was marked, and may be sent on.
+    assert f"Show it with: bash {folder}/reproduce.sh --run-stored-code\n" in check.output.getvalue()
+    assert "bash reproduce.sh --run-stored-code\n" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("changed", ["align.json", "baseline/config.yaml", "change/config.yaml"])
+def test_a_file_that_was_changed_since_makes_it_a_foreign_one(alignment: Alignment, changed: str) -> None:
+    alignment.text = with_change("python: /some/python")
+    alignment.write()
+    for name in ("align.json", "baseline/config.yaml", "change/config.yaml"):
+        mark_own(alignment.root / name)
+    path = alignment.root / changed
+    path.write_text(path.read_text() + "\n")
+    refused(alignment)
