@@ -86,9 +86,14 @@ class Alignment:
             (self.root / run).mkdir(parents=True)
             (self.root / run / "config.yaml").write_text(dump_config(self.config(*own)))
         divergence = {"step": step, "difference": {"figures": {"worst": {"sample": sample}}}}
-        changed = {"name": name, "overrides": list(overrides), "verdict": verdict, "reason": "for a reason"}
+        changed: dict[str, object] = {
+            "name": name,
+            "overrides": list(overrides),
+            "verdict": verdict,
+            "reason": "for a reason",
+        }
         changed |= {"sentence": SENTENCE, "first_divergence": divergence}
-        same = {"name": "same", "overrides": [], "verdict": "identical", "reason": "all equal"}
+        same: dict[str, object] = {"name": "same", "overrides": [], "verdict": "identical", "reason": "all equal"}
         result = {"candidates": [same, changed], "recording_dir": str(self.root / "recording")}
         (self.root / "align.json").write_text(json.dumps(result))
         self.record()
