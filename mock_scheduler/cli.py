@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from mock_scheduler.errors import ExitCode, MockSchedulerError
+from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
 from mock_scheduler.support.version import VERSION
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ Kinds = Annotated[
 Patterns = Annotated[
     list[str] | None, typer.Option("--patterns", help="only names that match one of these, as in 'decoder.layers.3.*'")
 ]
+RunStoredCode = Annotated[
+    bool,
+    typer.Option("--run-stored-code", help="run the code that a config.yaml left by a run names; shown either way"),
+]
 
 _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
 _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
@@ -76,12 +80,20 @@ def launch(
     node_rank: Annotated[int, typer.Option("--node-rank", help="this machine, from 0")] = 0,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT on machine 0")] = None,
     entry: Entry = None,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Run a configuration on as many processes as its layout needs."""
     from mock_scheduler.commands.launch import run_launch  # imports pydantic: not for --help
 
     source = _source(config_name, config_path, overrides)
-    code = run_launch(source, entry=entry, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
+    code = run_launch(
+        source,
+        entry=entry,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
+        run_stored_code=run_stored_code,
+    )
     raise typer.Exit(code)
 
 
@@ -98,6 +110,7 @@ def align(
     is_ci: Annotated[bool, typer.Option("--ci", help="print a short summary, and write JUnit XML")] = False,
     json_path: JsonCopy = None,
     html_path: HtmlOutput = None,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Record a baseline, replay it under every candidate, and give a verdict for each, with its proofs."""
     from mock_scheduler.commands.align import AlignOptions, run_align  # imports torch: not for --help
@@ -110,6 +123,7 @@ def align(
         is_ci=is_ci,
         json_path=json_path,
         html_path=html_path,
+        run_stored_code=run_stored_code,
     )
     code = run_align(
         config_name=source.config_name,
@@ -130,11 +144,20 @@ def extract(
     ] = None,
     groups: Annotated[int | None, typer.Option("--groups", min=1, help="whole groups to begin with")] = None,
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
     from mock_scheduler.commands.extract import run_extract  # imports torch: not for --help
 
-    code = run_extract(align_dir, candidate, output=output, step=step, num_groups=groups, is_checked=is_checked)
+    code = run_extract(
+        align_dir,
+        candidate,
+        output=output,
+        step=step,
+        num_groups=groups,
+        is_checked=is_checked,
+        run_stored_code=run_stored_code,
+    )
     raise typer.Exit(code)
 
 
@@ -148,12 +171,19 @@ def minimise(
     max_runs: Annotated[int, typer.Option("--max-runs", min=1, help="alignments to spend at most")] = 60,
     overwrite: Overwrite = False,
     json_path: JsonCopy = None,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Shrink a diverged candidate, its layout, changes, model and data, while it still diverges."""
     from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
-    options = MinimiseOptions(output_dir=output_dir, max_runs=max_runs, overwrite=overwrite, json_path=json_path)
+    options = MinimiseOptions(
+        output_dir=output_dir,
+        max_runs=max_runs,
+        overwrite=overwrite,
+        json_path=json_path,
+        run_stored_code=run_stored_code,
+    )
     code = run_minimise(
         source.config_name,
         candidate,
@@ -233,6 +263,7 @@ def doctor(
         Path | None, typer.Option("--output-dir", help="the runs go to doctor in this folder")
     ] = None,
     json_path: JsonCopy = None,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Replay one step twice and name the first operation that differs, and the setting responsible."""
     from mock_scheduler.commands.doctor import run_doctor  # imports torch: not for --help
@@ -247,17 +278,26 @@ def doctor(
         recording=recording,
         entry=entry,
         json_path=json_path,
+        run_stored_code=run_stored_code,
     )
     raise typer.Exit(code)
 
 
 @app.command()
-def env(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
+def env(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    run_stored_code: RunStoredCode = False,
+) -> None:
     """Print the environment of a run's processes as lines for a shell: export NAME=VALUE."""
+    from mock_scheduler.config.stored_code import Use
     from mock_scheduler.determinism.environment import check_settings, launch_environment
-    from mock_scheduler.program import load_config
+    from mock_scheduler.program import check_stored_code, load_config
 
-    config = load_config(_source(config_name, config_path, overrides))
+    # The shell that reads these lines runs under them.
+    check_stored_code(config_name, config_path, use=Use.RUN, run_stored_code=run_stored_code)
+    config = load_config(_source(config_name, config_path, overrides), run_stored_code=run_stored_code)
     check_settings(config.system_envs)
     for name, value in sorted(launch_environment(config.system_envs).items()):
         # Names are identifiers by now; they are quoted all the same, since a shell may read this line by eval.
@@ -265,12 +305,18 @@ def env(config_name: ConfigName, overrides: Overrides = None, config_path: Confi
 
 
 @app.command()
-def config(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = "configs") -> None:
+def config(
+    config_name: ConfigName,
+    overrides: Overrides = None,
+    config_path: ConfigPath = "configs",
+    run_stored_code: RunStoredCode = False,
+) -> None:
     """Print the whole checked configuration as YAML."""
     from mock_scheduler.config.loading import dump_config  # imports Hydra: not for --help
     from mock_scheduler.program import load_config
 
-    typer.echo(dump_config(load_config(_source(config_name, config_path, overrides))), nl=False)
+    loaded = load_config(_source(config_name, config_path, overrides), run_stored_code=run_stored_code)
+    typer.echo(dump_config(loaded), nl=False)
 
 
 @app.command()
@@ -343,6 +389,7 @@ def correction(
     num_worst: Annotated[int, typer.Option("--worst", min=0, help="tokens and trajectories to name")] = 10,
     json_path: JsonOutput = None,
     html_path: HtmlOutput = None,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Show how far rollout and training policy are apart, and the effect of each kind of rollout correction."""
     from mock_scheduler.commands.correction import CorrectionOptions, run_correction  # imports torch
@@ -355,6 +402,7 @@ def correction(
         num_worst=num_worst,
         json_path=json_path,
         html_path=html_path,
+        run_stored_code=run_stored_code,
     )
     raise typer.Exit(run_correction(recording, options))
 
@@ -370,12 +418,16 @@ def replay_actions(
     entry: Annotated[
         str | None, typer.Option("--entry", help="module that plays the actions; else the program's own")
     ] = None,
+    run_stored_code: RunStoredCode = False,
 ) -> None:
     """Play the recorded actions through the environments again and name the first answer that differs."""
     from mock_scheduler.commands.launch import run_replay_actions  # imports Hydra: not for --help
 
     source = _source(config_name, config_path, overrides)
-    raise typer.Exit(run_replay_actions(source, recording, steps=steps, json_path=json_path, entry=entry))
+    code = run_replay_actions(
+        source, recording, steps=steps, json_path=json_path, entry=entry, run_stored_code=run_stored_code
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -398,9 +450,9 @@ def version() -> None:
 
 
 def print_error(message: str) -> None:
-    """Write one failure to stderr, unchanged: no markup is read from it and no line is broken."""
+    """Write one failure to stderr, without passwords: no markup is read from it and no line is broken."""
     console = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), redact(message)), soft_wrap=True)
 
 
 def _describe_os_error(error: OSError) -> str:
@@ -432,7 +484,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_error(_describe_os_error(error))
         return int(ExitCode.USAGE)
     except Exception:  # noqa: BLE001 - the edge of the process
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
         return int(ExitCode.INTERNAL)
     if code == _INTERRUPTED:  # typer 0.29 makes this code of KeyboardInterrupt, and says nothing

@@ -19,12 +19,45 @@
     ├── ServiceError(OSError)                 a training service that does not answer, or refuses
     └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
 
-Each carries its whole message as its only argument, so it stays picklable, and an exit code for the command line.
+Each carries its whole message as its only argument, so it stays picklable, and an exit code for the command line. No
+message repeats a password: each goes through ``redact``.
 """
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
+
+_WORD = r"[\w.-]*(?:token|secret|passw|pwd|signature|credential|auth|key)[\w.-]*|sig"
+_SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
+    # A password may hold any sign but white space; a number and the end of a host's name are a port.
+    (re.compile(r"""(://[^\s/@:?#'"]*):(?!\d{1,5}(?:[/?#\s'",;)]|$))[^\s'"]*@"""), r"\1:***@"),
+    (re.compile(r"""\b((?:https?|ftps?)://)[^\s/@:?#'"]+@""", re.IGNORECASE), r"\1***@"),
+    (re.compile(rf"""([?&;#](?:{_WORD})=)[^&;\s#'"]+""", re.IGNORECASE), r"\1***"),
+    (
+        re.compile(
+            r"""\b((?:aws_)?(?:secret_access_key|access_key_id|session_token|security_token)|secret_key|account_key"""
+            r"""|sas_token|connection_string|client_secret|password|passwd|api_key|access_token)"""
+            r"""(['"]?\s*[:=]\s*['"]?)[^\s'",}&;)]+""",
+            re.IGNORECASE,
+        ),
+        r"\1\2***",
+    ),
+    (re.compile(r"""\b(authorization['"]?\s*[:=]\s*['"]?(?:\w+\s+)?)[^\s'",]+""", re.IGNORECASE), r"\1***"),
+    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),
+)
+
+
+def redact(text: str) -> str:
+    """Returns a text without the passwords, tokens and keys in it: ``s3://user:***@bucket``, ``?token=***``.
+
+    For whatever repeats an address: a message, a line of a log, a report, a provenance.
+    """
+    if not any(sign in text for sign in "@=:A"):
+        return text
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 class ExitCode(IntEnum):
@@ -48,6 +81,9 @@ class MockSchedulerError(Exception):
     """Base of all errors that this library raises on purpose."""
 
     exit_code: int = ExitCode.USAGE
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(redact(item) if isinstance(item, str) else item for item in arguments))
 
 
 class ConfigError(MockSchedulerError, ValueError):

@@ -11,7 +11,6 @@ as ``module:NAME``, else by ``DEFAULT_PROGRAM``, the program of the shipped conf
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,18 +18,27 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from mock_scheduler.config.align import AlignConfig
-from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.base import ConfigSection, EnvironmentTexts
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
-from mock_scheduler.config.loading import PROGRAM_KEY, ConfigSource
+from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
+from mock_scheduler.config.stored_code import (
+    PROGRAM_KEY,
+    StoredCode,
+    Use,
+    find_stored_code,
+    is_stored,
+    read_program_name,
+    refuse_stored_code,
+)
+from mock_scheduler.determinism.settings import environment_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.order_plan import OrderPlan
+from mock_scheduler.support.local_key import is_own
 
 #: The program of every configuration that names none.
 DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
-
-_NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
 
 Plain: TypeAlias = "int | bool | str | float | None"
 """The value of one key."""
@@ -71,6 +79,9 @@ class RunConfig(Protocol):
     def perturbation(self) -> PerturbationConfig: ...
     @property
     def graft(self) -> GraftConfig: ...
+    @property
+    def environment_texts(self) -> EnvironmentTexts: ...
+    def keep_environment_texts(self, found: EnvironmentTexts) -> None: ...
     def model_dump(self, *, mode: str = ..., exclude: set[str] | None = ...) -> dict[str, Any]: ...
     def model_copy(self, *, update: Mapping[str, Any] | None = ...) -> Self: ...
     @classmethod
@@ -194,8 +205,8 @@ class Reductions(Protocol):
         """Gives the next step after a checkpoint; ``None`` for no checkpoint, ``ConfigError`` for a damaged one."""
         ...
 
-    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
-        """Copies a checkpoint in a form for a run with other batches."""
+    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch, *, root: Path) -> None:
+        """Copies a checkpoint in a form for a run with other batches; no link may lead out of ``root``."""
         ...
 
 
@@ -264,16 +275,38 @@ class Program(Protocol):
         ...
 
 
+def check_stored_code(config_name: str, config_path: str | Path, *, use: Use, run_stored_code: bool) -> str:
+    """Refuses a configuration that a run left behind and that names code, unless the user asked for it.
+
+    Everything that loads a configuration by name calls this before ``find_program``. A configuration of the user's own
+    passes: one that no run left, or one that a run of this user left here (``support.local_key``). Returns a text that
+    says what will run; empty where nothing of the file's own does. Raises ``ConfigError``.
+    """
+    path = _config_file(config_name, config_path)
+    if not is_stored(path) or not path.is_file() or is_own(path):
+        return ""
+    return refuse_stored_code(path, list_stored_code(path), use=use, is_allowed=run_stored_code)
+
+
+def list_stored_code(path: Path, *, overrides: Sequence[object] = (), only: str | None = None) -> list[StoredCode]:
+    """Lists the code that a stored configuration names, as ``config.stored_code.find_stored_code`` does."""
+    settings = [setting.name for setting in environment_settings()]
+    return find_stored_code(path, default_program=DEFAULT_PROGRAM, settings=settings, overrides=overrides, only=only)
+
+
 def find_program(config_name: str, config_path: str | Path) -> Program:
     """Finds the program of a configuration; raises ``ConfigError`` where the named one is none.
 
-    Only the named file is looked at, and the key must stand on a line of its own.
+    Only the named file is looked at, and the key must stand on a line of its own. The program is imported: see
+    ``check_stored_code``.
     """
-    path = Path(config_path) / f"{config_name.removesuffix('.yaml')}.yaml"
-    named = None
-    if path.is_file():
-        named = _NAMED.search(path.read_text(encoding="utf-8", errors="replace"))
-    return import_program(named[1], origin=f"{path}: {PROGRAM_KEY} ") if named else import_program(DEFAULT_PROGRAM)
+    path = _config_file(config_name, config_path)
+    named = read_program_name(path)
+    return import_program(named, origin=f"{path}: {PROGRAM_KEY} ") if named else import_program(DEFAULT_PROGRAM)
+
+
+def _config_file(config_name: str, config_path: str | Path) -> Path:
+    return Path(config_path) / f"{config_name.removesuffix('.yaml')}.yaml"
 
 
 def import_program(name: str, *, origin: str = "") -> Program:
@@ -288,10 +321,13 @@ def import_program(name: str, *, origin: str = "") -> Program:
     return found
 
 
-def load_config(source: ConfigSource, program: Program | None = None) -> RunConfig:
+def load_config(source: ConfigSource, program: Program | None = None, *, run_stored_code: bool = False) -> RunConfig:
     """Loads the checked configuration of a source; raises ``ConfigError``.
 
-    ``program``: ``None`` is the one of the configuration.
+    ``program``: ``None`` is the one of the configuration, and then ``run_stored_code`` allows a stored configuration to
+    name it.
     """
-    program = program or find_program(source.config_name, source.config_path)
+    if program is None:
+        check_stored_code(source.config_name, source.config_path, use=Use.LOAD, run_stored_code=run_stored_code)
+        program = find_program(source.config_name, source.config_path)
     return program.build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)

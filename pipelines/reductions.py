@@ -7,12 +7,12 @@ steps, the rate and the coefficients that follow from the number of updates of t
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Dimension, Plain, ReducedBatch, ReducedWorkload, RunConfig, halvings
+from mock_scheduler.support.copying import copy_folder
 from mock_scheduler.support.files import load_json_object, save_json
 from pipelines.config.schema import PipelineConfig
 
@@ -110,19 +110,16 @@ class PipelineReductions:
             raise ConfigError(f"the checkpoint {checkpoint} cannot be used: {path.name} has no next_step")
         return step
 
-    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch) -> None:
+    def copy_checkpoint(self, origin: Path, target: Path, batch: ReducedBatch, *, root: Path) -> None:
         """Copies a checkpoint for a run with other batches: their size is in no tensor.
 
         Raises:
-            ConfigError: it has links, or its last file is not as it was written.
+            ConfigError: it has links out of ``root``, or its last file is not as it was written.
         """
         # Imported here, since it imports torch, which nothing else of this file needs.
         from mock_scheduler.support.digests import open_sealed, seal
 
-        for path in origin.rglob("*"):
-            if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise ConfigError(f"the checkpoint {origin} cannot be copied: {path} is a link or no file")
-        shutil.copytree(origin, target)
+        copy_folder(origin, target, root=root)
         path = target / _RUN_STATE_FILE
         state = load_json_object(path)
         is_sealed = "digest" in state

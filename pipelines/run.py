@@ -34,6 +34,7 @@ from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.files import save_json
+from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
@@ -169,7 +170,9 @@ class AgenticPipeline:
         if is_writer:
             # Only now that nothing was refused: what an earlier run left stays whole until this one begins.
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
-            (self._output_dir / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+            config_file = self._output_dir / CONFIG_FILE
+            config_file.write_text(dump_config(config), encoding="utf-8")
+            mark_own(config_file)
             if self._is_resumed:
                 self._training.make_way(self._first_step)
         use_tensorboard = config.track_with == "tensorboard"

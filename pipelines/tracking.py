@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
+from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError, redact
 from mock_scheduler.support.files import encode_json, publish_new
 from mock_scheduler.support.run_files import ERROR_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 
@@ -114,7 +114,7 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
     exit_code = failure_exit_code(error)
     content = {
         "type": type(error).__name__,
-        "message": str(error),
+        "message": redact(str(error)),
         "exit_code": exit_code,
         "global_rank": global_rank,
     }
@@ -125,10 +125,10 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
         is_first = True
         print(f"[rank {global_rank}] {ERROR_FILE} cannot be written: {problem}", file=sys.stderr, flush=True)
     if not is_first:
-        print(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr, flush=True)
+        print(redact(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}"), file=sys.stderr, flush=True)
         return exit_code
     text = str(error) if isinstance(error, MockSchedulerError) else "".join(traceback.format_exception(error))
-    print(f"{prefix}: {text}{_describe_earlier(error)}", file=sys.stderr, flush=True)
+    print(redact(f"{prefix}: {text}{_describe_earlier(error)}"), file=sys.stderr, flush=True)
     return exit_code
 
 

@@ -15,9 +15,10 @@ from mock_scheduler.alignment.prove.proof_runs import order_reductions
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.alignment.runs.run_store import RunCache, RunStore, open_folder
 from mock_scheduler.api.compare import Verdict
+from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.program import find_program
+from mock_scheduler.program import check_stored_code, find_program
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.ci import write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
@@ -26,6 +27,7 @@ from mock_scheduler.report.json_file import save_result
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
+from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult
@@ -121,6 +123,7 @@ def align(
     recording: str | Path | None = None,
     overwrite: bool = False,
     is_quiet: bool = True,
+    run_stored_code: bool = False,
 ) -> Alignment:
     """Record a baseline, replay it under every candidate of a configuration, and give a verdict for each.
 
@@ -135,6 +138,7 @@ def align(
         recording: A recording for the baseline to replay too; ``None``: the baseline records.
         overwrite: Run everything anew.
         is_quiet: Print nothing of the runs' progress.
+        run_stored_code: Also run the code that a stored ``config.yaml`` names: interpreter, entry, program, variables.
 
     Raises:
         ConfigError: The configuration cannot be aligned; nothing has run then.
@@ -148,6 +152,7 @@ def align(
         recording_dir=None if recording is None else Path(recording),
         overwrite=overwrite,
         console=Console(file=io.StringIO()) if is_quiet else Console(),
+        run_stored_code=run_stored_code,
     )
 
 
@@ -161,11 +166,15 @@ def run_alignment(
     overwrite: bool,
     console: Console,
     make_launch: MakeLaunch = make_process_launch,
+    run_stored_code: bool = False,
 ) -> Alignment:
     """Plan, run and prove; ``align.json`` is saved anew after every stage, so an interrupt loses nothing.
 
     Arguments and errors are as in ``align``.
     """
+    told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
+    if told:
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     program = find_program(config_name, config_path)
     load = program.build_loader(config_name, config_path)
     wants_consequence = load(overrides).align.proofs.consequence
@@ -213,6 +222,7 @@ class _Reports:
         """Write it to ``result_path``; before its end without the parts read from folders."""
         self.view = build_view(result, is_full=result.times is not None)
         save_result(result, self.view, self.result_path)
+        mark_own(self.result_path)
 
 
 def _side(run: RunSummary | None, path: Path) -> ComparedInput:

@@ -69,7 +69,7 @@ class Recording:
 
     def verify(self) -> VerifyResult:
         """Read every byte of every step and check each digest; the result lists every change since the recording."""
-        return verify_recording(self.location)
+        return verify_recording(self._reader.source)
 
     def _open(self, step: int, mode: Mode, scheduler_id: str) -> OpenStep:
         # Opening does not look at the batch size, which nobody asks for here.

@@ -31,6 +31,7 @@ class AlignOptions:
         recording_dir: a recording to replay in the baseline too; ``None``: the baseline records.
         is_ci: print only a short summary, and write JUnit XML.
         json_path, html_path: further copies of result and page.
+        run_stored_code: also run the code that a stored configuration names.
     """
 
     output_dir: Path | None = None
@@ -39,6 +40,7 @@ class AlignOptions:
     is_ci: bool = False
     json_path: Path | None = None
     html_path: Path | None = None
+    run_stored_code: bool = False
 
 
 def run_align(
@@ -68,6 +70,7 @@ def run_align(
         overwrite=options.overwrite,
         console=console,
         make_launch=make_launch,
+        run_stored_code=options.run_stored_code,
     )
     files = _write_copies(alignment, options)
     if options.is_ci:

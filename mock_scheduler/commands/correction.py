@@ -48,7 +48,8 @@ class CorrectionOptions:
 
     run: a traced run that replayed the recording; without it the recording alone is described. source: a configuration
     whose ``rollout_correction`` is shown first, in the place of the run's or the recording's own. presets: names; all
-    where empty. num_worst: tokens and trajectories to name.
+    where empty. num_worst: tokens and trajectories to name. run_stored_code: import the program that ``source``, a
+    stored configuration, names.
     """
 
     run: Path | None = None
@@ -58,6 +59,7 @@ class CorrectionOptions:
     num_worst: int = 10
     json_path: str | None = None
     html_path: Path | None = None
+    run_stored_code: bool = False
 
 
 def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Console | None = None) -> int:
@@ -123,7 +125,7 @@ def _save(content: Mapping[str, JSON], path: Path) -> None:
 def _find_training(reader: RecordingReader, options: CorrectionOptions) -> TrainingConfig:
     """Reads the given configuration, or else the run's, or else the recording's."""
     if options.source is not None:
-        return training_of_source(options.source)
+        return training_of_source(options.source, run_stored_code=options.run_stored_code)
     of_run = None if options.run is None else training_of_run(options.run)
     return of_run or training_of_contract(reader.manifest.contract, dump_dir=reader.dump_dir)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from rich.console import Console
 
 from mock_scheduler.alignment.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
+from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
-from mock_scheduler.program import find_program
+from mock_scheduler.program import check_stored_code, find_program
 from mock_scheduler.run_folder.command_folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.files import save_json
@@ -36,14 +37,19 @@ def run_doctor(
     json_path: Path | None = None,
     make_launch: MakeLaunch = make_process_launch,
     console: Console | None = None,
+    run_stored_code: bool = False,
 ) -> int:
     """Replays the steps 0 to ``step`` twice, prints where they differ and why, and returns the exit code.
 
-    The arguments are ``plan_doctor``'s; ``entry`` is the module to run the replays. ``{output_dir}/doctor`` is made
-    anew and holds the runs and ``doctor.json``; ``json_path`` gets a copy of the latter.
+    The arguments are ``plan_doctor``'s; ``entry`` is the module to run the replays; ``run_stored_code``: also run the
+    code that a stored configuration names. ``{output_dir}/doctor`` is made anew and holds the runs and ``doctor.json``;
+    ``json_path`` gets a copy of the latter.
     Raises ``ConfigError`` before anything runs; ``AlignmentError``, with the run's exit code, where a run fails.
     """
     console = console or build_console()
+    told = check_stored_code(config_name, config_path, use=Use.RUN, run_stored_code=run_stored_code)
+    if told:
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     program = find_program(config_name, config_path)
     plan = plan_doctor(
         program.build_loader(config_name, config_path),

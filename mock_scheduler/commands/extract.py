@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -11,8 +12,9 @@ from rich.markup import escape
 
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import CheckReproduction, Extraction, run_reproduction
-from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights
+from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights, needed_flag
 from mock_scheduler.alignment.extract.source import read_diverged
+from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
@@ -29,11 +31,13 @@ def run_extract(
     is_checked: bool = True,
     check: CheckReproduction | None = None,
     console: Console | None = None,
+    run_stored_code: bool = False,
 ) -> int:
     """Make the folder ``output`` out of the diverged candidate ``name`` of the alignment in ``align_dir``; 0.
 
     step: the one to reproduce; ``None`` is that of the first divergence. num_groups: how many to begin with.
-    check: ``None`` runs the folder's own script. console: ``None`` is this terminal.
+    check: ``None`` runs the folder's own script. console: ``None`` is this terminal. run_stored_code: the alignment's
+    configuration may name code to run or to copy, and files elsewhere.
     Raises ``ConfigError`` where the folder is no alignment's, the candidate has not diverged, or ``output`` is taken;
     ``RecordingError`` where the recording is gone or lacks the step; ``AlignmentError`` where the divergence does not
     show with all groups either, or the script does not run. Then there is no ``output``.
@@ -41,13 +45,17 @@ def run_extract(
     console = console or build_console()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not empty; choose another --output")
-    source = read_diverged(align_dir, name, step=step)
+    # Unchecked, nothing is started: only what is imported or copied must be asked for.
+    use = Use.ALIGN if is_checked else Use.LOAD
+    source = read_diverged(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
+    if source.used:
+        console.print(source.used, markup=False, highlight=False, soft_wrap=True)
     extraction = Extraction(
         source=source,
         batch=load_train_step(source.reader, source.step),
         weights=choose_weights(source),
         entry=find_entry_files(source.change.entry or source.program.entry, source.own_packages),
-        check=(check or run_reproduction) if is_checked else None,
+        check=(check or partial(run_reproduction, run_stored_code=source.is_trusted)) if is_checked else None,
         console=console,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +66,6 @@ def run_extract(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    console.print(
-        f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: bash {escape(str(output / SCRIPT_FILE))}"
-    )
+    command = escape(f"bash {output / SCRIPT_FILE}{needed_flag(output)}")
+    console.print(f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: {command}")
     return int(ExitCode.ALIGNED)

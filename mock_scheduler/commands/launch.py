@@ -11,22 +11,30 @@ import sys
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.stored_code import Use
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
-from mock_scheduler.program import find_program, load_config
+from mock_scheduler.program import check_stored_code, find_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 
 
 def run_launch(
-    source: ConfigSource, *, entry: str | None, nnodes: int, node_rank: int, rdzv_endpoint: str | None
+    source: ConfigSource,
+    *,
+    entry: str | None,
+    nnodes: int,
+    node_rank: int,
+    rdzv_endpoint: str | None,
+    run_stored_code: bool = False,
 ) -> int:
     """Start this machine's processes, wait for them and return the exit code of the run.
 
-    ``entry``: the module that every process runs; ``None`` is the program's own. Raises ``ConfigError`` before anything
-    starts: for the configuration, for settings that make no deterministic run, or for a layout that does not divide
-    over the machines.
+    ``entry``: the module that every process runs; ``None`` is the program's own. ``run_stored_code``: also run the code
+    that a stored configuration names. Raises ``ConfigError`` before anything starts: for the configuration, for
+    settings that make no deterministic run, or for a layout that does not divide over the machines.
     """
+    _announce(source, run_stored_code=run_stored_code)
     program = find_program(source.config_name, source.config_path)
     config = load_config(source, program)
     check_settings(config.system_envs)
@@ -41,13 +49,20 @@ def run_launch(
 
 
 def run_replay_actions(
-    source: ConfigSource, recording: str, *, steps: str | None, json_path: Path | None, entry: str | None
+    source: ConfigSource,
+    recording: str,
+    *,
+    steps: str | None,
+    json_path: Path | None,
+    entry: str | None,
+    run_stored_code: bool = False,
 ) -> int:
     """Run the module ``entry``, which writes its result to ``json_path``, and return its exit code.
 
     ``entry``: ``None`` is the program's own; raises ``ConfigError`` where it has none. The code is 128 + N where signal
     N ended it.
     """
+    _announce(source, run_stored_code=run_stored_code)
     module = entry or find_program(source.config_name, source.config_path).replay_entry
     if module is None:
         raise ConfigError("the program of this configuration has no module that plays actions; name one by --entry")
@@ -60,3 +75,10 @@ def run_replay_actions(
             check=False,
         ).returncode
     return 128 - code if code < 0 else code
+
+
+def _announce(source: ConfigSource, *, run_stored_code: bool) -> None:
+    """Say on stderr what code a stored configuration names; raise ``ConfigError`` where nobody asked for it."""
+    told = check_stored_code(source.config_name, source.config_path, use=Use.RUN, run_stored_code=run_stored_code)
+    if told:
+        print(told, file=sys.stderr)

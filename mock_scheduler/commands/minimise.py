@@ -19,9 +19,10 @@ from mock_scheduler.alignment.plan.matrix import expand_candidates
 from mock_scheduler.alignment.runs.run_store import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.program import ConfigLoader, Program, find_program
+from mock_scheduler.program import ConfigLoader, Program, check_stored_code, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ALIGN_FILE
@@ -53,7 +54,7 @@ def align_once(
             config_name=config_name,
             config_path=config_path,
             overrides=(*overrides, *only, *_WITHOUT_EXPLANATION),
-            options=AlignOptions(output_dir=output_dir),
+            options=AlignOptions(output_dir=output_dir, run_stored_code=True),  # asked for by the whole reduction
             console=Console(file=io.StringIO(), width=120),
         )
     except AlignmentError:
@@ -71,12 +72,14 @@ class MinimiseOptions:
         max_runs: alignments to spend at most, the first one, of the whole case, among them.
         overwrite: run everything anew.
         json_path: a further copy of the result.
+        run_stored_code: also run the code that a stored configuration names.
     """
 
     output_dir: Path | None = None
     max_runs: int = 60
     overwrite: bool = False
     json_path: Path | None = None
+    run_stored_code: bool = False
 
 
 def run_minimise(
@@ -95,6 +98,9 @@ def run_minimise(
     ``ConfigError`` for an unknown candidate, or one that cannot be run.
     """
     console = console or build_console()
+    told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=options.run_stored_code)
+    if told:
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
     program = find_program(config_name, config_path)
     load = remember(program.build_loader(config_name, config_path))
     space, baseline = _open_space(program, load, overrides, candidate_name)

@@ -56,7 +56,7 @@ def run_show(
         vocabulary: Vocabulary | None = Vocabulary.load(vocabulary_path)
     else:
         vocabulary = recorded_vocabulary(reader)
-    where = f"{dump_dir}: {place}"
+    where = f"{reader.dump_dir}: {place}"
     print_trajectory(
         batch, find_row(batch, row, where=where), console or build_console(), where=where, vocabulary=vocabulary
     )

@@ -8,7 +8,9 @@ from pydantic import Field
 
 from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-CandidateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+CANDIDATE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+"""A candidate's name is that of its folder."""
+CandidateName = Annotated[str, Field(pattern=CANDIDATE_NAME, max_length=128)]
 
 
 class ToleranceConfig(ConfigSection):

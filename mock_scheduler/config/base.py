@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, auto
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeGuard, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
 
 from mock_scheduler.config.steps import StepRanges
 
@@ -51,6 +51,24 @@ Steps = Annotated[StepRanges, BeforeValidator(_read_steps), PlainSerializer(str,
 """A set of at least one step, as ``StepRanges.parse`` reads it."""
 
 
+def _check_file_name(name: str) -> str:
+    if not name or name != name.strip() or name in (".", "..") or not name.isprintable() or {*name} & {"/", "\\"}:
+        raise ValueError(
+            f"is {name!a}, which cannot name a folder: expected printable characters without / and \\, no space at "
+            "either end, and neither . nor .."
+        )
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"has {len(name.encode())} bytes, and the name of a folder has at most {_MAX_NAME_BYTES}")
+    return name
+
+
+# Of 255 that file systems allow; candidates and proofs append their own names.
+_MAX_NAME_BYTES = 160
+
+FileName = Annotated[str, AfterValidator(_check_file_name)]
+"""A text that becomes one part of a path, and can lead nowhere else."""
+
+
 class Decides(Flag):
     """The consequences of a key's value; each field states its own, as ``Annotated[int, Decides.BITS]``.
 
@@ -80,6 +98,33 @@ class Decides(Flag):
     """Only a name or a place: neither a value nor a file's content follows from the text."""
 
 
+KeyPath: TypeAlias = "tuple[str | int, ...]"
+"""The keys and indices that lead to a value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EnvironmentTexts:
+    """The texts of a configuration that came out of the environment.
+
+    ``texts``: by place, the value and the text to store in its stead, which holds ``${oc.env:NAME}``. A value that was
+    replaced since is no longer the environment's.
+    """
+
+    texts: Mapping[KeyPath, tuple[str, str]] = field(default_factory=dict)
+
+    # Two configurations with equal values are equal, wherever the values came from.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EnvironmentTexts)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def stored(self, path: KeyPath, value: object) -> str | None:
+        """Returns the text to store for the value at a place; ``None`` where it is stored as it is."""
+        known = self.texts.get(path)
+        return known[1] if known is not None and known[0] == value else None
+
+
 class ConfigSection(BaseModel):
     """Base of all sections: unknown keys are errors, values are immutable once loaded.
 
@@ -88,6 +133,16 @@ class ConfigSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), arbitrary_types_allowed=True)
     decides: ClassVar[Decides | None] = None
+    _environment_texts: EnvironmentTexts = PrivateAttr(default=EnvironmentTexts())
+
+    @property
+    def environment_texts(self) -> EnvironmentTexts:
+        """The texts that are stored unresolved."""
+        return self._environment_texts
+
+    def keep_environment_texts(self, found: EnvironmentTexts) -> None:
+        """Note the texts to store unresolved; no value changes."""
+        self._environment_texts = found
 
 
 def union_tag(name: str) -> str:
@@ -144,18 +199,18 @@ def effects_of(schema: type[ConfigSection]) -> KeyEffects:
 
 def _walk(schema: type[ConfigSection], held: Decides | None, prefix: str) -> Iterator[tuple[str, Decides | None]]:
     """Yields every key below a section with its facts; ``held``: the facts about the field around the section."""
-    for name, field in schema.model_fields.items():
-        own = next((item for item in field.metadata if isinstance(item, Decides)), schema.decides)
+    for name, info in schema.model_fields.items():
+        own = next((item for item in info.metadata if isinstance(item, Decides)), schema.decides)
         facts = held if own is None else own
         if facts is not None and held is not None:
             facts |= held & Decides.VALIDATION
-        yield from _walk_value(field.annotation, facts, f"{prefix}{name}")
+        yield from _walk_value(info.annotation, facts, f"{prefix}{name}")
 
 
 def _walk_value(annotation: Any, facts: Decides | None, key: str) -> Iterator[tuple[str, Decides | None]]:  # noqa: ANN401 - a type's expression
     """Yields the keys made by a value of this type: its own unless it is always a section, and all keys inside."""
-    kinds = list(_alternatives(annotation))
-    sections = [kind for kind in kinds if _is_section(kind)]
+    kinds = list(list_alternatives(annotation))
+    sections = [kind for kind in kinds if is_section(kind)]
     if len(sections) < len(kinds):
         yield key, facts
     for section in sections:
@@ -165,17 +220,18 @@ def _walk_value(annotation: Any, facts: Decides | None, key: str) -> Iterator[tu
             yield from _walk_value(get_args(kind)[-1], facts, f"{key}.{_ANY}")
 
 
-def _alternatives(annotation: Any) -> Iterator[Any]:  # noqa: ANN401 - a type's expression
+def list_alternatives(annotation: Any) -> Iterator[Any]:  # noqa: ANN401 - a type's expression
     """Yields the types of a union, or the one type, bare of ``Annotated``."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
+        yield from list_alternatives(get_args(annotation)[0])
     elif origin in (Union, UnionType):
         for kind in get_args(annotation):
-            yield from _alternatives(kind)
+            yield from list_alternatives(kind)
     else:
         yield annotation
 
 
-def _is_section(kind: Any) -> bool:  # noqa: ANN401 - a type's expression
+def is_section(kind: Any) -> TypeGuard[type[ConfigSection]]:  # noqa: ANN401 - a type's expression
+    """Says whether a type is a section of a configuration."""
     return isinstance(kind, type) and issubclass(kind, ConfigSection)

@@ -26,17 +26,18 @@ from omegaconf.errors import (
 )
 from pydantic import BaseModel, ValidationError
 
+from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyPath
 from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects.reader import Resolved
+from mock_scheduler.config.environment_texts import escape, with_environment_texts
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
+from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.config.variables import find_variable_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
 
 DEFAULT_CONFIG_PATH = "configs"
-#: The top-level key by which a configuration names its program; a schema without this field never sees it.
-PROGRAM_KEY = "program"
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -122,27 +123,33 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
     if problems:
         raise_problems(origin, problems, source_of=_source_of(overrides))
     try:
-        return form.schema.model_validate(resolved.values)
+        config = form.schema.model_validate(resolved.values)
     except ValidationError as error:
         raise_problems(origin, validation_problems(error, form.schema), source_of=_source_of(overrides))
+    with_environment_texts(config, composed)
+    return config
 
 
 def dump_config(config: Dumped) -> str:
-    """Returns the whole configuration as YAML, which loads back equal; the same text for equal configurations."""
-    values = {key: _escape_interpolations(value) for key, value in config.model_dump(mode="json").items()}
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+    """Returns the whole configuration as YAML, which loads back equal; the same text for equal configurations.
 
-
-def _escape_interpolations(value: object) -> object:
-    """Escapes every ``${``: values were resolved already, so a ``${`` still there must be loaded as text.
-
-    OmegaConf halves the backslashes before a ``${`` (2.3), so the text's own are doubled.
+    A text out of the environment is written as ``${oc.env:NAME}`` (``environment_texts``): whoever loads the file
+    gives it a value of its own.
     """
+    texts = config.environment_texts if isinstance(config, ConfigSection) else EnvironmentTexts()
+    return OmegaConf.to_yaml(OmegaConf.create(_as_written(config.model_dump(mode="json"), texts, ())))
+
+
+def _as_written(value: object, texts: EnvironmentTexts, path: KeyPath) -> Any:  # noqa: ANN401 - plain values
+    """Writes plain values for a file: other values were resolved, so a ``${`` still there must be loaded as text."""
     if isinstance(value, dict):
-        return {key: _escape_interpolations(item) for key, item in value.items()}
+        return {key: _as_written(item, texts, (*path, str(key))) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escape_interpolations(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+        return [_as_written(item, texts, (*path, index)) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    stored = texts.stored(path, value)
+    return escape(value) if stored is None else stored
 
 
 def _check_file_exists(folder: Path, name: str) -> None:

@@ -21,6 +21,7 @@ from mock_scheduler.determinism.settings import (
     find_setting,
     is_deterministic_mode,
     is_per_node,
+    kept_value,
     recorded_names,
 )
 from mock_scheduler.errors import DeterminismError
@@ -86,15 +87,18 @@ def read_back(environ: Mapping[str, str]) -> dict[str, str]:
     """Reads the values in effect in this process, all as text, sorted by key; all ranks must share them.
 
     Environment settings are under their own name (``unset`` where absent), flags under ``torch.*``, ``python.*`` and so
-    on, versions under ``version.*``. ``read_node_values`` has the settings of one node.
+    on, versions under ``version.*``. Of a variable outside the table only its presence is told (``kept_value``).
+    ``read_node_values`` has the settings of one node.
     """
-    values = {name: environ.get(name, UNSET) for name in recorded_names(environ) if not is_per_node(name)}
+    names = [name for name in recorded_names(environ) if not is_per_node(name)]
+    values = {name: kept_value(name, environ[name]) if name in environ else UNSET for name in names}
     return dict(sorted({**values, **read_flags(environ)}.items()))
 
 
 def read_node_values(environ: Mapping[str, str]) -> dict[str, str]:
     """Reads the values that may differ between nodes: devices, caches, logs; only the ones that are set. Sorted."""
-    values = {name: environ[name] for name in recorded_names(environ) if is_per_node(name) and name in environ}
+    names = [name for name in recorded_names(environ) if is_per_node(name) and name in environ]
+    values = {name: kept_value(name, environ[name]) for name in names}
     return dict(sorted({**values, **read_node_flags(environ)}.items()))
 
 

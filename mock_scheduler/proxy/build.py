@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from mock_scheduler.config.problems import raise_problems, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.errors import ConfigError, StepNotFoundError
+from mock_scheduler.errors import ConfigError, StepNotFoundError, redact
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
@@ -119,7 +119,7 @@ def _build_core(
 def _log_enabled(config: RolloutMockConfig) -> None:
     if config.origin:
         logger.info("[Rollout Mock] %s", config.origin)
-    logger.info("[Rollout Mock] Rollout Mock enabled: mode=%s, dir=%s", config.mode, config.dump_dir)
+    logger.info("[Rollout Mock] Rollout Mock enabled: mode=%s, dir=%s", config.mode, redact(config.dump_dir))
     for entry in config.schedule:
         logger.info("[Rollout Mock] Schedule: %s", entry.describe())
 

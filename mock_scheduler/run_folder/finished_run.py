@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.environment_texts import resolve_variables
 from mock_scheduler.config.instruments import PerturbationConfig
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
@@ -182,14 +183,17 @@ def load_stored_config(path: Path) -> StoredConfig:
 
 
 def read_stored_keys(path: Path) -> dict[str, Any]:
-    """Reads the keys of a run's ``config.yaml`` as they stand; raises ``ConfigError`` where there are none."""
+    """Reads the keys of a run's ``config.yaml``; raises ``ConfigError`` where there are none.
+
+    ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")
-    return content
+    return resolve_variables(content)
 
 
 def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:

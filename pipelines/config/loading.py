@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from mock_scheduler.config import loading
 from mock_scheduler.config.dialects.reader import DialectReader, ForeignKeys, RunNames
+from mock_scheduler.config.environment_texts import resolve_variables
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigForm, ConfigSource
 from mock_scheduler.config.number_traps import NumberTraps
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
@@ -92,6 +93,7 @@ def load_clip_rule(config_path: Path) -> ClipRule:
         raise AlignmentError(f"{config_path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise AlignmentError(f"{config_path} is not a configuration: it has no keys")
+    content = resolve_variables(content)
     numbers, problems = _numbers(content)
     algorithm = AlgorithmConfig()
     try:

@@ -18,6 +18,7 @@ from mock_scheduler.config.align import (
 from mock_scheduler.config.base import (
     ConfigSection,
     Decides,
+    FileName,
     Fraction,
     Mode,
     NonNegativeFloat,
@@ -67,7 +68,7 @@ _BATCHES = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE
 class PipelineConfig(ConfigSection):
     """One run of the agentic pipeline; each key, or its section, states its consequences."""
 
-    exp_name: Annotated[str, Decides.LABEL]
+    exp_name: Annotated[FileName, Decides.LABEL]
     seed: Annotated[NonNegativeInt, _BATCHES] = 42
     output_dir: Annotated[str, Decides.LABEL] = "./output"
     track_with: Annotated[Literal["tensorboard", "none"], Decides.NOTHING] = "tensorboard"

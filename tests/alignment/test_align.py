@@ -304,9 +304,9 @@ def test_a_folder_that_no_alignment_made_is_never_removed(bench: Bench) -> None:
 
 @pytest.mark.parametrize("value", ["a b", "a=b", "it's", "back\\slash", "end\\", "\\'", "a,b [c] {d}", "ünï", "${x}"])
 def test_quoted_overrides_arrive_as_written(bench: Bench, value: str) -> None:
-    override = quote_override("exp_name", value)
+    override = quote_override("output_dir", value)
     OverridesParser.create().parse_overrides([override])
-    assert load_config("lake", config_path=bench.folder, overrides=[override]).exp_name == value
+    assert load_config("lake", config_path=bench.folder, overrides=[override]).output_dir == value
 
 
 def test_without_determinism_a_difference_proves_nothing_and_bit_equality_still_does(bench: Bench) -> None:

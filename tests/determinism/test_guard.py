@@ -228,3 +228,24 @@ def test_what_a_process_started_with_shows_in_what_it_reads_back() -> None:
     assert other["python.string_hash"] == "random"
     assert first["torch.cpu_probe"] != other["torch.cpu_probe"]
     assert (first["version.cpu_capability"], other["version.cpu_capability"]) == ("DEFAULT", "AVX2")
+
+
+@pytest.mark.parametrize(
+    "name", ["NCCL_API_TOKEN", "NVTE_SECRET", "TORCH_NCCL_MINE", "TORCHINDUCTOR_REMOTE", "TRITON_X"]
+)
+def test_of_a_variable_outside_the_table_only_its_presence_is_told(name: str) -> None:
+    """Every ``NCCL_*`` and ``NVTE_*`` was stored with its value, in ``recording.json`` and ``run.json``."""
+    environ = {**ENVIRON, name: "hunter2"}
+    told = {**read_back(environ), **read_node_values(environ)}
+    assert told[name] == "set, value not kept"
+    assert "hunter2" not in json.dumps(told)
+    assert name not in {**read_back(ENVIRON), **read_node_values(ENVIRON)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NCCL_P2P_LEVEL", "NCCL_IB_TC", "NVTE_FUSED_ATTN_BACKEND", "TORCH_NCCL_BLOCKING_WAIT", "TRITON_F32_DEFAULT"],
+)
+def test_a_documented_member_of_a_family_keeps_its_value(name: str) -> None:
+    environ = {**ENVIRON, name: "7"}
+    assert {**read_back(environ), **read_node_values(environ)}[name] == "7"

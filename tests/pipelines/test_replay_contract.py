@@ -394,3 +394,11 @@ def test_a_list_that_changed_says_what_was_added() -> None:
         'train_env_manager.tags: recorded ["FrozenLake"], current ["FrozenLake","FrozenLake"] (added "FrozenLake"; '
         "first difference at index 1). Set train_env_manager.tags as in the recording run."
     ]
+
+
+def test_a_replay_says_that_an_unknown_variable_is_set_on_one_side_alone() -> None:
+    recorded = contract_of(load(), NCCL_MINE="set, value not kept")
+    found = {item.name: item.describe() for item in RECORDED.differences(recorded)}
+    assert found["NCCL_MINE"] == 'NCCL_MINE: recorded "set, value not kept", current missing'
+    found = {item.name: item.describe() for item in recorded.differences(RECORDED)}
+    assert found["NCCL_MINE"] == 'NCCL_MINE: recorded missing, current "set, value not kept"'

@@ -23,6 +23,7 @@ from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, Weights, write_
 from mock_scheduler.alignment.extract.source import DivergedCandidate, read_verdict, reduce_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import GroupKey
+from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.writing.subset import load_train_step
 from mock_scheduler.support.processes import ending_signals_as_interrupt
@@ -52,16 +53,18 @@ class Outcome:
 CheckReproduction = Callable[[Path, str], Outcome]
 
 
-def run_reproduction(folder: Path, name: str) -> Outcome:
+def run_reproduction(folder: Path, name: str, *, run_stored_code: bool = False) -> Outcome:
     """Run the script of a reproduction as its user would, with this interpreter and from this working directory.
 
+    ``run_stored_code``: the user has allowed the code that its configuration names.
     Raises ``AlignmentError`` with the end of its output where it gave no result.
     """
     with tempfile.TemporaryDirectory() as scratch, ending_signals_as_interrupt():
         results, log = Path(scratch) / "align", Path(scratch) / "log"
+        allowed = (FLAG,) if run_stored_code else ()
         with log.open("wb") as stream:
             code = subprocess.run(
-                ["bash", str(folder / SCRIPT_FILE), "--output-dir", str(results), *_NOT_FOR_A_CHECK],
+                ["bash", str(folder / SCRIPT_FILE), "--output-dir", str(results), *allowed, *_NOT_FOR_A_CHECK],
                 env={**os.environ, "MOCK_SCHEDULER_ROOT": os.getcwd(), "PYTHON": sys.executable},
                 stdout=stream,
                 stderr=subprocess.STDOUT,

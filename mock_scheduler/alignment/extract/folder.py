@@ -16,9 +16,11 @@ from mock_scheduler.alignment.plan.overrides import format_override
 from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import ConfigSource, dump_config
+from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.program import Plain, ReducedBatch, RunConfig, load_config
+from mock_scheduler.program import Plain, ReducedBatch, RunConfig, list_stored_code, load_config
 from mock_scheduler.recording.writing.subset import write_subset
+from mock_scheduler.support.copying import check_inside
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE
@@ -33,7 +35,8 @@ _SCRIPT = """\
 #!/usr/bin/env bash
 # Shows the divergence: exit code 1 and the verdict "diverged". Start it from the root of a checkout that has
 # {packages}, or name that in MOCK_SCHEDULER_ROOT; PYTHON is the interpreter, else the checkout's
-# .venv, else python3. What follows the script goes to mock-scheduler align.
+# .venv, else python3. What follows the script goes to mock-scheduler align, which runs no code that config.yaml names
+# unless --run-stored-code is among it. The script says on stderr what it runs.
 set -euo pipefail
 fail() {{  # 1 is a verdict's
   echo "error: $1" >&2
@@ -41,17 +44,26 @@ fail() {{  # 1 is a verdict's
 }}
 root="$(cd "${{MOCK_SCHEDULER_ROOT:-.}}" 2>/dev/null && pwd)" \
   || fail "there is no folder ${{MOCK_SCHEDULER_ROOT:-.}}; set MOCK_SCHEDULER_ROOT to the root of a checkout"
+here="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd -P)"
+case "$(cd "$root" && pwd -P)/" in "$here"/*)
+  fail "$root is the reproduction itself, whose files are not run; set MOCK_SCHEDULER_ROOT to the root of a checkout"
+esac
 default=python3
 [[ -x "$root/.venv/bin/python" ]] && default="$root/.venv/bin/python"
 python="$(command -v "${{PYTHON:-$default}}")" \
   || fail "there is no program ${{PYTHON:-$default}}; set PYTHON to the interpreter"
 case "$python" in /*) ;; *) python="$PWD/$python" ;; esac
-cd "$(dirname "${{BASH_SOURCE[0]}}")"
+cd "$here"
 export PYTHONPATH="$root${{PYTHONPATH:+:$PYTHONPATH}}"
+# -P: a module beside this script is imported by its name as an entry alone.
+command=("$python" -P -m mock_scheduler.cli align {config} --config-path . --recording {recording}
+  --output-dir {output} --overwrite "$@")
+printf 'runs in %q:' "$here" >&2
+printf ' %q' "PYTHONPATH=$PYTHONPATH" "${{command[@]}}" >&2
+echo >&2
 code=0
-"$python" -m mock_scheduler.cli align {config} --config-path . --recording {recording} \\
-  --output-dir {output} --overwrite "$@" || code=$?
-if [[ "$code" == 1 ]] && ! "$python" -c "import {imports}" 2>/dev/null; then
+"${{command[@]}}" || code=$?
+if [[ "$code" == 1 ]] && ! "$python" -P -c "import {imports}" 2>/dev/null; then
   fail "$python could not run it; start this from the root of a checkout with its .venv, or set PYTHON"
 fi
 exit "$code"
@@ -63,10 +75,11 @@ class Weights:
     """The weights with which a reproduction begins: ``checkpoint``, or where it is ``None`` the seed's initial ones.
 
     ``first_step``, ``last_step``: the trained steps, the first divergence's among them. ``text``: in
-    words.
+    words. ``root``: no link of the checkpoint may lead out of this folder.
     """
 
     checkpoint: Path | None
+    root: Path
     first_step: int
     last_step: int
     text: str
@@ -78,10 +91,11 @@ def choose_weights(source: DivergedCandidate) -> Weights:
     last_step = max(step, *(reductions.first_trained_step(config) for config in (source.baseline, source.candidate)))
     start = 0 if resumed is None else _find_start(source, Path(resumed))
     at_step = source.baseline_dir / CHECKPOINTS_FOLDER / reductions.checkpoint_name(step)
+    check_inside(at_step, source.align_dir)
     is_there = step > start and reductions.next_step(at_step) == step
     if is_there and reductions.begins_alike(source.baseline, source.candidate):
         text = f"the baseline's checkpoint of step {step}, from which both sides begin"
-        return Weights(checkpoint=at_step, first_step=step, last_step=last_step, text=text)
+        return Weights(checkpoint=at_step, root=source.align_dir, first_step=step, last_step=last_step, text=text)
     text = reductions.describe_seed(source.baseline)
     if resumed is not None:
         text = f"the checkpoint of step {start} from which the baseline began"
@@ -92,7 +106,8 @@ def choose_weights(source: DivergedCandidate) -> Weights:
             f"step {step}"
         )
     checkpoint = None if resumed is None else Path(resumed)
-    return Weights(checkpoint=checkpoint, first_step=start, last_step=last_step, text=text)
+    root = checkpoint or source.align_dir
+    return Weights(checkpoint=checkpoint, root=root, first_step=start, last_step=last_step, text=text)
 
 
 def write_reproduction(
@@ -116,7 +131,7 @@ def write_reproduction(
     contract = {name: value for name, value in reduction.values.items() if name in promised}
     write_subset(source.reader, str(folder / RECORDING_FOLDER), groups, contract=contract)
     if weights.checkpoint is not None and checkpoint is not None:
-        source.reductions.copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction)
+        source.reductions.copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction, root=weights.root)
     entry.copy_to(folder)
     (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
     script = folder / SCRIPT_FILE
@@ -125,8 +140,8 @@ def write_reproduction(
             config=Path(CONFIG_FILE).stem,
             recording=RECORDING_FOLDER,
             output=OUTPUT_FOLDER,
-            packages=" and ".join(source.own_packages),
-            imports=", ".join(("torch", "mock_scheduler.cli", *source.program.packages)),
+            packages=" and ".join(filter(_is_module, source.own_packages)),
+            imports=", ".join(filter(_is_module, ("torch", "mock_scheduler.cli", *source.program.packages))),
         ),
         encoding="utf-8",
     )
@@ -136,6 +151,11 @@ def write_reproduction(
     loaded = ConfigSource(config_name=Path(CONFIG_FILE).stem, config_path=str(folder), overrides=overrides)
     load_config(loaded, source.program)
     return config
+
+
+def _is_module(name: str) -> bool:
+    """Says whether a name can stand in the script as it is."""
+    return all(part.isascii() and part.isidentifier() for part in name.split("."))
 
 
 def _build_config(source: DivergedCandidate, reduction: ReducedBatch, *, checkpoint: str | None) -> RunConfig:
@@ -172,6 +192,11 @@ def _find_start(source: DivergedCandidate, checkpoint: Path) -> int:
     return step
 
 
+def needed_flag(folder: Path) -> str:
+    """Returns the option, after a space, without which the script runs nothing; empty where it needs none."""
+    return f" {FLAG}" if list_stored_code(folder / CONFIG_FILE) else ""
+
+
 README_FILE = "README.md"
 
 _NUM_GROUPS_NAMED = 8
@@ -197,7 +222,7 @@ def write_readme(
         "\n".join(remarks),
         "## Run it\n\n"
         "From the root of a checkout, or with `MOCK_SCHEDULER_ROOT=…`; `PYTHON=…` is another interpreter:\n\n"
-        f"```bash\nbash {SCRIPT_FILE}\n```\n\n"
+        f"```bash\nbash {SCRIPT_FILE}{needed_flag(folder)}\n```\n\n"
         f"Expected: `{change.name}` is **diverged**, exit code 1. It trains a baseline and the candidate on the "
         "recording here; no rollout is played.",
         "## What differs\n\n" + _describe_change(config, entry),

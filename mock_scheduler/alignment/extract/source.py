@@ -7,6 +7,7 @@ batch becomes smaller; a key of the candidate's own stays as it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,25 @@ from pydantic import ValidationError
 from mock_scheduler.alignment.plan.matrix import expand_candidates
 from mock_scheduler.alignment.plan.overrides import override_keys
 from mock_scheduler.alignment.plan.plan import RECORDING_NAME
-from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.config.align import CANDIDATE_NAME, CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.stored_code import StoredCode, Use, refuse_stored_code
 from mock_scheduler.errors import ConfigError, LayoutError, StepNotFoundError
-from mock_scheduler.program import Plain, Program, ReducedBatch, Reductions, RunConfig, find_program, load_config
+from mock_scheduler.program import (
+    Plain,
+    Program,
+    ReducedBatch,
+    Reductions,
+    RunConfig,
+    find_program,
+    list_stored_code,
+    load_config,
+)
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.support.copying import check_inside, is_inside
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
 from mock_scheduler.support.version import PACKAGE
 
@@ -35,9 +48,10 @@ class DivergedCandidate:
     """A diverged candidate of a finished alignment.
 
     ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
-    own configurations. ``change``: the candidate as it was configured, with its entry. ``sentence``: the first
-    divergence in words. ``step``: its place, or the step asked for; ``sample``: the row with the largest
-    difference, as recordings name it, where one row has it.
+    own configurations. ``change``: the candidate as it was configured, with its entry. ``used``: the allowed code and
+    files of the stored configurations, in words. ``is_trusted``: these may run. ``sentence``: the first divergence in
+    words. ``step``: its place, or the step asked for; ``sample``: the row with the largest difference, as recordings
+    name it, where one row has it.
     """
 
     align_dir: Path
@@ -50,6 +64,8 @@ class DivergedCandidate:
     step: int
     sample: str | None
     reader: RecordingReader
+    used: str = ""
+    is_trusted: bool = False
 
     @property
     def steps(self) -> list[int]:
@@ -72,8 +88,13 @@ class DivergedCandidate:
         return frozenset(override_keys(self.change.overrides))
 
 
-def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> DivergedCandidate:
+def read_diverged(
+    align_dir: Path, name: str, *, step: int | None = None, use: Use = Use.ALIGN, run_stored_code: bool = False
+) -> DivergedCandidate:
     """Reads the candidate ``name`` of the alignment in ``align_dir``; ``step``: another one than its divergence's.
+
+    ``use``: for what; ``run_stored_code``: the folder may name code to run and files elsewhere. Nothing that it names
+    is imported or started here before this was asked.
 
     Raises ``ConfigError`` where the folder is no alignment's, there is no candidate of this name or it has not
     diverged, and ``StepNotFoundError`` where the recording is gone or lacks the step.
@@ -81,8 +102,16 @@ def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> Div
     result = _read_result(align_dir)
     found = _find_candidate(result, name, align_dir)
     divergence = found.get("first_divergence") or {}
-    program, baseline = _load(align_dir / BASELINE_NAME)
-    _, candidate = _load(align_dir / name)
+    configs = [_config_file(align_dir, run) for run in (BASELINE_NAME, name)]
+    origin, stored = configs[0], found.get("overrides") or []
+    is_mine = all(map(is_own, (align_dir / ALIGN_FILE, *configs)))
+    named = [code for path in configs for code in list_stored_code(path, overrides=stored, only=name)]
+    named = [] if is_mine else named
+    refuse_stored_code(origin, named, use=use, is_allowed=run_stored_code)
+    program, baseline = _load(configs[0])
+    _, candidate = _load(configs[1])
+    elsewhere = [*_checkpoint_elsewhere(baseline, align_dir), *_recording_elsewhere(result, align_dir)]
+    used = refuse_stored_code(origin, [] if is_mine else [*named, *elsewhere], use=use, is_allowed=run_stored_code)
     if program.reductions is None:
         raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
     reader = _open_recording(result, align_dir)
@@ -110,6 +139,8 @@ def read_diverged(align_dir: Path, name: str, *, step: int | None = None) -> Div
         step=wanted,
         sample=sample if isinstance(sample, str) else None,
         reader=reader,
+        used=used,
+        is_trusted=is_mine or run_stored_code,
     )
 
 
@@ -123,6 +154,7 @@ def _read_result(align_dir: Path) -> Mapping[str, Any]:
     path = align_dir / ALIGN_FILE
     if not path.is_file():
         raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
+    check_inside(path, align_dir)
     try:
         result = load_json_object(path)
     except (OSError, ValueError) as error:
@@ -138,7 +170,7 @@ def _by_name(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _find(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
     by_name = _by_name(result)
-    if name not in by_name:
+    if name not in by_name or not re.fullmatch(CANDIDATE_NAME, name):
         verdicts = ", ".join(f"{other} ({item.get('verdict')})" for other, item in by_name.items()) or "none"
         raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
     return by_name[name]
@@ -162,13 +194,37 @@ def _find_change(baseline: RunConfig, name: str, found: Mapping[str, Any]) -> Ca
     return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
 
 
-def _load(run_dir: Path) -> tuple[Program, RunConfig]:
-    """Returns the program and the configuration of a finished run."""
-    path = run_dir / CONFIG_FILE
+def _config_file(align_dir: Path, name: str) -> Path:
+    """Returns the configuration of a finished run, a file within the alignment."""
+    path = align_dir / name / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{path}, the run's configuration, is gone; run the alignment again")
+    check_inside(path, align_dir)
+    return path
+
+
+def _load(path: Path) -> tuple[Program, RunConfig]:
+    """Returns the program and the configuration of a finished run."""
     program = find_program(path.stem, path.parent)
     return program, load_config(ConfigSource(config_name=path.stem, config_path=str(path.parent)), program)
+
+
+def _checkpoint_elsewhere(baseline: RunConfig, align_dir: Path) -> list[StoredCode]:
+    """The reproduction gets a copy of the checkpoint from which the baseline began."""
+    resumed = baseline.resume_from_checkpoint
+    if resumed is None or is_inside(Path(resumed), align_dir):
+        return []
+    return [StoredCode(kind="checkpoint", key="resume_from_checkpoint", value=resumed, use=Use.LOAD)]
+
+
+def _recording_elsewhere(result: Mapping[str, Any], align_dir: Path) -> list[StoredCode]:
+    """The reproduction gets rows of the recording, where the alignment replayed another one than its own."""
+    named = result.get("recording_dir")
+    own = align_dir / RECORDING_NAME
+    check_inside(own, align_dir)
+    if own.is_dir() or not isinstance(named, str) or is_inside(Path(named), align_dir):
+        return []
+    return [StoredCode(kind="recording", key=f"recording_dir of {ALIGN_FILE}", value=named, use=Use.LOAD)]
 
 
 def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
@@ -220,4 +276,6 @@ def apply_values(config: RunConfig, values: Mapping[str, Plain], *, kept: Collec
             for section in sections:
                 place = place[section]
             place[name] = value
-    return config.model_validate(content)
+    changed = config.model_validate(content)
+    changed.keep_environment_texts(config.environment_texts)
+    return changed

@@ -6,8 +6,8 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
 - ``keys``: everything with an effect on its results, by dotted names: ``config.*`` (its whole checked configuration but
   for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
   project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
-  ``environ.*``, and a digest of each folder it reads: the ``recording`` it replays, the ``checkpoint`` it goes on
-  from, the trace whose tensors are put into it (``graft``);
+  ``environ.*`` (of a value that no file may show the ``keyed_digest``), and a digest of each folder it reads: the
+  ``recording`` it replays, the ``checkpoint`` it goes on from, the trace whose tensors are put into it (``graft``);
 - ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
   every tensor has its own digest there. A recording run has the recording among them.
 
@@ -22,12 +22,23 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.config.base import Decides, effects_of
-from mock_scheduler.support.digests import JSON, compute_json_digest, iterate_leaves, open_sealed, seal
+from mock_scheduler.determinism.settings import is_documented
+from mock_scheduler.program import RunConfig
+from mock_scheduler.support.digests import (
+    JSON,
+    canonical_json,
+    compute_json_digest,
+    iterate_leaves,
+    open_sealed,
+    seal,
+)
 from mock_scheduler.support.files import save_json
+from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import list_some
 
@@ -85,10 +96,14 @@ def compute_fingerprint(
         environ: the settings it is started with.
         read: digests of the folders it reads, by their use.
     """
-    values = iterate_leaves(run.config.model_dump(mode="json"))
+    values = dict(iterate_leaves(run.config.model_dump(mode="json")))
     effects = effects_of(run.program.schema)
     # The text of a label decides nothing; the content of a folder that is read is in ``read``.
-    leaves = {f"config.{key}": value for key, value in values if Decides.LABEL not in effects.of(key)}
+    leaves = {
+        f"config.{key}": keyed_digest(canonical_json(value)) if key in secret_keys(run.config) else value
+        for key, value in values.items()
+        if Decides.LABEL not in effects.of(key)
+    }
     versions = {f"code.{name}": version for name, version in run.versions.items()}
     keys: dict[str, JSON] = {
         **leaves,
@@ -100,6 +115,14 @@ def compute_fingerprint(
         **read,
     }
     return Fingerprint(keys=keys)
+
+
+def secret_keys(config: RunConfig) -> frozenset[str]:
+    """Names the dotted keys with values that no file may show: texts out of the environment, unknown variables."""
+    found = config.environment_texts.texts
+    dotted = (takewhile(lambda part: isinstance(part, str), path) for path in found)
+    unknown = (f"system_envs.{name}" for name in config.system_envs if not is_documented(name))
+    return frozenset({*(".".join(map(str, path)) for path in dotted), *unknown})
 
 
 def save_fingerprint(

@@ -37,13 +37,14 @@ from mock_scheduler.alignment.runs.cache import (
 from mock_scheduler.alignment.runs.execution import LaunchRuns, execute_runs
 from mock_scheduler.alignment.runs.progress import OnDone, Outcome
 from mock_scheduler.determinism.environment import launch_environment
-from mock_scheduler.determinism.settings import is_per_node, recorded_names
+from mock_scheduler.determinism.settings import is_documented, is_per_node, recorded_names
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.launch.entry import find_module
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away
+from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import RUN_FILE
 from mock_scheduler.support.version import VERSION
 from mock_scheduler.verdict.results import AlignmentTimes
@@ -147,14 +148,18 @@ def read_machine() -> dict[str, str]:
 
 
 def read_settings(run: PlannedRun, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the settings of a run's processes at their start, and their threads, without unset ones."""
+    """Returns the settings of a run's processes at their start, and their threads, without unset ones.
+
+    Of a variable outside the table only a digest is told, which shows a change and not the value.
+    """
     # Later ones win, as when the processes are started.
     started = {**environ, **launch_environment(run.config.system_envs), **run.env}
     several = run.config.parallel.world_size > 1
     # The number of threads decides how a kernel splits a sum, and so the last bits.
     threads = started.get("OMP_NUM_THREADS", "1" if several else f"{os.cpu_count()} cores")
     names = [name for name in recorded_names(started) if name in started and not is_per_node(name)]
-    return {**{name: started[name] for name in names}, "OMP_NUM_THREADS": threads}
+    kept = {name: started[name] if is_documented(name) else keyed_digest(started[name]) for name in names}
+    return {**kept, "OMP_NUM_THREADS": threads}
 
 
 def _digest_entry(run: PlannedRun) -> JSON:

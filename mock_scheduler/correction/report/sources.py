@@ -48,9 +48,10 @@ class TrainingConfig:
     section: RolloutCorrectionConfig | None
 
 
-def training_of_source(source: ConfigSource) -> TrainingConfig:
-    """Loads and checks a configuration."""
-    return _training_of_keys(f"configuration {source.config_name}", load_config(source).model_dump(mode="json"))
+def training_of_source(source: ConfigSource, *, run_stored_code: bool = False) -> TrainingConfig:
+    """Loads and checks a configuration; ``run_stored_code`` as for ``program.load_config``."""
+    config = load_config(source, run_stored_code=run_stored_code)
+    return _training_of_keys(f"configuration {source.config_name}", config.model_dump(mode="json"))
 
 
 def training_of_run(run: Path) -> TrainingConfig | None:

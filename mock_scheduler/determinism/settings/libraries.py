@@ -132,8 +132,21 @@ _SSM: tuple[Setting, ...] = tuple(
 
 TORCH_SETTINGS: tuple[Setting, ...] = (*_SWITCHES, *_SSM, *_COMPILERS)
 
+# torch, torch/_inductor/config.py: the ones that choose kernels, fusions or rounding.
+_INDUCTOR_DOCUMENTED = """
+AUTOGRAD_CACHE COMPILE_THREADS CPP_WRAPPER CUDAGRAPHS CUTLASS_ENABLED_OPS DECOMPOSE_MEM_BOUND_MM
+EMULATE_DIVISION_ROUNDING EMULATE_PRECISION_CASTS FORCE_DISABLE_CACHES FREEZING FX_GRAPH_CACHE
+MAX_AUTOTUNE_CONV_BACKENDS MAX_AUTOTUNE_GEMM MAX_AUTOTUNE_GEMM_BACKENDS MAX_AUTOTUNE_GEMM_SEARCH_SPACE
+MAX_AUTOTUNE_POINTWISE MIXED_MM_CHOICE MULTI_KERNEL NAN_ASSERTS PERSISTENT_REDUCTIONS SHAPE_PADDING UNIQUE_KERNEL_NAMES
+"""
+
 TORCH_FAMILIES: tuple[Family, ...] = (
-    Family(prefix="TORCHINDUCTOR_", read_at=ReadAt.TORCH_IMPORT, reader="torch.compile"),
+    Family(
+        prefix="TORCHINDUCTOR_",
+        read_at=ReadAt.TORCH_IMPORT,
+        reader="torch.compile",
+        documented=frozenset(f"TORCHINDUCTOR_{name}" for name in _INDUCTOR_DOCUMENTED.split()),
+    ),
     Family(prefix="TRITON_AUTOTUNE_", read_at=ReadAt.TORCH_IMPORT, reader="Triton"),
     Family(
         prefix="TRITON_",
@@ -141,6 +154,7 @@ TORCH_FAMILIES: tuple[Family, ...] = (
         reader="Triton",
         between_runs=Between.RECORDED,
         per_node=True,
+        documented=frozenset({"TRITON_ALWAYS_COMPILE", "TRITON_F32_DEFAULT", "TRITON_INTERPRET"}),
     ),
 )
 
@@ -230,5 +244,10 @@ TRANSFORMER_ENGINE_SETTINGS: tuple[Setting, ...] = (
 )
 
 TRANSFORMER_ENGINE_FAMILIES: tuple[Family, ...] = (
-    Family(prefix="NVTE_", read_at=ReadAt.TE_IMPORT, reader="TransformerEngine"),
+    Family(
+        prefix="NVTE_",
+        read_at=ReadAt.TE_IMPORT,
+        reader="TransformerEngine",
+        documented=frozenset({"NVTE_FUSED_ATTN_BACKEND", "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT", "NVTE_UB_SPLIT_AG"}),
+    ),
 )

@@ -89,6 +89,8 @@ class Family:
     """All environment variables that begin with ``prefix`` and have no row of their own.
 
     Where they are present they are read back as ``between_runs`` says. ``per_node`` as in :class:`Setting`.
+    ``documented``: members with values that are kept; of any other member only its presence is, since anybody may call
+    a token by such a name.
     """
 
     prefix: str
@@ -96,6 +98,7 @@ class Family:
     reader: str
     between_runs: Between = Between.REPORTED
     per_node: bool = False
+    documented: frozenset[str] = frozenset()
 
     def setting(self, name: str) -> Setting:
         """Makes the row of one member."""

@@ -21,6 +21,8 @@ from mock_scheduler.determinism.settings.machine import PROCESS_SETTINGS, VERSIO
 from mock_scheduler.determinism.settings.setting import Between, Family, Kind, ReadAt, Setting
 
 DETERMINISTIC_MODE = "DETERMINISTIC_MODE"
+#: Stands for the value of a variable of a family that the table does not know by name.
+WITHHELD = "set, value not kept"
 _NCCL_ALGO = r"(Ring|CollnetDirect|CollnetChain|\^NVLS)"
 
 _required = partial(Setting, required=True, between_runs=Between.MUST_MATCH)
@@ -119,6 +121,16 @@ def recorded_names(environ: Iterable[str]) -> list[str]:
     prefixes = tuple(family.prefix for family in FAMILIES)
     listed = {setting.name for setting in environment_settings()}
     return sorted({*listed, *(name for name in environ if name.startswith(prefixes))})
+
+
+def is_documented(name: str) -> bool:
+    """Says whether the table knows a variable by its whole name, so that its value is a setting and no secret."""
+    return name in _BY_NAME or any(name in family.documented for family in FAMILIES)
+
+
+def kept_value(name: str, value: str) -> str:
+    """Returns the form of a variable's value for files and reports: ``WITHHELD`` unless it ``is_documented``."""
+    return value if is_documented(name) else WITHHELD
 
 
 def is_deterministic_mode(environ: Mapping[str, str]) -> bool:

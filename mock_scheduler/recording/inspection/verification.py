@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
+from mock_scheduler.errors import MockSchedulerError, StepNotFoundError, redact
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import FolderListing, StepPlace, list_recording, name_steps, open_place
 from mock_scheduler.recording.reading.open_step import open_step
@@ -67,7 +67,7 @@ def verify_recording(
             else f"none of the steps {steps} is recorded in {dump_dir}; steps present: {format_present(present)}"
         )
     return VerifyResult(
-        location=dump_dir,
+        location=redact(dump_dir),
         num_steps=len(places),
         num_bytes=num_bytes,
         problems=tuple(problems),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import RecordingError, StepNotFoundError
+from mock_scheduler.errors import RecordingError, StepNotFoundError, redact
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.paths import (
     file_name,
@@ -49,7 +49,9 @@ class RecordingReader:
     """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` (a folder or URL) holds none."""
 
     def __init__(self, dump_dir: str) -> None:
-        self.dump_dir = dump_dir
+        #: As it was given, to open it again; ``dump_dir`` is for messages.
+        self.source = dump_dir
+        self.dump_dir = redact(dump_dir)
         self.storage = open_storage(dump_dir)
         self.manifest = load_manifest(self.storage)
         self._verified: set[tuple[str, str, RowShard | None]] = set()

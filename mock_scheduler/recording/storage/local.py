@@ -2,7 +2,8 @@
 
 Contract: that of ``storage.Storage``. A file is published as ``files`` says: written aside, fsynced, linked to its
 name, folder fsynced; read into memory of the reader's own. Only regular files are read, and no link that leads out of
-the folder is followed.
+the folder is followed. A writer holds the folder of its file open and asks where that lies (Linux), so that a folder
+that is swapped for a link meanwhile takes no file out of the recording.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +36,10 @@ from mock_scheduler.support.files import (
     rename_away,
     written_aside,
 )
+
+_DESCRIPTORS = "/proc/self/fd"
+# Other systems have no path to an open folder; a path that was looked at is used again there.
+_HAS_DESCRIPTOR_PATHS = sys.platform == "linux" and os.path.isdir(_DESCRIPTORS)
 
 
 class LocalStorage:
@@ -92,14 +98,14 @@ class LocalStorage:
         # The name alone says how a file is stored, so a reader need not look inside.
         stored = [compress(pieces)] if name.endswith(COMPRESSED_ENDING) else pieces
         size_bytes = sum(memoryview(piece).nbytes for piece in stored)
-        with _as_writing_error(path, size_bytes):
-            publish_new(Path(path), stored)
+        with _as_writing_error(path, size_bytes), self._pinned(path) as pinned:
+            publish_new(pinned, stored)
         return size_bytes
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a file in place of an older one, whole or not at all."""
         path = self._inside(name)
-        with _as_writing_error(path, len(data)), written_aside(Path(path)) as aside:
+        with _as_writing_error(path, len(data)), self._pinned(path) as pinned, written_aside(pinned) as aside:
             aside.write_bytes(data)
 
     def remove(self, name: str) -> None:
@@ -107,9 +113,9 @@ class LocalStorage:
         path = self._inside(name)
         if not os.path.lexists(path):
             return
-        with _as_recording_error(path, "cannot remove"):
+        with _as_recording_error(path, "cannot remove"), self._pinned(path) as pinned:
             # Renamed first: a step is there as a whole or not at all, also while its folder is being emptied.
-            aside = rename_away(Path(path))
+            aside = rename_away(pinned)
             # Absent: a writer that has just come here took it for what a crash had left.
             with suppress(FileNotFoundError):
                 if aside.is_dir() and not aside.is_symlink():
@@ -171,6 +177,35 @@ class LocalStorage:
             finally:
                 if guard is not None:
                     guard.release()
+
+    @contextmanager
+    def _pinned(self, path: str) -> Iterator[Path]:
+        """Gives the path of a file in the folder as it is now, whatever takes the folder's name until the block ends.
+
+        Raises ``RecordingError`` where a link has led out of the recording since the path was looked at.
+        """
+        if not _HAS_DESCRIPTOR_PATHS:
+            yield Path(path)
+            return
+        parent, name = os.path.dirname(path) or ".", os.path.basename(path)
+        if not os.path.isdir(parent):
+            self._make(parent)
+        descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            pinned = f"{_DESCRIPTORS}/{descriptor}"
+            root, target = os.path.realpath(self._root), os.readlink(pinned)
+            if os.path.commonpath([root, target]) != root:
+                raise RecordingError(f"{parent} is a link to {target}, outside the recording: it is not followed")
+            yield Path(pinned, name)
+        finally:
+            os.close(descriptor)
+
+    def _make(self, folder: str) -> None:
+        if Path(folder) == Path(self._root or "."):
+            make_folder(Path(folder))
+            return
+        with self._pinned(folder) as pinned:
+            make_folder(pinned)
 
     def _inside(self, name: str) -> str:
         """The path of a name; raises ``RecordingError`` where it leads out of the folder."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import fsspec
 
-from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.errors import CorruptRecordingError, RecordingError, redact
 from mock_scheduler.recording.storage.byte_sources import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
@@ -56,12 +56,12 @@ class FsspecStorage:
 
     @property
     def location(self) -> str:
-        """The location as the user spelled it."""
-        return self._location
+        """The location as the user spelled it, without a password in it."""
+        return redact(self._location)
 
     def path(self, name: str) -> str:
-        """The URL of a file."""
-        return f"{self._location}/{name}" if name else self._location
+        """The URL of a file, without a password in it: for messages."""
+        return f"{self.location}/{name}" if name else self.location
 
     def exists(self, name: str) -> bool:
         """Whether an object, or any below this name, is there."""
@@ -208,8 +208,8 @@ class FsspecStorage:
             ) from error
 
     def _url(self, name: str) -> str:
-        check_name(name, location=self._location)
-        return self.path(name)
+        check_name(name, location=self.location)
+        return f"{self._location}/{name}" if name else self._location
 
     def _size(self, url: str) -> int:
         info = self._files.info(url)

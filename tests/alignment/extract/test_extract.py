@@ -2,147 +2,36 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import Outcome, order_groups, run_reproduction
 from mock_scheduler.alignment.plan.overrides import override_keys
-from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.cli import main
 from mock_scheduler.commands.extract import run_extract
-from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError, StepNotFoundError
-from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.writing.subset import load_train_step
 from pipelines.config.loading import load_config
-from pipelines.config.schema import PipelineConfig
-from tests.batches import SAMPLING, make_row
-from tests.recording.builders import make_info
-from tests.recording.recordings import open_writer
+from tests.alignment.extract.alignments import (
+    CONFIG,
+    SAMPLE,
+    SENTENCE,
+    STEP,
+    Alignment,
+    FakeCheck,
+    batch_of,
+    extract,
+    write_checkpoint,
+)
 
-#: Four groups of two; updates of two groups.
 OWN = ("mock_scheduler", "pipelines")
-CONFIG = """\
-exp_name: lake-baseline
-max_steps: 3
-eval_steps: 1
-rollout_batch_size: 8
-val_batch_size: 8
-seed: 7
-training: {micro_batch_size: 2, global_batch_size: 4}
-train_env_manager: {num_env_groups: 4, group_size: 2}
-val_env_manager: {num_env_groups: 4, group_size: 2}
-align:
-  baseline: [seed=7]
-  tolerance: {gradient: 1.0e-5}
-  candidates:
-    - {name: same}
-    - {name: change, overrides: [pg_clip=0.1]}
-"""
-SAMPLE = "default/group 2/episode 0/env 1/turn 0"
-SENTENCE = "step 0, update 0, forward: activation of decoder.layers.0 differs by 0.5"
-
-
-def batch_of(*rewards: Sequence[float], seed: int = 0) -> RolloutBatch:
-    """A group for each sequence of rewards."""
-    rows = [
-        make_row(group, env, tokens=(seed, group, env, 4), turn_rewards=(reward,))
-        for group, members in enumerate(rewards)
-        for env, reward in enumerate(members)
-    ]
-    return RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=len(rewards[0]))
-
-
-STEP = ((1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 1.0))
-
-
-@dataclass
-class Alignment:
-    """The folder that an alignment left, as far as it is looked at."""
-
-    folder: Path
-    text: str = CONFIG
-
-    @property
-    def root(self) -> Path:
-        return self.folder / "align"
-
-    def config(self, *overrides: str) -> PipelineConfig:
-        (self.folder / "lake.yaml").write_text(self.text)
-        return load_config("lake", config_path=self.folder, overrides=overrides)
-
-    def write(
-        self,
-        *,
-        name: str = "change",
-        overrides: Sequence[str] = ("pg_clip=0.1",),
-        verdict: str = "diverged",
-        step: int = 0,
-        sample: str | None = SAMPLE,
-    ) -> Path:
-        for run, own in (("baseline", ()), (name, overrides)):
-            (self.root / run).mkdir(parents=True)
-            (self.root / run / "config.yaml").write_text(dump_config(self.config(*own)))
-        divergence = {"step": step, "difference": {"figures": {"worst": {"sample": sample}}}}
-        changed = {"name": name, "overrides": list(overrides), "verdict": verdict, "reason": "for a reason"}
-        changed |= {"sentence": SENTENCE, "first_divergence": divergence}
-        same = {"name": "same", "overrides": [], "verdict": "identical", "reason": "all equal"}
-        result = {"candidates": [same, changed], "recording_dir": str(self.root / "recording")}
-        (self.root / "align.json").write_text(json.dumps(result))
-        self.record()
-        return self.root
-
-    def record(self) -> None:
-        config = self.config()
-        values = {
-            "seed": config.seed,
-            "rollout_batch_size": config.rollout_batch_size,
-            "train_env_manager.num_env_groups": config.train_env_manager.num_env_groups,
-            "max_steps": config.max_steps,
-            "eval_steps": config.eval_steps,
-            "training.global_batch_size": config.training.global_batch_size,
-            "training.micro_batch_size": config.training.micro_batch_size,
-        }
-        writer = open_writer(self.root / "recording", contract=Contract.of(values))
-        for step in range(3):
-            writer.write_step(batch_of(*STEP, seed=step), make_info(step, run_id=writer.run_id, policy_version=step))
-        writer.close()
-
-
-@dataclass
-class FakeCheck:
-    """Diverges from ``num_needed`` groups on; keeps what it saw."""
-
-    num_needed: int = 1
-    groups: list[int] = field(default_factory=list)
-    output: io.StringIO = field(default_factory=io.StringIO)
-
-    def run(self, folder: Path, name: str) -> Outcome:
-        reader = RecordingReader(str(folder / "recording"))
-        self.groups.append(load_train_step(reader, max(reader.steps()["train"])).num_groups)
-        if self.groups[-1] >= self.num_needed:
-            return Outcome(verdict="diverged", text=f"{name} still differs")
-        return Outcome(verdict="identical", text="all equal")
-
-
-def extract(alignment: Alignment, check: FakeCheck | None = None, **options: object) -> Path:
-    """The folder of the candidate ``change``."""
-    check = check or FakeCheck()
-    output = alignment.folder / "small"
-    console = Console(file=check.output, width=300)
-    values = {"output": output, "check": check.run, "console": console, **options}
-    assert run_extract(alignment.root, "change", **values) == 0  # type: ignore[arg-type]
-    return output
 
 
 def values_of(folder: Path, *keys: str) -> list[object]:
@@ -294,14 +183,6 @@ def test_a_rate_that_decays_over_the_run_decays_as_it_did(alignment: Alignment) 
     assert candidate.overrides == ["ppo_epochs=2", "training.lr_decay_iters=12"]
 
 
-def write_checkpoint(alignment: Alignment, step: int) -> None:
-    folder = alignment.root / "baseline" / "checkpoints" / f"step_{step:06d}"
-    (folder / "policy").mkdir(parents=True)
-    (folder / "policy" / "weights").write_bytes(b"weights")
-    fixed = {"seed": 7, "rollout_batch_size": 8, "train_env_manager.num_env_groups": 4}
-    (folder / "run_state.json").write_text(json.dumps({"next_step": step, "fixed": fixed, "files": {"w": 7}}))
-
-
 def test_a_later_step_begins_from_the_baselines_checkpoint(alignment: Alignment) -> None:
     alignment.write(step=2)
     write_checkpoint(alignment, 2)
@@ -395,7 +276,7 @@ def test_the_users_code_goes_with_it_and_what_that_imports(
     monkeypatch.syspath_prepend(str(tmp_path / "code"))
     alignment.text = CONFIG.replace("{name: change,", "{name: change, entry: mine.deep.run,")
     alignment.write()
-    folder = extract(alignment)
+    folder = extract(alignment, run_stored_code=True)
     copied = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
     assert copied == {"helpers/tables.py", "mine/__init__.py", "mine/deep/run.py", "mine/kernel.py"}
     text = (folder / "README.md").read_text()
@@ -478,7 +359,7 @@ def test_the_script_aligns_in_its_own_folder_with_the_checkout_on_the_path(
     alignment.write()
     folder = extract(alignment)
     (tmp_path / "checkout").mkdir()
-    write_python(tmp_path / "checkout", '[[ "$1" == -c ]] || { echo "$PWD|$PYTHONPATH|$*"; exit 1; }')
+    write_python(tmp_path / "checkout", '[[ "$2" == -c ]] || { echo "$PWD|$PYTHONPATH|$*"; exit 1; }')
     done = subprocess.run(
         ["bash", str(folder / "reproduce.sh"), "--json", "x"],
         cwd=tmp_path / "checkout",
@@ -487,11 +368,13 @@ def test_the_script_aligns_in_its_own_folder_with_the_checkout_on_the_path(
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == (
-        f"{folder}|{tmp_path / 'checkout'}|-m mock_scheduler.cli align config --config-path . --recording recording "
-        "--output-dir output --overwrite --json x\n"
+    command = (
+        "-P -m mock_scheduler.cli align config --config-path . --recording recording --output-dir output --overwrite "
+        "--json x\n"
     )
+    assert done.returncode == 1
+    assert done.stdout == f"{folder}|{tmp_path / 'checkout'}|{command}"
+    assert done.stderr == f"runs in {folder}: PYTHONPATH={tmp_path / 'checkout'} {tmp_path}/checkout/./python {command}"
 
 
 def test_an_interpreter_without_the_project_gives_no_verdicts_exit_code(alignment: Alignment, tmp_path: Path) -> None:
@@ -507,7 +390,9 @@ def test_an_interpreter_without_the_project_gives_no_verdicts_exit_code(alignmen
         check=False,
     )
     assert done.returncode == 5
-    assert done.stderr.startswith(f"error: {python} could not run it; start this from the root of a checkout")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"error: {python} could not run it; start this from the root of a checkout"
+    )
 
 
 @pytest.mark.parametrize(
@@ -556,10 +441,13 @@ def test_the_check_reads_the_verdict_that_the_script_leaves(
     monkeypatch.setattr(sys, "executable", str(write_python(tmp_path, "echo it went wrong; exit 5")))
     with pytest.raises(AlignmentError) as caught:
         run_reproduction(folder, "change")
-    assert str(caught.value) == (
+    first, shown, last_line = str(caught.value).split("\n")
+    assert first == (
         "the reproduction's script ended with exit code 5 and no result; --no-check makes the folder without "
-        "running it. The last lines of its output:\nit went wrong"
+        "running it. The last lines of its output:"
     )
+    assert shown.startswith(f"runs in {folder}: PYTHONPATH=")
+    assert last_line == "it went wrong"
 
 
 def test_the_command_ends_as_its_errors_say(alignment: Alignment, capsys: pytest.CaptureFixture[str]) -> None:

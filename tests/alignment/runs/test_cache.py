@@ -236,3 +236,20 @@ def test_sources_are_told_by_their_paths_and_content(tmp_path: Path) -> None:
         "package/a.py": f"{one} {two}",
         "package/sub/b.py": two,
     }
+
+
+def test_a_secret_value_is_known_by_its_digest_under_the_users_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("MY_PATTERN", "hunter2")
+    changes = ["+system_envs.MY_TOKEN=hunter2", "trace.patterns=['${oc.env:MY_PATTERN}']"]
+    run = plan_run(tmp_path, "tp2", *changes)
+    finish(run)
+    save_fingerprint(run.output_dir, fingerprint_of(run), elapsed_s=1.0)
+    assert "hunter2" not in (run.output_dir / "fingerprint.json").read_text()
+    assert find_cached(run.output_dir, fingerprint_of(plan_run(tmp_path, "tp2", *changes))) == Reusable(elapsed_s=1.0)
+    other = plan_run(tmp_path, "tp2", "+system_envs.MY_TOKEN=hunter3", changes[1])
+    assert reason_of(run, fingerprint_of(other)) == "config.system_envs.MY_TOKEN has changed"
+    monkeypatch.setenv("MY_PATTERN", "hunter3")
+    assert reason_of(run, fingerprint_of(plan_run(tmp_path, "tp2", *changes))) == "config.trace.patterns has changed"

@@ -164,3 +164,11 @@ def test_a_folder_that_no_alignment_made_is_left_alone(tmp_path: Path, fresh: bo
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert open_folder(tmp_path, fresh=False) is False
     assert [path.name for path in tmp_path.iterdir()] == [".mock-scheduler-align"]
+
+
+def test_of_an_unknown_variable_a_run_knows_a_digest_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = plan_run(tmp_path, "tp2")
+    first, same, other = (read_settings(run, {"NCCL_MINE": value})["NCCL_MINE"] for value in ("a", "a", "b"))
+    assert first == same != other
+    assert len(first) == 64

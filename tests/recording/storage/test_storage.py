@@ -12,8 +12,9 @@ import torch
 from fsspec.registry import known_implementations
 
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
-from mock_scheduler.recording.storage import Storage, open_storage
+from mock_scheduler.recording.storage import Storage, local, open_storage
 from mock_scheduler.recording.storage.local import LocalStorage
+from mock_scheduler.support.files import publish_new
 
 PIECES = [b"abc", bytearray(b"def"), memoryview(b"ghi"), b""]
 
@@ -342,3 +343,59 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make: Callab
         with pytest.raises(CorruptRecordingError) as caught:
             read()
         assert str(caught.value) == f"{tmp_path}/a is {kind}, where a regular file is expected: remove it"
+
+
+@pytest.mark.parametrize(
+    "name", ["train/step_000000.safetensors", "train/step_000000/shard_00000-of-00002.safetensors"]
+)
+def test_a_folder_that_becomes_a_link_after_it_was_looked_at_takes_no_file_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """While ``train`` was swapped for a link and back, 66 of 795 published steps landed outside."""
+    (tmp_path / "out").mkdir()
+    storage = LocalStorage(str(tmp_path / "rec"))
+    storage.publish("train/step_000009.safetensors", PIECES)
+    look = LocalStorage._inside
+
+    def look_and_swap(self: LocalStorage, name: str) -> str:
+        path = look(self, name)
+        (tmp_path / "rec" / "train").rename(tmp_path / "rec" / "aside")
+        (tmp_path / "rec" / "train").symlink_to(tmp_path / "out")
+        return path
+
+    monkeypatch.setattr(LocalStorage, "_inside", look_and_swap)
+    with pytest.raises(RecordingError, match=r"train is a link to .*/out, outside the recording: it is not followed"):
+        storage.publish(name, PIECES)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_folder_that_is_swapped_while_a_file_is_written_keeps_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    storage = LocalStorage(str(tmp_path / "rec"))
+    storage.publish("train/step_000009.safetensors", PIECES)
+
+    def swap_and_publish(path: Path, pieces: object) -> None:
+        (tmp_path / "rec" / "train").rename(tmp_path / "rec" / "aside")
+        (tmp_path / "rec" / "train").symlink_to(tmp_path / "out")
+        publish_new(path, pieces)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(local, "publish_new", swap_and_publish)
+    storage.publish("train/step_000000.safetensors", PIECES)
+    assert list((tmp_path / "out").iterdir()) == []
+    assert (tmp_path / "rec" / "aside" / "step_000000.safetensors").read_bytes() == b"abcdefghi"
+
+
+@pytest.mark.parametrize("location", ["rec", "./rec/", ".", ""])
+def test_a_location_relative_to_the_working_directory_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = LocalStorage(location)
+    for name in ("recording.json", "train/step_000000/shard_00000-of-00002.safetensors"):
+        storage.publish(name, PIECES)
+        assert (tmp_path / location / name).read_bytes() == b"abcdefghi"
+    storage.replace("recording.json", b"x")
+    storage.remove("train")
+    assert sorted(path.name for path in (tmp_path / location).iterdir()) == ["recording.json"]

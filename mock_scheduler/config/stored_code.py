@@ -1,0 +1,235 @@
+"""Finds the code that a stored configuration names, so that nothing of a received folder runs unasked.
+
+A run leaves its whole configuration as ``config.yaml``, an alignment and a reproduction do too. Such a file may come
+from anybody, and it can name an interpreter, an entry module, a program and variables for every process. A
+configuration of one's own lies elsewhere, under another name or in a folder without a run's files, and is trusted.
+
+Contract: imports no torch, and nothing that a file names. The file is read as plain YAML before Hydra sees it; a part
+that only Hydra could put together (``defaults``, ``hydra``, an interpolation in the place of a section, an override
+that cannot be read) counts as code. Settings of the table with plain values are no code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.run_files import (
+    ALIGN_FILE,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    DOCTOR_FILE,
+    ERROR_FILE,
+    LEDGER_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    OPERATIONS_FOLDER,
+    RUN_FILE,
+    TENSORBOARD_FOLDER,
+    TRACE_FOLDER,
+)
+
+#: The top-level key by which a configuration names its program; a schema without this field never sees it.
+PROGRAM_KEY = "program"
+#: The option of every command, and in Python ``run_stored_code=True``.
+FLAG = "--run-stored-code"
+
+_NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
+_HOME = (RUN_FILE, METRICS_FILE, LEDGER_FILE, ERROR_FILE, LOG_FILE, TRACE_FOLDER, OPERATIONS_FOLDER)
+_LEFT_BESIDE = (*_HOME, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
+_LEFT_ABOVE = (ALIGN_FILE, DOCTOR_FILE, ".mock-scheduler-align", ".mock-scheduler-doctor", "minimise.json")
+_COMPOSED = ("defaults", "hydra")
+_ENVIRONMENT = "system_envs"
+_CANDIDATE = re.compile(r"align\.candidates\.[^.]+")
+# Each holds overrides of runs: ``align.baseline``, ``overrides`` of a candidate, ``align.matrix.options``.
+_OVERRIDES = re.compile(r"align\.(baseline|candidates\.[^.]+\.overrides|matrix\.options\.[^.]+)")
+_CANDIDATE_CODE = re.compile(r"align\.candidates\.[^.]+\.(python|entry)")
+_MAX_DEPTH = 20
+_SECTION = re.compile(r"align(\.(candidates(\.[^.]+)?|matrix(\.options)?|baseline))?|system_envs")
+# A setting chooses between known ways; a path or a plug-in's name lets the process load a file.
+_PLAIN_VALUE = re.compile(r"[\w.,:^=+ -]*")
+_MAX_SHOWN = 2000
+
+
+class Use(IntEnum):
+    """What a command does with a configuration; each does all before it, too."""
+
+    LOAD = 0
+    RUN = 1
+    ALIGN = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCode:
+    """One piece of code that a stored configuration names. ``use``: the least use for which it runs."""
+
+    kind: str
+    key: str
+    value: str
+    use: Use
+
+    def describe(self) -> str:
+        """One line; the value is quoted, so that no terminal acts on it."""
+        rest = len(self.value) - _MAX_SHOWN
+        more = f" and {rest:,} more characters" if rest > 0 else ""
+        return f"{self.kind}: {ascii(self.key)[1:-1]} = {self.value[:_MAX_SHOWN]!a}{more}"
+
+
+def read_program_name(path: Path) -> str | None:
+    """Reads the program that a configuration's file names on a line of its own; ``None`` where it names none."""
+    if not path.is_file():
+        return None
+    named = _NAMED.search(path.read_text(encoding="utf-8", errors="replace"))
+    return named[1] if named else None
+
+
+def is_stored(path: Path) -> bool:
+    """Says whether a configuration's file was left by a run: ``config.yaml`` among a run's or an alignment's files."""
+    if path.name != CONFIG_FILE:
+        return False
+    folder = path.absolute().parent
+    return any((folder / name).exists() for name in _LEFT_BESIDE) or any(
+        (place / name).exists() for place in (folder, folder.parent) for name in _LEFT_ABOVE
+    )
+
+
+def find_stored_code(
+    path: Path,
+    *,
+    default_program: str,
+    settings: Sequence[str],
+    overrides: Sequence[object] = (),
+    only: str | None = None,
+) -> list[StoredCode]:
+    """Finds all code that a stored configuration, or overrides stored beside it, name.
+
+    Args:
+        path: the file.
+        default_program: its program is no stored code.
+        settings: names of variables that are settings.
+        overrides: further ones, of a candidate.
+        only: the one candidate that will run; ``None``: all.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)!a}") from error
+    finder = _Finder(folder=path.parent, settings=frozenset(settings), only=only, seen=set())
+    named = read_program_name(path)
+    found = [] if named in (None, default_program) else [_code("program", PROGRAM_KEY, named, Use.LOAD)]
+    return [*found, *finder.walk(content, ""), *finder.of_overrides(overrides, "overrides", Use.ALIGN)]
+
+
+def refuse_stored_code(origin: Path, found: Sequence[StoredCode], *, use: Use, is_allowed: bool) -> str:
+    """Describes the code that would run; raises ``ConfigError`` with this text unless it ``is_allowed``.
+
+    Returns an empty text where nothing would run.
+    """
+    lines = list(dict.fromkeys(item.describe() for item in found if item.use <= use))
+    if not lines:
+        return ""
+    listed = "".join(f"\n  - {line}" for line in lines)
+    if is_allowed:
+        return f"{FLAG}: the stored configuration {ascii(str(origin))[1:-1]} names what is used now:{listed}"
+    raise ConfigError(
+        f"the stored configuration {ascii(str(origin))[1:-1]} names what this would run or read:{listed}\n"
+        f"Nothing has run. If you trust whoever wrote this folder, add {FLAG} (in Python: run_stored_code=True)"
+    )
+
+
+def _code(kind: str, key: str, value: object, use: Use) -> StoredCode:
+    return StoredCode(kind=kind, key=key, value=value if isinstance(value, str) else repr(value), use=use)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Finder:
+    """Walks plain values. ``seen``: parts of the file that were walked under a key, since YAML may name one twice."""
+
+    folder: Path
+    settings: frozenset[str]
+    only: str | None
+    seen: set[tuple[int, str]]
+
+    def walk(self, value: Any, key: str) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
+        """Yields the code named by a value at a dotted key, and by all values below it."""
+        yield from self._look_at(value, key)
+        # A list of one candidate a thousand times over is walked once.
+        place = (id(value), re.sub(r"\.\d+(?=\.|$)", ".*", key))
+        if (
+            self._is_another_candidate(value, key)
+            or not isinstance(value, Mapping | list)
+            or place in self.seen
+            or key.count(".") > _MAX_DEPTH
+        ):
+            return
+        self.seen.add(place)
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            yield from self.walk(item, f"{key}.{name}" if key else str(name))
+
+    def of_overrides(self, overrides: Sequence[object], key: str, use: Use) -> Iterator[StoredCode]:
+        """Yields the code named by overrides in Hydra's grammar."""
+        for text in overrides:
+            try:
+                override = OverridesParser.create().parse_override(str(text))
+            except HydraException:
+                yield _code("unreadable override", key, text, use)
+                continue
+            name = override.key_or_group
+            is_group = override.package is not None or (self.folder / name).is_dir()
+            if is_group or name.split(".")[0] in _COMPOSED:
+                yield _code("further configuration", key, text, use)
+                continue
+            if name == PROGRAM_KEY:
+                yield _code("program", key, text, use)
+            try:
+                value = override.value()
+            except (HydraException, ValueError, TypeError):
+                value = str(text)
+            yield from self.walk(_plain(value), name)
+
+    def _look_at(self, value: Any, key: str) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
+        last = key.rpartition(".")[2]
+        if key in _COMPOSED:
+            yield _code("further configuration", key, value, Use.LOAD)
+        elif last.startswith("_") and last.endswith("_") and len(last) > 2:
+            yield _code("class", key, value, Use.LOAD)
+        elif _SECTION.fullmatch(key) and isinstance(value, str) and key != "align.baseline":
+            yield _code("unresolved section", key, value, Use.ALIGN if key.startswith("align") else Use.RUN)
+        elif _CANDIDATE_CODE.fullmatch(key) and value is not None:
+            yield _code("interpreter" if last == "python" else "entry", key, value, Use.ALIGN)
+        elif _OVERRIDES.fullmatch(key):
+            yield from self.of_overrides(value if isinstance(value, list) else [value], key, Use.ALIGN)
+        elif key.startswith(f"{_ENVIRONMENT}.") and not self._is_setting(key.removeprefix(f"{_ENVIRONMENT}."), value):
+            yield _code("environment", key, value, Use.RUN)
+
+    def _is_another_candidate(self, value: object, key: str) -> bool:
+        if self.only is None or not _CANDIDATE.fullmatch(key) or not isinstance(value, Mapping):
+            return False
+        name = value.get("name")
+        return isinstance(name, str) and name != self.only and "${" not in name
+
+    def _is_setting(self, name: str, value: object) -> bool:
+        is_plain = isinstance(value, str | int) and _PLAIN_VALUE.fullmatch(str(value)) is not None
+        return name in self.settings and is_plain and (not name.endswith("_PLUGIN") or value in ("", "none"))
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - Hydra's values
+    """Turns Hydra's quoted texts in lists and mappings into texts."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

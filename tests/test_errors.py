@@ -1,0 +1,79 @@
+"""No message repeats a password."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from mock_scheduler import errors
+from mock_scheduler.cli import main
+from mock_scheduler.errors import ConfigError, MockSchedulerError, RecordingError, redact
+from mock_scheduler.recording.storage import open_storage
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://user:pass@bucket/x", "s3://user:***@bucket/x"),
+        ("https://u:p@ss/w@host:80/a?b=1", "https://u:***@host:80/a?b=1"),
+        ("redis://:pw@h:1 and postgres://u:80pw@h", "redis://:***@h:1 and postgres://u:***@h"),
+        ("https://ghp_abc@github.com/x", "https://***@github.com/x"),
+        ("x?token=abc&y=1", "x?token=***&y=1"),
+        ("b?X-Amz-Credential=AK/x&X-Amz-Signature=ff00", "b?X-Amz-Credential=***&X-Amz-Signature=***"),
+        ("{'aws_secret_access_key': 'abc/def'}", "{'aws_secret_access_key': '***'}"),
+        ("id AKIAABCDEFGHIJKLMNOP", "id ***"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+    ],
+)
+def test_secrets_are_left_out(text: str, shown: str) -> None:
+    assert redact(text) == shown
+    assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://127.0.0.1:8300/v1/x@y",
+        "abfs://container@account.dfs.core.windows.net/x",
+        "rows: 5 tokens=4 key = 3",
+        "http://h:80, a@b",
+        "~/a@b:c/step_000001",
+    ],
+)
+def test_other_texts_stay_as_they_are(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "kind", [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, MockSchedulerError)]
+)
+def test_every_error_leaves_them_out_and_stays_picklable(kind: type[MockSchedulerError]) -> None:
+    error = kind("cannot read s3://user:pass@bucket/x")
+    assert str(error) == "cannot read s3://user:***@bucket/x"
+    assert (type(pickle.loads(pickle.dumps(error))), str(pickle.loads(pickle.dumps(error)))) == (kind, str(error))
+
+
+def test_a_recordings_address_is_shown_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
+    storage = open_storage("memory://user:pass@bucket/x")
+    assert (storage.location, storage.path("a")) == ("memory://user:***@bucket/x", "memory://user:***@bucket/x/a")
+    assert main(["inspect", "memory://user:pass@bucket/x"]) == 5
+    assert main(["inspect", "nosuch://user:pass@bucket/x"]) == 5
+    assert main(["launch", "quickstart", "rollout_mock.mode='s3://user:pass@bucket'"]) == 5
+    assert "pass@" not in "".join(capsys.readouterr())
+
+
+def test_a_plain_error_at_the_edge_is_shown_without_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("lost s3://user:pass@bucket")
+
+    monkeypatch.setattr("mock_scheduler.commands.recordings.run_inspect", fail)
+    assert main(["inspect", "x"]) == 70
+    assert "lost s3://user:***@bucket" in capsys.readouterr().err
+
+
+def test_arguments_that_are_no_text_are_kept() -> None:
+    assert RecordingError("a", 5).args == ("a", 5)
+    assert ConfigError().args == ()
