@@ -12,9 +12,14 @@ import zstandard
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.storage.byte_sources import open_compressed
+from mock_scheduler.recording.storage.byte_sources import CompressedSource, MemorySource
+from mock_scheduler.recording.storage.byte_sources import open_compressed as open_compressed_source
 from mock_scheduler.recording.writing.opening import WriterOptions
 from tests.recording.recordings import record, request
+
+
+def open_compressed(data: bytes, *, path: str) -> CompressedSource:
+    return open_compressed_source(MemorySource(bytearray(data), path=path), path=path)
 
 
 @pytest.fixture
@@ -150,7 +155,7 @@ def test_a_small_file_that_unpacks_to_a_gigabyte_is_refused_by_its_head(tmp_path
     bomb = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(bytes(2**28))
     (tmp_path / "train/step_000000.safetensors.zst").write_bytes(bomb)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CorruptRecordingError, match="header is no JSON"):
+    with pytest.raises(CorruptRecordingError, match="8215 bytes unpack to 268435456; the limit is 67108864"):
         RecordingReader(str(tmp_path)).open_step(request(0))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
 
