@@ -170,8 +170,7 @@ def test_a_dtype_that_no_file_may_hold_is_refused_by_name(name: str) -> None:
     with pytest.raises(RecordingError) as caught:
         decode_step(data, source="f")
     assert str(caught.value) == (
-        f"f: tensor 'tokens' is of dtype {name!r}, which torch {torch.__version__} does not have, or no file may hold; "
-        f"expected one of {', '.join(DTYPES)}"
+        f"f: tensor 'tokens' is of dtype {name!r}, which torch {torch.__version__} does not have, or no file may hold"
     )
 
 
