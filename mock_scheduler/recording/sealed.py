@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from mock_scheduler.errors import CorruptRecordingError, MockSchedulerError, RecordingError
 from mock_scheduler.recording.storage import Storage
-from mock_scheduler.support.digests import MAX_JSON_CONTAINERS, JSON, count_containers, open_sealed, seal
+from mock_scheduler.support.digests import JSON, MAX_JSON_CONTAINERS, count_containers, open_sealed, seal
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import encode_json
 

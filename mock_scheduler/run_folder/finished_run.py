@@ -23,6 +23,7 @@ from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import bullet_list
 
@@ -129,9 +130,9 @@ _COMPLETED = _Kind(text="'completed'", is_valid=lambda value: value == "complete
 def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
     """Returns the named values of a file, each checked to be of its kind."""
     try:
-        content = load_json_object(path)
+        content = load_json_object(path, inside=path.parent)
     except OSError as error:
-        raise AlignmentError(f"{path} cannot be read: {error.strerror}") from error
+        raise AlignmentError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise AlignmentError(f"{path} {error}") from error
     problems = [
@@ -184,7 +185,7 @@ def load_stored_config(path: Path) -> StoredConfig:
 def read_stored_keys(path: Path) -> dict[str, Any]:
     """Reads the keys of a run's ``config.yaml`` as they stand; raises ``ConfigError`` where there are none."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path, inside=path.parent, what="a configuration"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

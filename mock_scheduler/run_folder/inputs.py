@@ -20,11 +20,12 @@ from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
+from mock_scheduler.errors import AlignmentError, ConfigError, ForeignFileError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
 from mock_scheduler.run_folder.finished_run import RunSummary, StoredConfig, load_stored_config, load_summary
+from mock_scheduler.support.foreign_files import check_inside
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
     CONFIG_FILE,
@@ -146,11 +147,21 @@ def _find_present(side: ComparedInput) -> dict[str, list[int]]:
     return {"steps": sorted(steps)} if steps else {}
 
 
+def _trace_of(folder: Path) -> Path:
+    """Gives the trace of a run; raises ``TraceError`` where it is a link that leads out of the run's folder."""
+    trace_dir = folder / TRACE_FOLDER
+    try:
+        check_inside(trace_dir, folder)
+    except ForeignFileError as error:
+        raise TraceError(str(error)) from error
+    return trace_dir
+
+
 def find_trace(path: Path) -> Path:
     """Finds the trace folder of a run, or takes the path itself where it is one; raises ``ConfigError`` otherwise."""
     kind = find_kind(path)
     if kind == "run" and (path / TRACE_FOLDER).is_dir():
-        return path / TRACE_FOLDER
+        return _trace_of(path)
     if kind == "trace":
         return path
     what = f"a run without a {TRACE_FOLDER} folder" if kind == "run" else f"a folder of kind {kind}"
@@ -222,7 +233,7 @@ def _open_run(folder: Path, name: str) -> OpenedInput:
             f"{folder} has no trace (its run had trace.level={stored.trace_level}), and a comparison of gradients and "
             "parameters needs one; run it again with trace.level=full"
         )
-    level = trace_level(folder / TRACE_FOLDER)
+    level = trace_level(_trace_of(folder))
     side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary)
     return OpenedInput(side=side, stored=stored)
 

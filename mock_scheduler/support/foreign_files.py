@@ -23,6 +23,7 @@ MAX_DOCUMENT_BYTES = 64 * 2**20
 #: The limit of one line of a log that is read line by line.
 MAX_LINE_BYTES = 16 * 2**20
 
+_PIECE_BYTES = 2**20
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -76,11 +77,13 @@ def read_bytes(
 ) -> bytes:
     """Reads a whole file; raises as ``open_foreign``."""
     with open_foreign(path, inside=inside, max_bytes=max_bytes, what=what) as stream:
-        # It may grow while it is read, and a file of the kernel says a size of 0.
-        data = stream.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise _too_large(path, "more", max_bytes, what)
-    return data
+        pieces = [stream.read(os.fstat(stream.fileno()).st_size)]
+        # It may have grown since, and a file of the kernel says a size of 0.
+        while piece := stream.read(_PIECE_BYTES):
+            pieces.append(piece)
+            if sum(map(len, pieces)) > max_bytes:
+                raise _too_large(path, "more", max_bytes, what)
+    return b"".join(pieces)
 
 
 def read_text(
@@ -100,6 +103,17 @@ def read_lines(path: str | Path, *, max_bytes: int = MAX_LINE_BYTES, inside: Pat
             if len(line) > max_bytes:
                 raise _too_large(path, "a line of more", max_bytes, "one line")
             yield line.decode("utf-8").removesuffix("\n")
+
+
+def read_tail(path: str | Path, num_lines: int, *, inside: Path | None = None) -> str:
+    """Reads the last lines of a log, in at most ``_PIECE_BYTES``, with marks for what is not UTF-8.
+
+    Raises as ``open_regular``.
+    """
+    with open_foreign(path, inside=inside) as stream:
+        stream.seek(max(os.fstat(stream.fileno()).st_size - _PIECE_BYTES, 0))
+        text = stream.read(_PIECE_BYTES).decode("utf-8", errors="replace")
+    return "\n".join(text.splitlines()[-num_lines:])
 
 
 def load_json(path: str | Path, *, max_bytes: int = MAX_DOCUMENT_BYTES, inside: Path | None = None) -> Any:  # noqa: ANN401 - JSON

@@ -1,7 +1,7 @@
 """Turns tensors into bytes and back, and names dtypes: the one place where either is told.
 
-Contract: bit for bit, for every dtype of ``DTYPES``; nothing is converted. Callers refuse tensors without bytes of their
-own, by ``has_plain_bytes``.
+Contract: bit for bit, for every dtype of ``DTYPES``; nothing is converted. Callers refuse tensors without bytes of
+their own, by ``has_plain_bytes``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: The dtypes that a file may hold: every one of whole bytes with operations of its own. Quantised dtypes end the process
-#: that reads their bytes as values, and torch can do nothing with ``bits*`` or with integers of less than a byte.
+#: The dtypes that a file may hold: all of whole bytes. Quantised dtypes end the process that reads their bytes as
+#: values, and torch can do nothing with ``bits*`` or with integers of less than a byte.
 _NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),

@@ -34,7 +34,7 @@ from mock_scheduler.recording.step.stored_tensors import (
     stored_form,
 )
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.support.digests import MAX_JSON_CONTAINERS, JSON, canonical_json, count_containers, open_sealed
+from mock_scheduler.support.digests import JSON, MAX_JSON_CONTAINERS, canonical_json, count_containers, open_sealed
 from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 
 STEP_FORMAT = "rollout-step"

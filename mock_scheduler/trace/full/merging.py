@@ -45,8 +45,8 @@ class Expectation:
     """The elements a trace must hold of a tensor.
 
     is_complete: all ranks of the run wrote, so nothing may be missing. rows: of the batch. find_tokens: gives bool
-    ``[T]``, the tokens of a token tensor; ``None`` where the trace does not say. It is asked only for a tensor of so many
-    tokens. stored_bytes: all that the files of the step store.
+    ``[T]``, the tokens of a token tensor, and is asked only for a tensor of so many; ``None`` where the trace does not
+    say. stored_bytes: all that the files of the step store.
     """
 
     is_complete: bool
@@ -127,7 +127,9 @@ def _check_agreement(key: TraceKey, pieces: Sequence[Piece], expectation: Expect
     record, num_tokens = pieces[0].record, expectation.rows.num_tokens
     is_stated = record.dims[:1] == ("token",) and expectation.find_tokens is not None
     if is_stated and num_tokens != record.spec.global_shape[0]:
-        raise TraceError(f"{key.describe()}: has {record.spec.global_shape[0]} tokens, the step's batch has {num_tokens}")
+        raise TraceError(
+            f"{key.describe()}: has {record.spec.global_shape[0]} tokens, the step's batch has {num_tokens}"
+        )
 
 
 def _check_size(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation) -> None:
@@ -139,8 +141,8 @@ def _check_size(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation
     most = max(_MIN_ELEMENTS, _ELEMENTS_PER_BYTE * expectation.stored_bytes)
     if numel > most:
         raise TraceError(
-            f"{key.describe()}: has {numel} elements, where the files of its step store {expectation.stored_bytes} bytes "
-            f"(at most {most} elements are put together from these); trace more ranks, or more of its tokens"
+            f"{key.describe()}: has {numel} elements, where the files of its step store {expectation.stored_bytes} "
+            f"bytes, from which at most {most} elements are put together; trace more ranks, or more of its tokens"
         )
 
 

@@ -283,7 +283,9 @@ def _read_part(path: Path, trace_dir: Path) -> _Part:
     # From here on what a piece takes is believed; its very shape is looked at when it is read.
     num_bytes, size_bytes = sum(record.size_bytes for record in part.records), path.stat().st_size
     if num_bytes > size_bytes:
-        raise TraceError(f"{path}: the metadata lists {num_bytes} bytes of tensors in a file of {size_bytes}; {DAMAGED}")
+        raise TraceError(
+            f"{path}: the metadata lists {num_bytes} bytes of tensors in a file of {size_bytes}; {DAMAGED}"
+        )
     return part
 
 
