@@ -63,9 +63,7 @@ class Vocabulary:
             return cls(texts=_checked(dict(enumerate(value)), source))
         if isinstance(value, Mapping) and value and all(type(item) is int for item in value.values()):
             return cls(texts=_inverted(value, source))
-        if isinstance(value, Mapping) and all(
-            key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS for key in value
-        ):
+        if isinstance(value, Mapping) and all(map(_is_number, value)):
             return cls(texts=_checked({int(key): item for key, item in value.items()}, source))
         raise ConfigError(f"{source} is no vocabulary: {_EXPECTED}")
 
@@ -97,6 +95,11 @@ class Vocabulary:
         if token_id in self.special or not all(char in _BYTE_OF_CHAR for char in text):
             return text.encode()
         return bytes(_BYTE_OF_CHAR[char] for char in text)
+
+
+def _is_number(key: str) -> bool:
+    # Python does not read a number of more than 4300 digits.
+    return key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS
 
 
 def _checked(texts: Mapping[int, JSON], source: str) -> dict[int, str]:
