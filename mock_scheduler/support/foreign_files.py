@@ -129,6 +129,11 @@ def load_json(path: str | Path, *, max_bytes: int = MAX_DOCUMENT_BYTES, inside: 
         raise ValueError(f"is not JSON: {error}") from error
 
 
+def describe_failure(error: OSError, path: str | Path) -> str:
+    """Says why a file was not read: ``run.json cannot be read: Permission denied``, or what the door refused."""
+    return str(error) if isinstance(error, ForeignFileError) else f"{path} cannot be read: {error.strerror or error}"
+
+
 def check_inside(path: Path, folder: Path) -> None:
     """Raises ``ForeignFileError`` where a path leads out of a folder by a link."""
     _resolve_inside(str(path), str(folder))

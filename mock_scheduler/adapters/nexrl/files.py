@@ -22,7 +22,7 @@ from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
 from mock_scheduler.adapters.nexrl.pt_files import MAX_DUMP_BYTES, read_pt
 from mock_scheduler.errors import StepExistsError, TraceError
 from mock_scheduler.support.files import publish_new, written_aside
-from mock_scheduler.support.foreign_files import read_text
+from mock_scheduler.support.foreign_files import describe_failure, read_text
 from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 
 #: What a file holds: a dict of texts, numbers, bools, None, lists, dicts with text keys, and tensors.
@@ -69,7 +69,7 @@ def load_content(path: Path, *, dump_format: DumpFormat | None = None) -> Conten
     except TraceError:  # which is an OSError as well
         raise
     except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise TraceError(describe_failure(error, path)) from error
     if not isinstance(content, dict):
         raise TraceError(f"{path} holds a {type(content).__name__}; expected a dict, as a debug dump's files do")
     return content

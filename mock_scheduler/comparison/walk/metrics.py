@@ -20,7 +20,7 @@ from mock_scheduler.comparison.findings import SIDES, Finding, NotLogged, other_
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.foreign_files import read_lines
+from mock_scheduler.support.foreign_files import describe_failure, read_lines
 from mock_scheduler.support.text import shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
@@ -107,7 +107,7 @@ def load_metrics(path: Path) -> MetricLog:
     except TraceError:  # which is an OSError as well
         raise
     except OSError as error:
-        raise TraceError(f"{path}: metrics cannot be read: {error.strerror or error}") from error
+        raise TraceError(describe_failure(error, f"{path}: metrics")) from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: metrics are not UTF-8: {error}") from error
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.foreign_files import load_json
+from mock_scheduler.support.foreign_files import describe_failure, load_json
 
 _MAX_DIGITS = 18
 _EXPECTED = (
@@ -49,7 +49,7 @@ class Vocabulary:
         try:
             value = load_json(path)
         except OSError as error:
-            raise ConfigError(f"vocabulary {path} cannot be read: {error.strerror or error}") from error
+            raise ConfigError(f"vocabulary {describe_failure(error, path)}") from error
         except ValueError as error:
             raise ConfigError(f"vocabulary {path} {error}; {_EXPECTED}") from error
         return cls.from_json(value, source=f"vocabulary {path}")

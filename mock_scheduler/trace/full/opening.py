@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mock_scheduler.errors import TraceError
+from mock_scheduler.errors import ForeignFileError, TraceError
 from mock_scheduler.support.digests import compute_json_digest, open_sealed
 from mock_scheduler.support.documents import Count, Document
 from mock_scheduler.support.foreign_files import name_descriptor, open_regular
@@ -131,12 +131,14 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[Handle]:
     """A mapped safetensors file; raises ``TraceError`` where it is none, or a link that leads out of ``inside``."""
     try:
         descriptor = open_regular(path, inside=inside)
+    except ForeignFileError as error:
+        raise TraceError(str(error)) from error
     except OSError as error:
         raise TraceError(f"{path}: not a readable safetensors file: {error}") from error
     try:
         # By its descriptor: safetensors opens by name, and would wait for a pipe for ever.
         opened = safe_open(name_descriptor(descriptor, path), framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
         raise TraceError(f"{path}: not a readable safetensors file: {error}") from error
     finally:
         os.close(descriptor)
