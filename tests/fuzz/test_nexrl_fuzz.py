@@ -1,0 +1,116 @@
+"""Debug dumps with forged content and bytes: read, or refused by name, and compared without a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mock_scheduler.adapters.nexrl.files import load_content
+from mock_scheduler.errors import TraceError
+from tests.fuzz.mutations import fuzz, limits, mutate_bytes, mutate_json
+
+
+class _Storage:
+    """Stands for a storage in a pickle: a claimed number of float32 in the entry ``data/0``."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+
+
+class _Claim:
+    """Pickles as a tensor of any size, stride and offset in such a storage."""
+
+    def __init__(self, storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self._parts = (storage, offset, size, stride, False, OrderedDict[str, object]())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_tensor_v2, self._parts  # type: ignore[attr-defined]
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> tuple[object, ...] | None:
+        return ("storage", torch.FloatStorage, "0", "cpu", obj.numel) if isinstance(obj, _Storage) else None
+
+
+def pack_pt(content: object, *, data: bytes = bytes(64), compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A ``.pt`` of any content, with ``data`` as its one storage."""
+    text, archive = io.BytesIO(), io.BytesIO()
+    _Pickler(text, protocol=2).dump(content)
+    with zipfile.ZipFile(archive, "w", compression) as target:
+        entries = {"data.pkl": text.getvalue(), "byteorder": b"little", "data/0": data, "version": b"3\n"}
+        for name, value in entries.items():
+            target.writestr(f"archive/{name}", value)
+    return archive.getvalue()
+
+
+def forge_pt(rng: random.Random) -> tuple[bytes, str]:
+    """A dump's file with claims, and perhaps with other bytes; says what it is."""
+    numel = rng.choice([16, 16, 4, 2**20, 2**40])
+    size = rng.choice([(16,), (4, 4), (2**40,), (1, 2**40), (2**20, 2**20), (0, 2**62), ()])
+    stride = tuple(rng.choice([0, 1, 4, 2**20, -1]) for _ in size)
+    claim = _Claim(_Storage(numel), rng.choice([0, 0, 1, 2**40]), size, stride)
+    content: dict[str, Any] = {"step": 0, "sample_ids": ["a", "b"], "trajectories": [{"tokens": [1]}]}
+    said = str(mutate_json(content, rng)) if rng.random() < 0.5 else ""
+    content["tensor"] = claim
+    compression = rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+    data = pack_pt(content, data=bytes(rng.choice([64, 64, 0, 10**6])), compression=compression)
+    said += f"{numel} {size} {stride} {compression}"
+    return (mutate_bytes(data, rng), f"{said} bytes") if rng.random() < 0.4 else (data, said)
+
+
+def forge_jsonl(rng: random.Random) -> tuple[bytes, str]:
+    tensor = {"dtype": "float32", "shape": [2], "values": [0.5, "NaN"]}
+    content: dict[str, Any] = {"step": 0, "x": tensor, "trajectories": [{"tokens": [1, 2], "reward": 0.5}]}
+    said = str(mutate_json(content, rng))
+    data = (json.dumps(content) + "\n").encode()
+    return (mutate_bytes(data, rng), f"{said} bytes") if rng.random() < 0.3 else (data, said)
+
+
+def attack(sources: Path, work: Path, kind: str, rng: random.Random) -> list[str]:
+    """Reads a forged file; gives what went wrong."""
+    del sources
+    work.mkdir(exist_ok=True)
+    path = work / f"step_000000.{kind}"
+    data, said = forge_pt(rng) if kind == "pt" else forge_jsonl(rng)
+    path.write_bytes(data)
+    try:
+        with limits(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            content = load_content(path)
+        tensors = [value for value in content.values() if isinstance(value, torch.Tensor)]
+        if any(tensor.numel() * tensor.element_size() > 2 * len(data) + 64 for tensor in tensors):
+            return [f"{said}: a file of {len(data)} bytes gave {[tensor.shape for tensor in tensors]}"]
+    except TraceError as error:
+        return [] if str(error).startswith(str(path)) else [f"{said}: {error}"]
+    return []
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dumps")
+
+
+@pytest.mark.parametrize("kind", ["pt", "jsonl"])
+def test_a_few_forged_dumps(sources: Path, tmp_path: Path, kind: str) -> None:
+    for seed in range(60):
+        assert attack(sources, tmp_path, kind, random.Random(seed)) == []
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("kind", ["pt", "jsonl"])
+def test_a_forged_dump_is_read_or_refused(sources: Path, tmp_path: Path, kind: str) -> None:
+    @fuzz(2000)
+    def check(rng: random.Random) -> None:
+        assert attack(sources, tmp_path, kind, rng) == []
+
+    check()
