@@ -138,8 +138,11 @@ def sealed_file(document: dict[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def limits() -> Iterator[None]:
-    """Bounds memory and time of a block: beyond them it ends in ``MemoryError`` or ``TimeoutError``."""
+def limits(more_bytes: int = MAX_MORE_BYTES) -> Iterator[None]:
+    """Bounds memory and time of a block: beyond them it ends in ``MemoryError`` or ``TimeoutError``.
+
+    more_bytes: what it may map beyond what the process has mapped already.
+    """
 
     def end(*_: object) -> None:
         raise TimeoutError(f"took more than {MAX_SECONDS} s")
@@ -148,7 +151,7 @@ def limits() -> Iterator[None]:
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(MAX_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MORE_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, hard))
     try:
         yield
     finally:

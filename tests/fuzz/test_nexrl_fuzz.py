@@ -31,7 +31,8 @@ class _Claim:
     """Pickles as a tensor of any size, stride and offset in such a storage."""
 
     def __init__(self, storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-        self._parts = (storage, offset, size, stride, False, OrderedDict[str, object]())
+        hooks: OrderedDict[str, object] = OrderedDict()
+        self._parts = (storage, offset, size, stride, False, hooks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._utils._rebuild_tensor_v2, self._parts  # type: ignore[attr-defined]
