@@ -38,6 +38,11 @@ class _Claim:
         return torch._utils._rebuild_tensor_v2, self._parts  # type: ignore[attr-defined]
 
 
+def claim_tensor(*, numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> object:
+    """A value of ``pack_pt``: a float32 tensor in a storage of ``numel`` elements."""
+    return _Claim(_Storage(numel), offset, size, stride)
+
+
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> tuple[object, ...] | None:
         return ("storage", torch.FloatStorage, "0", "cpu", obj.numel) if isinstance(obj, _Storage) else None
@@ -59,7 +64,7 @@ def forge_pt(rng: random.Random) -> tuple[bytes, str]:
     numel = rng.choice([16, 16, 4, 2**20, 2**40])
     size = rng.choice([(16,), (4, 4), (2**40,), (1, 2**40), (2**20, 2**20), (0, 2**62), ()])
     stride = tuple(rng.choice([0, 1, 4, 2**20, -1]) for _ in size)
-    claim = _Claim(_Storage(numel), rng.choice([0, 0, 1, 2**40]), size, stride)
+    claim = claim_tensor(numel=numel, size=size, stride=stride, offset=rng.choice([0, 0, 1, 2**40]))
     content: dict[str, Any] = {"step": 0, "sample_ids": ["a", "b"], "trajectories": [{"tokens": [1]}]}
     said = str(mutate_json(content, rng)) if rng.random() < 0.5 else ""
     content["tensor"] = claim

@@ -424,3 +424,16 @@ def test_a_forged_prompt_digest_is_found_by_verification() -> None:
     assert step.load().prompt_digests == ("0" * 64,)
     with pytest.raises(CorruptRecordingError, match=r"prompt_digest is '0{64}'; that of its prompt is"):
         step.verify()
+
+
+def test_a_header_of_more_lists_than_a_recording_may_hold_is_refused_both_ways() -> None:
+    """8 MB of empty lists took 250 MB. Brackets inside of texts are none."""
+    many = [[] for _ in range(2**18 + 1)]
+    data = rewrite(tiny_step(), lambda document: document["content"]["meta"].update(x=many))
+    with pytest.raises(CorruptRecordingError, match="holds more than 262144 lists and objects"):
+        decode_step(data, source="f")
+    batch = make_batch()
+    with pytest.raises(RecordingError, match="holds more than 262144 lists and objects"):
+        encode_step(dataclasses.replace(batch, meta={"x": many}), make_info())
+    texts = dataclasses.replace(batch, meta={"x": "[{" * 2**18})
+    assert decode_step(encode_step(texts, make_info()).to_bytes())[0].is_identical(texts)

@@ -171,3 +171,26 @@ def test_zstandard_that_is_absent_is_an_error_that_says_what_to_install(
         "which is not installed: pip install 'mock-scheduler[zstd]'"
     )
     assert storage.list_names("") == []
+
+
+def test_a_hole_in_the_place_of_a_file_is_refused_by_its_first_block(tmp_path: Path) -> None:
+    """20 GB of nothing were read before anything was looked at."""
+    storage = open_storage(str(tmp_path))
+    storage.publish("a.zst", [b"content"])
+    for size in (20 * 2**30, 200 * 2**30):
+        os.truncate(tmp_path / "a.zst", size)
+        with pytest.raises(CorruptRecordingError, match="follow the zstd frame"):
+            storage.open_source("a.zst")
+    (tmp_path / "a.zst").write_bytes(bytes.fromhex("28b52ffde4") + (2**30).to_bytes(8, "little"))
+    os.truncate(tmp_path / "a.zst", 20 * 2**30)
+    with pytest.raises(CorruptRecordingError, match="block at byte 13"):
+        storage.open_source("a.zst")
+
+
+def test_a_step_of_one_value_that_no_reader_would_take_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"shrinks to .*, more than 1000 times, which no reader takes"):
+        open_storage(str(tmp_path)).publish("a.zst", [bytes(70 * 2**20)])
+    # Below 64 MiB, however small it gets.
+    storage = open_storage(str(tmp_path))
+    storage.publish("b.zst", [bytes(60 * 2**20)])
+    assert storage.open_source("b.zst").size_bytes == 60 * 2**20
