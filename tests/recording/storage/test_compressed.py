@@ -187,7 +187,7 @@ def test_a_hole_in_the_place_of_a_file_is_refused_by_its_first_block(tmp_path: P
         storage.open_source("a.zst")
 
 
-def test_a_step_of_one_value_that_no_reader_would_take_is_refused_when_it_is_written(tmp_path: Path) -> None:
+def test_a_step_of_one_value_is_refused_when_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match=r"shrinks to .*, more than 1000 times, which no reader takes"):
         open_storage(str(tmp_path)).publish("a.zst", [bytes(70 * 2**20)])
     # Below 64 MiB, however small it gets.
