@@ -29,7 +29,7 @@ _CELLS_AT_ONCE = 1 << 22
 _MIN_CELLS = 1 << 18
 #: Most rectangles compared with each other at once, and most choices that a search for a cover makes.
 _PAIRS_AT_ONCE = 1 << 20
-_MAX_CHOICES = 10_000
+_MAX_CHOICES = 2_000
 
 
 # --- Elements by index ------------------------------------------------------------------------------------------------
