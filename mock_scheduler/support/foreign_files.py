@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,11 +80,19 @@ def read_bytes(
     with open_foreign(path, inside=inside, max_bytes=max_bytes, what=what) as stream:
         pieces = [stream.read(os.fstat(stream.fileno()).st_size)]
         # It may have grown since, and a file of the kernel says a size of 0.
-        while piece := stream.read(_PIECE_BYTES):
+        for piece in read_pieces(stream, None):
             pieces.append(piece)
             if sum(map(len, pieces)) > max_bytes:
                 raise _too_large(path, "more", max_bytes, what)
     return b"".join(pieces)
+
+
+def read_pieces(stream: BinaryIO, num_bytes: int | None) -> Iterator[bytes]:
+    """Yields the next bytes of a stream in pieces; ``None``: up to its end."""
+    left = sys.maxsize if num_bytes is None else num_bytes
+    while piece := stream.read(min(left, _PIECE_BYTES)):
+        left -= len(piece)
+        yield piece
 
 
 def read_text(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,16 +22,13 @@ from mock_scheduler.comparison.walk.metrics import MetricLog, is_comparable, loa
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_dtypes, find_epsilon
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.support.foreign_files import open_foreign
+from mock_scheduler.support.foreign_files import open_foreign, read_pieces
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.files import find_steps
 
 #: Called with which perturbed run is compared, from 0, of how many.
 OnRun = Callable[[int, int], None]
-
-
-_PIECE_BYTES = 2**20
 
 
 def measure_noise(
@@ -114,10 +110,7 @@ def _header(path: Path) -> Iterator[bytes]:
         yield length
         size = int.from_bytes(length, "little")
         # In pieces: what is no safetensors file may have any size.
-        left = size if size <= os.fstat(file.fileno()).st_size - len(length) else sys.maxsize
-        while left and (piece := file.read(min(left, _PIECE_BYTES))):
-            left -= len(piece)
-            yield piece
+        yield from read_pieces(file, size if size <= os.fstat(file.fileno()).st_size - len(length) else None)
 
 
 def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:
