@@ -76,7 +76,9 @@ def _near(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return rng.choice([0, 1, not value, "true", None])
     if isinstance(value, int):
-        return rng.choice([value + 1, value - 1, -value, value * 2, value + 2**31, value << 40, float(value), [value]])
+        return rng.choice(
+            [value + 1, value - 1, -value, value * 2, value + 2**31, value << 40, float(value % 2**1000), [value]]
+        )
     if isinstance(value, float):
         return rng.choice([-value, value * 1e300 if abs(value) < 1e8 else 0.0, str(value), value + 1, int(value)])
     if isinstance(value, str):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
 import random
+import shutil
+import traceback
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -16,8 +19,11 @@ import pytest
 import torch
 
 from mock_scheduler.adapters.nexrl.files import load_content
+from mock_scheduler.adapters.nexrl.names import DumpKind
+from mock_scheduler.compare_debug_dumps import main
 from mock_scheduler.errors import TraceError
-from tests.fuzz.mutations import fuzz, limits, mutate_bytes, mutate_json
+from tests.adapters.test_nexrl_comparison import micro_batch, put, write
+from tests.fuzz.mutations import VALUES, fuzz, limits, mutate_bytes, mutate_json
 
 
 class _Storage:
@@ -99,6 +105,61 @@ def attack(sources: Path, work: Path, kind: str, rng: random.Random) -> list[str
     except TraceError as error:
         return [] if str(error).startswith(str(path)) else [f"{said}: {error}"]
     return []
+
+
+def forge_content(content: dict[str, Any], rng: random.Random) -> str:
+    """Changes some values of a micro-batch to ones of another type, dtype or shape."""
+    said = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        name = rng.choice(list(content))
+        old = content[name]
+        if isinstance(old, torch.Tensor) and not old.is_complex() and rng.random() < 0.6:
+            dtypes = (torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2, torch.uint16)
+            values = (old.long() + 2**62, old.long() - 5, old.double().mul(1e300), old.double() * float("nan"))
+            shapes = (old.reshape(-1)[:0], old.reshape(-1), old[None], old.sum())
+            content[name] = rng.choice([*map(old.to, dtypes), *values, *shapes])
+        elif rng.random() < 0.2:
+            del content[name]
+        else:
+            content[name] = rng.choice([value for value in VALUES if plain(value)])
+        said.append(f"{name}: {str(content.get(name))[:50]}")
+    return "; ".join(said)
+
+
+def plain(value: object) -> bool:
+    """Whether a dump may hold it: no pickle that torch reads has an integer of so many bytes."""
+    return not isinstance(value, int) or abs(value) < 2**1000
+
+
+def attack_comparison(work: Path, rng: random.Random) -> list[str]:
+    """Compares a forged dump with a sound one, both ways; gives what went wrong."""
+    shutil.rmtree(work, ignore_errors=True)
+    sound, forged = (write(work / name) for name in ("sound", "forged"))
+    kind: DumpKind = rng.choice(("forward_data", "loss", "is_loss_debug"))
+    content = micro_batch(("s0", "s1"))
+    said = forge_content(content, rng)
+    put(forged, kind, content)
+    problems = []
+    for first, second in ((sound, forged), (forged, sound)):
+        out = io.StringIO()
+        with limits(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                code = main(["--self_hosted_dir", str(first), "--weaver_dir", str(second), "--step", "0"])
+            except Exception:  # noqa: BLE001 - any error that is not a clear one is a finding
+                problems.append(f"{kind} {said}: {traceback.format_exc()}")
+                continue
+        if code not in range(6):
+            problems.append(f"{kind} {said} ended with {code}")
+    return problems
+
+
+@pytest.mark.all
+def test_a_forged_dump_is_compared_or_refused(tmp_path: Path) -> None:
+    @fuzz(300)
+    def check(rng: random.Random) -> None:
+        assert attack_comparison(tmp_path / "work", rng) == []
+
+    check()
 
 
 @pytest.fixture(scope="module")

@@ -194,7 +194,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def _parse(path: Path, line: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: a line is no JSON: {error}; it was cut off, or is no operation log") from error
     if not isinstance(content, dict):
         raise TraceError(f"{path}: a line is of type {type(content).__name__}, expected an object")
