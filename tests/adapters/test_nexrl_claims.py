@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from mock_scheduler.adapters.nexrl.files import load_content
+from mock_scheduler.compare_debug_dumps import main
 from mock_scheduler.errors import TraceError
+from tests.adapters.test_nexrl_comparison import micro_batch, put, write
 from tests.fuzz.mutations import limits
 from tests.fuzz.test_nexrl_fuzz import claim_tensor, pack_pt
 
@@ -168,3 +170,23 @@ def test_a_dtype_that_no_file_may_hold_is_refused_in_jsonl_too(tmp_path: Path, d
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"a": {{"dtype": "{dtype}", "shape": [2], "values": [1, 2]}}}}\n', encoding="utf-8")
     assert f"a tensor is of dtype '{dtype}'" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("positions", torch.full((2, 4), 2**62), 5),
+        ("positions", torch.full((2, 4), -5), 5),
+        ("positions", torch.ones(2, 4).to(torch.float8_e5m2), 1),
+        ("sample_index", torch.zeros(2, 4).to(torch.float8_e5m2), 1),
+        ("effective_valid", torch.ones(2, 4).to(torch.uint16), 1),
+    ],
+)
+def test_odd_tensors_of_a_dump_are_compared_or_refused(
+    tmp_path: Path, name: str, value: torch.Tensor, code: int
+) -> None:
+    """Each of them ended in a traceback."""
+    folders = [write(tmp_path / side) for side in ("sound", "forged")]
+    put(folders[1], "is_loss_debug", {**micro_batch(("s0", "s1")), name: value})
+    for first, second in (folders, folders[::-1]):
+        assert main(["--self_hosted_dir", str(first), "--weaver_dir", str(second), "--step", "0"]) in (code, 3)
