@@ -116,7 +116,7 @@ def forge_content(content: dict[str, Any], rng: random.Random) -> str:
         if isinstance(old, torch.Tensor) and not old.is_complex() and rng.random() < 0.6:
             dtypes = (torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2, torch.uint16)
             values = (old.long() + 2**62, old.long() - 5, old.double().mul(1e300), old.double() * float("nan"))
-            shapes = (old.reshape(-1)[:0], old.reshape(-1), old[None], old.sum())
+            shapes = (old.reshape(-1)[:0], old.reshape(-1), old[None], old.double().sum())
             content[name] = rng.choice([*map(old.to, dtypes), *values, *shapes])
         elif rng.random() < 0.2:
             del content[name]
