@@ -16,6 +16,7 @@
     ├── DeterminismError(RuntimeError)        a setting that is missing, late or did not take effect
     │   └── RankDisagreementError             ranks of one run that differ
     ├── TraceError(OSError)                   a trace, or metrics, that cannot be written, read or merged
+    ├── ForeignFileError(OSError)             a file of another party that must not be opened, or is too large
     ├── ServiceError(OSError)                 a training service that does not answer, or refuses
     └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
 
@@ -140,6 +141,10 @@ class RankDisagreementError(DeterminismError):
 
 class TraceError(MockSchedulerError, OSError):
     """A trace, or a run's metrics, cannot be written, read or merged."""
+
+
+class ForeignFileError(MockSchedulerError, OSError):
+    """A file of another party is no regular file, leads out of its folder or is larger than its kind may be."""
 
 
 class ServiceError(MockSchedulerError, OSError):

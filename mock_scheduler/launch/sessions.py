@@ -18,6 +18,7 @@ from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import RunConfig
 from mock_scheduler.support.files import load_json_object, save_json, written_aside
+from mock_scheduler.support.foreign_files import load_json
 from mock_scheduler.support.text import bullet_list
 
 #: In a run's ``output_dir``, only where it was part of a session.
@@ -76,7 +77,7 @@ def write_plan(path: Path, runs: Sequence[SessionRun]) -> None:
 def read_plan(path: Path) -> tuple[SessionRun, ...]:
     """Returns the runs of a plan, in order; raises ``ConfigError`` where the file is not one, or has no run."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"session plan {path} cannot be read: {error}") from error
     if not isinstance(content, list) or not content:

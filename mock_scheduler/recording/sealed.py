@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from mock_scheduler.errors import CorruptRecordingError, MockSchedulerError, RecordingError
 from mock_scheduler.recording.storage import Storage
-from mock_scheduler.support.digests import JSON, open_sealed, seal
+from mock_scheduler.support.digests import JSON, MAX_JSON_CONTAINERS, count_containers, open_sealed, seal
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import encode_json
 
@@ -67,7 +67,10 @@ def encode_sealed(document: Mapping[str, JSON], *, format_name: str, version: in
 def decode_sealed(data: bytes, *, source: str, format_name: str, version: int) -> dict[str, Any]:
     """Gives the document without ``format`` and ``version``, both checked; raises as ``SealedFile.decode``."""
     try:
-        document = open_sealed(data.decode("ascii"))
+        text = data.decode("ascii")
+        if len(text) > MAX_JSON_CONTAINERS and count_containers(text) > MAX_JSON_CONTAINERS:
+            raise ValueError(f"holds more than {MAX_JSON_CONTAINERS} lists and objects")
+        document = open_sealed(text)
         # The digest covers the content; the layout could still have changed.
         if _encode(document) != data:
             raise ValueError("is not laid out as it was written")

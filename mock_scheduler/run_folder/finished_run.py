@@ -24,6 +24,7 @@ from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.foreign_files import describe_failure, read_text
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import bullet_list
 
@@ -130,9 +131,9 @@ _COMPLETED = _Kind(text="'completed'", is_valid=lambda value: value == "complete
 def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
     """Returns the named values of a file, each checked to be of its kind."""
     try:
-        content = load_json_object(path)
+        content = load_json_object(path, inside=path.parent)
     except OSError as error:
-        raise AlignmentError(f"{path} cannot be read: {error.strerror}") from error
+        raise AlignmentError(describe_failure(error, path)) from error
     except ValueError as error:
         raise AlignmentError(f"{path} {error}") from error
     problems = [
@@ -188,8 +189,10 @@ def read_stored_keys(path: Path) -> dict[str, Any]:
     ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_text(path, inside=path.parent, what="a configuration"))
+    except OSError as error:
+        raise ConfigError(describe_failure(error, path)) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")

@@ -20,11 +20,12 @@ from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import AlignmentError, ConfigError, TraceError
+from mock_scheduler.errors import AlignmentError, ConfigError, ForeignFileError, TraceError
 from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
 from mock_scheduler.run_folder.finished_run import RunSummary, StoredConfig, load_stored_config, load_summary
+from mock_scheduler.support.foreign_files import check_inside
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
     CONFIG_FILE,
@@ -146,11 +147,21 @@ def _find_present(side: ComparedInput) -> dict[str, list[int]]:
     return {"steps": sorted(steps)} if steps else {}
 
 
+def _own(folder: Path, name: str) -> Path:
+    """Gives a file or folder of a run; raises ``TraceError`` where it is a link that leads out of the run's folder."""
+    path = folder / name
+    try:
+        check_inside(path, folder)
+    except ForeignFileError as error:
+        raise TraceError(str(error)) from error
+    return path
+
+
 def find_trace(path: Path) -> Path:
     """Finds the trace folder of a run, or takes the path itself where it is one; raises ``ConfigError`` otherwise."""
     kind = find_kind(path)
     if kind == "run" and (path / TRACE_FOLDER).is_dir():
-        return path / TRACE_FOLDER
+        return _own(path, TRACE_FOLDER)
     if kind == "trace":
         return path
     what = f"a run without a {TRACE_FOLDER} folder" if kind == "run" else f"a folder of kind {kind}"
@@ -203,7 +214,7 @@ def _open(path: Path, kind: InputKind) -> OpenedInput:
         stored = load_stored_config(parent) if name == TRACE_FOLDER and parent.is_file() else None
         name = path.resolve().parent.name if name == TRACE_FOLDER else name
     level = trace_level(path) if kind == "trace" else None
-    path = path / METRICS_FILE if kind == "metrics" and path.is_dir() else path
+    path = _own(path, METRICS_FILE) if kind == "metrics" and path.is_dir() else path
     return OpenedInput(side=ComparedInput(name=name, path=path, kind=kind, level=level), stored=stored)
 
 
@@ -217,12 +228,13 @@ def _open_run(folder: Path, name: str) -> OpenedInput:
             "says why it failed)"
         )
     summary = load_summary(name, folder, elapsed_s=None)
+    _own(folder, METRICS_FILE)
     if not (folder / TRACE_FOLDER).is_dir():
         raise AlignmentError(
             f"{folder} has no trace (its run had trace.level={stored.trace_level}), and a comparison of gradients and "
             "parameters needs one; run it again with trace.level=full"
         )
-    level = trace_level(folder / TRACE_FOLDER)
+    level = trace_level(_own(folder, TRACE_FOLDER))
     side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary)
     return OpenedInput(side=side, stored=stored)
 

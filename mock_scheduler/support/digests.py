@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +26,11 @@ else:
 
 #: How deep lists and objects may lie in each other; Python's encoder and decoder end at about ten times as much.
 MAX_JSON_DEPTH = 100
+
+#: How many lists and objects a document of a recording may hold.
+MAX_JSON_CONTAINERS = 2**18
+_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')
+_BRACKETS = re.compile(r"[\[{]")
 
 _MAX_INT_BITS = 14_000  # of about 4200 digits; Python reads no more than 4300
 _NO_CHILDREN: tuple[()] = ()
@@ -97,6 +103,15 @@ _JSON_TYPES = (bool, int, float, str, dict, list, tuple, type(None))
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def count_containers(text: str) -> int:
+    """Counts the lists and objects of a JSON text: what parsing takes memory for, up to 100 times their text."""
+    count = text.count("[") + text.count("{")
+    # Brackets inside of texts count for nothing; they are looked for only where they could matter.
+    if count > MAX_JSON_CONTAINERS:
+        count = len(_BRACKETS.findall(_TEXTS.sub("", text)))
+    return count
 
 
 def iterate_leaves(value: JSON, prefix: str = "") -> Iterator[tuple[str, JSON]]:

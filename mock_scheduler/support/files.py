@@ -1,6 +1,6 @@
 """How a file comes to lie where it is read: whole, on the disk, and in one step.
 
-Contract: standard library only. A file is written aside, in the same folder under a hidden name of its own, fsynced,
+Contract: a file is written aside, in the same folder under a hidden name of its own, fsynced,
 and only then given its name; then the folder is fsynced. So its presence is its completeness, and of several writers
 one wins as a whole. A crash leaves at most a hidden ``.*.tmp`` file that nothing reads.
 All functions that write make the folder where it is missing, and raise ``OSError``.
@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from mock_scheduler.support.foreign_files import load_json
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -64,16 +66,13 @@ def encode_json(content: Mapping[str, object], *, sort_keys: bool = True) -> byt
     return (json.dumps(content, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n").encode("ascii")
 
 
-def load_json_object(path: Path) -> dict[str, Any]:
-    """Read one JSON object.
+def load_json_object(path: Path, *, inside: Path | None = None) -> dict[str, Any]:
+    """Read one JSON object through the door for foreign files (``foreign_files``).
 
     Raises ``OSError`` where the file cannot be read, and ``ValueError`` that goes on from the file's name: ``is not
     JSON: …``, ``is of type list, expected an object``.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not JSON: {error}") from error
+    content = load_json(path, inside=inside)
     if not isinstance(content, dict):
         raise ValueError(f"is of type {type(content).__name__}, expected an object")
     return content

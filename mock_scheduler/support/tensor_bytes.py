@@ -1,7 +1,7 @@
 """Turns tensors into bytes and back, and names dtypes: the one place where either is told.
 
-Contract: bit for bit, for every dtype of torch; nothing is converted. Callers refuse tensors without bytes of their
-own, by ``has_plain_bytes``.
+Contract: bit for bit, for every dtype of ``DTYPES``; nothing is converted. Callers refuse tensors without bytes of
+their own, by ``has_plain_bytes``.
 """
 
 from __future__ import annotations
@@ -13,21 +13,41 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.support.text import shorten
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``int32`` for ``torch.int32``."""
     return str(dtype).removeprefix("torch.")
 
 
-#: Name, as ``int32`` -> dtype, of all that this release of torch has.
-DTYPES: Mapping[str, torch.dtype] = {
-    dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
-}
+#: The dtypes that a file may hold: all of whole bytes. Quantised dtypes end the process that reads their bytes as
+#: values, and torch can do nothing with ``bits*`` or with integers of less than a byte.
+_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+
+#: Name, as ``int32`` -> dtype. torch 2.6 lacks the last two names.
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
+_STORED_DTYPES = frozenset(DTYPES.values())
+
+
+def find_dtype(name: object) -> torch.dtype:
+    """Gives the dtype of this name; raises ``ValueError`` that goes on from the tensor's, where no file may hold it."""
+    found = DTYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise ValueError(
+            f"is of dtype {shorten(repr(name), 40)}, which torch {torch.__version__} does not have, or no file may hold"
+        )
+    return found
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense and holds values: neither sparse, nested nor quantized, nor on the meta device."""
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    """Whether the tensor is dense and holds values of a stored dtype: not sparse, nested, quantised or of ``meta``."""
+    is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    return is_dense and tensor.dtype in _STORED_DTYPES
 
 
 _BIT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

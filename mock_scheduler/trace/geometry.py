@@ -22,8 +22,14 @@ from mock_scheduler.trace.shards import ShardSpec, blocks_along
 
 _Integers = npt.NDArray[np.int64]
 
-#: Most cells that a count of a union may allocate: 256 MB of bool.
+#: Most cells that a count of a union looks at, and how many of them at once.
 _MAX_CELLS = 1 << 28
+_CELLS_AT_ONCE = 1 << 22
+#: Cells that any cut may have, however few elements there are: 2 MB.
+_MIN_CELLS = 1 << 18
+#: Most rectangles compared with each other at once, and most choices that a search for a cover makes.
+_PAIRS_AT_ONCE = 1 << 20
+_MAX_CHOICES = 2_000
 
 
 # --- Elements by index ------------------------------------------------------------------------------------------------
@@ -41,22 +47,26 @@ def places_along(spec: ShardSpec, dim: int) -> tuple[torch.Tensor, torch.Tensor]
 def element_places(spec: ShardSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Gives every canonical element of a shard by flat position, int64 ``[n]`` each.
 
+    Memory follows from the number of stored elements, not from the shape of the local tensor that they are part of.
+
     Returns:
         The position in the flattened stored piece (it starts at ``flat_range``), and in the flattened whole tensor.
     """
-    local = torch.zeros((), dtype=torch.int64)
-    whole = torch.zeros((), dtype=torch.int64)
+    start, stop = _stored_range(spec)
+    if start == stop:
+        none = torch.empty(0, dtype=torch.int64)
+        return none, none
+    if spec.flat_range is not None:
+        is_canonical, whole = _places_of_range(spec, start, stop)
+        return torch.from_numpy(np.flatnonzero(is_canonical)), torch.from_numpy(whole[is_canonical])
+    local_places = torch.zeros((), dtype=torch.int64)
+    whole_places = torch.zeros((), dtype=torch.int64)
     for dim, (local_size, size) in enumerate(zip(spec.local_shape, spec.global_shape, strict=True)):
         mine, theirs = places_along(spec, dim)
-        local = local.unsqueeze(-1) * local_size + mine
-        whole = whole.unsqueeze(-1) * size + theirs
+        local_places = local_places.unsqueeze(-1) * local_size + mine
+        whole_places = whole_places.unsqueeze(-1) * size + theirs
     # Row-major, as a flat range counts.
-    local, whole = local.reshape(-1), whole.reshape(-1)
-    if spec.flat_range is None:
-        return local, whole
-    start, stop = spec.flat_range
-    is_owned = (local >= start) & (local < stop)
-    return local[is_owned] - start, whole[is_owned]
+    return local_places.reshape(-1), whole_places.reshape(-1)
 
 
 def blocks_hold(spec: ShardSpec, dim: int, place: int) -> bool:
@@ -81,6 +91,9 @@ def holds_element(spec: ShardSpec, index: Sequence[int]) -> bool:
 
 def canonical_mask(spec: ShardSpec) -> torch.Tensor | None:
     """Marks the stored elements belonging to the whole tensor: bool of the stored shape; ``None`` where all do."""
+    if spec.flat_range is not None:
+        held = torch.from_numpy(_places_of_range(spec, *spec.flat_range)[0])
+        return None if bool(held.all()) else held
     mask: torch.Tensor | None = None
     for split in spec.splits:
         line = torch.zeros(spec.local_shape[split.dim], dtype=torch.bool)
@@ -88,10 +101,34 @@ def canonical_mask(spec: ShardSpec) -> torch.Tensor | None:
         if not bool(line.all()):
             line = line.view(-1, *([1] * (len(spec.local_shape) - split.dim - 1)))
             mask = line if mask is None else mask & line
-    if mask is None:
-        return None
-    mask = mask.expand(spec.local_shape)
-    return mask if spec.flat_range is None else mask.reshape(-1)[slice(*spec.flat_range)]
+    return None if mask is None else mask.expand(spec.local_shape)
+
+
+def _stored_range(spec: ShardSpec) -> tuple[int, int]:
+    """Gives the flat positions of the local tensor that a shard stores."""
+    return spec.flat_range or (0, math.prod(spec.local_shape))
+
+
+def _places_of_range(spec: ShardSpec, start: int, stop: int) -> tuple[npt.NDArray[np.bool_], _Integers]:
+    """Tells of flat positions of the local tensor which are canonical, and their places in the flattened whole one."""
+    rest = np.arange(start, stop, dtype=np.int64)
+    is_canonical = np.ones(len(rest), dtype=np.bool_)
+    whole = np.zeros(len(rest), dtype=np.int64)
+    scale = 1
+    for dim in reversed(range(len(spec.local_shape))):
+        rest, index = np.divmod(rest, spec.local_shape[dim])
+        blocks = blocks_along(spec, dim)
+        if not blocks:
+            return np.zeros_like(is_canonical), whole
+        places = [(block.local_start, block.global_start, block.length) for block in blocks]
+        starts, offsets, lengths = np.array(places, dtype=np.int64).T
+        # Blocks ascend in the local tensor, so the last one that begins before an index is its only chance.
+        block = np.maximum(np.searchsorted(starts, index, side="right") - 1, 0)
+        inside = index - starts[block]
+        is_canonical &= (inside >= 0) & (inside < lengths[block])
+        whole += (offsets[block] + inside) * scale
+        scale *= spec.global_shape[dim]
+    return is_canonical, whole
 
 
 def unflatten(position: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -264,18 +301,25 @@ class Coverage:
 
 
 def count_cells(shape: Sequence[int], specs: Sequence[ShardSpec]) -> Coverage:
-    """Counts the shards holding each cell; every shard counts with its whole local tensor, without flat ranges."""
+    """Counts the shards holding each cell; every shard counts with its whole local tensor, without flat ranges.
+
+    Raises:
+        TraceError: there are more cells than elements in the local tensors. No layout cuts so, but a forged header may.
+    """
     spans = [[_spans(spec, dim) for dim in range(len(shape))] for spec in specs]
     edges = tuple(
         np.unique(np.concatenate([[0, size], *(array for by_dim in spans for array in by_dim[dim])]).astype(np.int64))
         for dim, size in enumerate(shape)
     )
+    num_cells = math.prod(len(cells) - 1 for cells in edges)
+    most = max(_MIN_CELLS, sum(math.prod(spec.local_shape) for spec in specs))
+    if num_cells > most:
+        raise TraceError(f"{len(specs)} pieces cut a tensor into {num_cells} cells; expected at most {most}")
     counts = np.zeros([len(cells) - 1 for cells in edges], dtype=np.int64)
     for by_dim in spans:
-        held = np.ones((), dtype=np.int64)
-        for (starts, stops), cells in zip(by_dim, edges, strict=True):
-            held = np.multiply.outer(held, _held_cells(starts, stops, cells))
-        counts += held
+        # A shard's own cells and no others are touched.
+        held = [np.flatnonzero(_held_cells(*ends, cells)) for ends, cells in zip(by_dim, edges, strict=True)]
+        counts[np.ix_(*held)] += 1
     return Coverage(edges=edges, counts=counts)
 
 
@@ -302,13 +346,28 @@ def count_union(rectangles: Sequence[Rectangle]) -> int:
         raise TraceError(
             f"{len(rectangles)} rectangles cut a tensor into {num_cells} cells; expected at most {_MAX_CELLS}"
         )
-    is_covered = np.zeros([len(edge) - 1 for edge in edges], dtype=bool)
-    lows = [np.searchsorted(edge, starts[:, dim]).tolist() for dim, edge in enumerate(edges)]
-    highs = [np.searchsorted(edge, stops[:, dim]).tolist() for dim, edge in enumerate(edges)]
-    for low, high in zip(zip(*lows, strict=True), zip(*highs, strict=True), strict=True):
+    # Slab by slab of the dimension with most cells, so that memory is bounded however the tensor is cut.
+    longest = max(range(len(edges)), key=lambda dim: len(edges[dim]))
+    order = [longest, *(dim for dim in range(len(edges)) if dim != longest)]
+    edges = [edges[dim] for dim in order]
+    lows = np.stack([np.searchsorted(edge, starts[:, dim]) for dim, edge in zip(order, edges, strict=True)], axis=1)
+    highs = np.stack([np.searchsorted(edge, stops[:, dim]) for dim, edge in zip(order, edges, strict=True)], axis=1)
+    num_slabs = len(edges[0]) - 1
+    step = max(_CELLS_AT_ONCE * num_slabs // max(num_cells, 1), 1)
+    slabs = ((first, min(first + step, num_slabs)) for first in range(0, num_slabs, step))
+    return sum(_count_slab(edges, lows, highs, slab) for slab in slabs)
+
+
+def _count_slab(edges: Sequence[_Integers], lows: _Integers, highs: _Integers, slab: tuple[int, int]) -> int:
+    """Counts the elements covered in the cells ``slab`` of the first dimension."""
+    first, last = slab
+    is_near = (lows[:, 0] < last) & (highs[:, 0] > first)
+    is_covered = np.zeros([last - first, *(len(edge) - 1 for edge in edges[1:])], dtype=bool)
+    for low, high in zip(lows[is_near].tolist(), highs[is_near].tolist(), strict=True):
+        low[0], high[0] = max(low[0] - first, 0), high[0] - first
         is_covered[tuple(map(slice, low, high))] = True
     counts = is_covered.astype(np.int64)
-    for edge in reversed(edges):
+    for edge in reversed([edges[0][first : last + 1], *edges[1:]]):
         counts = counts @ np.diff(edge)
     return int(counts)
 
@@ -330,7 +389,10 @@ def find_cover(sets: Sequence[ElementSet], num_elements: int) -> tuple[int, ...]
     # Choices still to be tried, the preferred one last: sets chosen, sets that may follow, number of elements missing.
     # A stack of our own, since a trace of a thousand ranks is deeper than Python's.
     open_choices: list[tuple[tuple[int, ...], list[int], int]] = [((), order, num_elements)]
-    while open_choices:
+    # Sets of one trace leave little choice. A search through forged ones could go on for ever.
+    num_choices = len(sets) + _MAX_CHOICES
+    while open_choices and num_choices:
+        num_choices -= 1
         chosen, left, missing = open_choices.pop()
         if missing == 0:
             return chosen
@@ -376,8 +438,13 @@ def _bounds_of(rectangles: Sequence[Rectangle]) -> _Bounds:
 def _overlap(first: _Bounds, second: _Bounds) -> bool:
     """Whether a rectangle of one set shares an element with a rectangle of the other."""
     (starts, stops), (other_starts, other_stops) = first, second
-    is_shared = np.ones((len(starts), len(other_starts)), dtype=bool)
-    for dim in range(starts.shape[1]):
-        is_shared &= np.less.outer(starts[:, dim], other_stops[:, dim])
-        is_shared &= np.greater.outer(stops[:, dim], other_starts[:, dim])
-    return bool(is_shared.any())
+    step = max(_PAIRS_AT_ONCE // max(len(other_starts), 1), 1)
+    for begin in range(0, len(starts), step):
+        rows = slice(begin, begin + step)
+        is_shared = np.ones((len(starts[rows]), len(other_starts)), dtype=bool)
+        for dim in range(starts.shape[1]):
+            is_shared &= np.less.outer(starts[rows, dim], other_stops[:, dim])
+            is_shared &= np.greater.outer(stops[rows, dim], other_starts[:, dim])
+        if is_shared.any():
+            return True
+    return False

@@ -182,7 +182,7 @@ def test_a_file_that_would_run_code_is_refused_with_the_reason(tmp_path: Path) -
         (
             "step_000000.jsonl",
             b'{"x": {"dtype": "float3", "shape": [], "values": []}}',
-            "line 1: is not JSON: unknown dtype",
+            "line 1: is not JSON: a tensor is of dtype 'float3'",
         ),
         (
             "step_000000.jsonl",

@@ -1,7 +1,7 @@
 """Reads and writes one file of a debug dump: plain containers and tensors, as ``.pt`` or as one line of ``.jsonl``.
 
-Contract: a file appears whole or not at all, and replaces no other one unless asked to. ``.pt`` is read with
-``weights_only=True``, so nothing in it is run. In ``.jsonl`` a tensor is ``{"dtype", "shape", "values"}`` with flat
+Contract: a file appears whole or not at all, and replaces no other one unless asked to. Nothing in a
+``.pt`` is run (``pt_files``). In ``.jsonl`` a tensor is ``{"dtype", "shape", "values"}`` with flat
 values; floats are written so that they come back exactly, NaN and infinities as the texts ``NaN``, ``Infinity`` and
 ``-Infinity`` (NaN's payload is lost).
 """
@@ -11,10 +11,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
-import struct
-import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -23,18 +19,15 @@ import torch
 
 from mock_scheduler.adapters.nexrl.config import DumpFormat
 from mock_scheduler.adapters.nexrl.names import DumpKind, FileKey
+from mock_scheduler.adapters.nexrl.pt_files import MAX_DUMP_BYTES, read_pt
 from mock_scheduler.errors import StepExistsError, TraceError
 from mock_scheduler.support.files import publish_new, written_aside
-from mock_scheduler.support.tensor_bytes import DTYPES, dtype_name
+from mock_scheduler.support.foreign_files import describe_failure, read_text
+from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 
 #: What a file holds: a dict of texts, numbers, bools, None, lists, dicts with text keys, and tensors.
 Content: TypeAlias = "dict[str, Any]"
 
-#: What torch.load raises for bytes that it cannot make sense of.
-_BROKEN_FILE = (
-    *(RuntimeError, ValueError, EOFError, KeyError, AttributeError, IndexError, TypeError, AssertionError),
-    struct.error,
-)
 _TENSOR_KEYS = {"dtype", "shape", "values"}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -72,11 +65,11 @@ def load_content(path: Path, *, dump_format: DumpFormat | None = None) -> Conten
     """
     read_as = dump_format or _format_of(path)
     try:
-        content = _read_pt(path) if read_as == "pt" else _read_jsonl(path)
+        content = read_pt(path) if read_as == "pt" else _read_jsonl(path)
     except TraceError:  # which is an OSError as well
         raise
     except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise TraceError(describe_failure(error, path)) from error
     if not isinstance(content, dict):
         raise TraceError(f"{path} holds a {type(content).__name__}; expected a dict, as a debug dump's files do")
     return content
@@ -90,51 +83,9 @@ def _format_of(path: Path) -> DumpFormat:
     raise TraceError(f"{path} is neither .pt nor .jsonl; set rollout_worker.trajectory_format to what it is")
 
 
-def _read_pt(path: Path) -> object:
-    _check_bytes(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle that torch did not write, which is refused below
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise TraceError(
-            f"{path} needs pickle to be read, which can run any code, and is refused: {_refused(error)} Save it anew "
-            "with plain Python values and tensors only"
-        ) from error
-    except OSError:
-        raise
-    except _BROKEN_FILE as error:
-        raise TraceError(f"{path} is no whole file of torch.save: {_first_line(error)}") from error
-
-
-def _check_bytes(path: Path) -> None:
-    """Raise ``TraceError`` where a tensor's bytes are not those written: torch.load (2.13) does not look."""
-    if not zipfile.is_zipfile(path):
-        return  # of torch before 1.6, without checksums, or nothing that torch wrote
-    try:
-        with zipfile.ZipFile(path) as archive:
-            changed = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
-        raise TraceError(f"{path} is no whole file of torch.save: {_first_line(error)}") from error
-    if changed is not None:
-        raise TraceError(f"{path} has changed since it was written: {changed} in it does not fit its checksum")
-
-
-def _refused(error: pickle.UnpicklingError) -> str:
-    """Torch's finding in the file, without its advice, first of all to load it unsafely (torch 2.13)."""
-    advice = ("Weights only load failed", "Please file an issue", "Check the documentation", "(1)", "(2)")
-    lines = [line.strip() for line in str(error).splitlines()]
-    found = " ".join(line.split(" Please use ")[0] for line in lines if line and not line.startswith(advice))
-    return f"{found.rstrip('.')}." if found else "it is no file of torch.save."
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def _read_jsonl(path: Path) -> object:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, max_bytes=MAX_DUMP_BYTES, what="a file of a debug dump")
     except ValueError as error:
         raise TraceError(f"{path} is not JSON: {error}") from error
     # Not splitlines, which also cuts at characters that a JSON text may hold.
@@ -237,9 +188,10 @@ def _from_json(value: object) -> object:
 
 
 def _tensor_from_json(value: dict[str, Any]) -> torch.Tensor:
-    dtype = DTYPES.get(str(value["dtype"]))
-    if dtype is None:
-        raise ValueError(f"unknown dtype {value['dtype']!r}")
+    try:
+        dtype = find_dtype(value["dtype"])
+    except ValueError as error:
+        raise ValueError(f"a tensor {error}") from error
     numbers = [_NON_FINITE.get(number, number) if isinstance(number, str) else number for number in value["values"]]
     through = torch.float64 if dtype.is_floating_point else dtype
     try:

@@ -19,7 +19,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, TensorColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes
+from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype, from_bytes
 
 PROGRAM_COLUMN = "padded.program"
 VALUES_COLUMN = "padded.values"
@@ -159,7 +159,7 @@ class PaddedReader:
         return RowSpans(starts=heads[:, -2], lengths=lengths, splits=heads[:, -1], widths=sizes)
 
     def _read_tensor(self, name: str, kind: Mapping[str, Any], sources: _Sources) -> torch.Tensor:
-        dtype, frame = DTYPES[kind["dtype"]], Frame(kind["frame"])
+        dtype, frame = find_dtype(kind["dtype"]), Frame(kind["frame"])
         shape = FramedShape(leading=tuple(kind.get("leading", ())), tail=tuple(kind["shape"]))
         size = shape.lanes_per_column(dtype)
         num_rows, width, columns = len(self._order), self._spans.widths[frame], self._spans.columns(frame)

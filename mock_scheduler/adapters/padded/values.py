@@ -23,7 +23,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON, MAX_JSON_DEPTH
-from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name, from_bytes, has_plain_bytes
+from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype, from_bytes, has_plain_bytes
 
 _PLAIN_NAN = struct.pack(">d", math.nan).hex()
 
@@ -154,7 +154,7 @@ def from_json(value: JSON) -> Any:  # noqa: ANN401 - any of the values that to_j
             return object_array([from_json(item) for item in items], shape)
         case "$tensor", [str() as dtype, [*shape], str() as text]:
             content = np.frombuffer(bytearray(base64.b64decode(text)), dtype=np.uint8)
-            return from_bytes(content, DTYPES[dtype], shape)
+            return from_bytes(content, find_dtype(dtype), shape)
     raise ValueError(f"unknown value {tag}")
 
 

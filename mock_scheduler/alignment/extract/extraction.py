@@ -26,6 +26,7 @@ from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.writing.subset import load_train_step
+from mock_scheduler.support.foreign_files import read_tail
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.run_files import ALIGN_FILE
 from mock_scheduler.support.text import count_of
@@ -71,7 +72,7 @@ def run_reproduction(folder: Path, name: str, *, run_stored_code: bool = False) 
                 check=False,
             ).returncode
         if not (results / ALIGN_FILE).is_file():
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:])
+            tail = read_tail(log, _NUM_LOG_LINES)
             raise AlignmentError(
                 f"the reproduction's script ended with exit code {code} and no result; --no-check makes the folder "
                 f"without running it. The last lines of its output:\n{tail}"

@@ -156,7 +156,7 @@ def _read_result(align_dir: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
     check_inside(path, align_dir)
     try:
-        result = load_json_object(path)
+        result = load_json_object(path, inside=align_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(result.get("candidates"), list):

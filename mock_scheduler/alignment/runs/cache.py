@@ -38,6 +38,7 @@ from mock_scheduler.support.digests import (
     seal,
 )
 from mock_scheduler.support.files import save_json
+from mock_scheduler.support.foreign_files import open_foreign, read_bytes
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import list_some
@@ -48,6 +49,7 @@ FORMAT_VERSION = 3
 _RECORDING_PREFIX = "recording/"
 _NUM_NAMED = 3
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file, little-endian
+_MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
 _WHOLE_BYTES = 1 << 24
 _END_BYTES = 1 << 16
 
@@ -156,7 +158,7 @@ def find_cached(
             reason=f"there is no {FINGERPRINT_FILE}: the run did not complete, or its files were changed"
         )
     try:
-        document = open_sealed(path.read_bytes())
+        document = open_sealed(read_bytes(path, inside=run_dir, what="a fingerprint"))
     except (OSError, ValueError) as error:
         return NotReusable(reason=f"{FINGERPRINT_FILE} {error}")
     if document.get("format_version") != FORMAT_VERSION:
@@ -256,11 +258,11 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 def _describe_file(path: Path) -> list[int | str]:
     """Reads the size and the SHA-256 of a safetensors file's header, a large other file's two ends, else the whole."""
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         size = os.fstat(file.fileno()).st_size
         if path.suffix == ".safetensors":
             length = file.read(_HEADER_LENGTH_BYTES)
-            content = length + file.read(min(int.from_bytes(length, "little"), size))
+            content = length + file.read(min(int.from_bytes(length, "little"), size, _MAX_HEADER_BYTES))
         elif size <= _WHOLE_BYTES:
             content = file.read()
         else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.launch.sessions import RunStatus, load_status
 from mock_scheduler.run_folder.finished_run import RunFailure, load_failure
+from mock_scheduler.support.foreign_files import read_tail
 from mock_scheduler.support.run_files import ERROR_FILE
 
 #: Seconds that a run took, or how it failed.
@@ -88,6 +89,6 @@ def _read_failure(run: PlannedRun, exit_code: int) -> RunFailure:
     stated = load_failure(run.output_dir)
     if stated is not None:
         return stated
-    lines = run.log_path.read_text(errors="replace").splitlines() if run.log_path.is_file() else []
-    tail = "\n".join(lines[-_NUM_LOG_LINES:]) or "(it wrote nothing)"
+    written = read_tail(run.log_path, _NUM_LOG_LINES) if run.log_path.is_file() else ""
+    tail = written or "(it wrote nothing)"
     return RunFailure(exit_code=exit_code, message=f"no {ERROR_FILE}; the last lines of its output:\n{tail}")

@@ -124,7 +124,7 @@ def _explain(
         pair.candidate,
         dims=dims,
         present=pair.present,
-        boundaries=boundaries_of(key, traces.readers, is_same_order=tokens.index is None),
+        boundaries=boundaries_of(key, traces.readers, is_same_order=tokens.is_same_order),
     )
     return replace(difference, residual=residual, localities=localities)
 

@@ -73,4 +73,4 @@ def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Splits a name so that its numbers are compared as numbers."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from mock_scheduler.comparison.walk.metrics import MetricLog, is_comparable, loa
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_dtypes, find_epsilon
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.support.foreign_files import open_foreign, read_pieces
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.files import find_steps
@@ -103,11 +105,12 @@ def _find_unit(trace_dir: Path) -> float:
 
 def _header(path: Path) -> Iterator[bytes]:
     """Yields the header of a safetensors file, with its length; all of any other."""
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         length = file.read(8)
         yield length
         size = int.from_bytes(length, "little")
-        yield file.read(size if size <= path.stat().st_size - len(length) else -1)
+        # In pieces: what is no safetensors file may have any size.
+        yield from read_pieces(file, size if size <= os.fstat(file.fileno()).st_size - len(length) else None)
 
 
 def _tensor_noise(differences: Sequence[TensorDifference]) -> TensorNoise:

@@ -22,6 +22,7 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.files import save_json
+from mock_scheduler.support.foreign_files import describe_failure, read_bytes
 from mock_scheduler.trace.entries import TraceKey
 
 NOISE_FILE = "noise.json"
@@ -63,7 +64,7 @@ def load_noise(path: Path) -> NoiseBounds:
         AlignmentError: It is another file.
     """
     try:
-        content = open_sealed(path.read_bytes())
+        content = open_sealed(read_bytes(path, what="measured noise"))
         # Before anything else is read, as other versions have other fields.
         version = content["format_version"]
         if version != FORMAT_VERSION:
@@ -81,7 +82,7 @@ def load_noise(path: Path) -> NoiseBounds:
             trace_dirs=tuple((path.parent / item).resolve() for item in content["trace_dirs"]),
         )
     except OSError as error:
-        raise AlignmentError(f"{path} cannot be read: {error.strerror}") from error
+        raise AlignmentError(describe_failure(error, path)) from error
     except (KeyError, TypeError, ValueError) as error:
         raise AlignmentError(f"{path} is no measured noise of a baseline: {error}") from error
 

@@ -14,6 +14,7 @@ from mock_scheduler.comparison.measure.distance import count_non_finite
 from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
 from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
@@ -93,6 +94,8 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     """Brings both sides into the baseline's order; a finding where their shapes do not fit each other."""
     ours, theirs = merged
     left, right = ours.tensor, theirs.tensor
+    if left.is_complex() or right.is_complex():
+        raise TraceError(f"{key.describe()}: values of {left.dtype} and {right.dtype} cannot be compared")
     is_by_token = ours.dims[:1] == ("token",) and theirs.dims[:1] == ("token",)
     their_presence = theirs.present
     shared: torch.Tensor | None = None
@@ -164,7 +167,7 @@ def locate(
     if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
         sample, position = tokens.find(index[0])
         # The candidate's ranks hold its own order of tokens.
-        if tokens.index is not None:
+        if not tokens.is_same_order:
             their_index = (int(tokens.index[index[0]]), *index[1:])
     worst = replace(
         worst,

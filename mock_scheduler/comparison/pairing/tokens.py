@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,25 +25,28 @@ from mock_scheduler.comparison.thresholds import NAMED_ROWS
 from mock_scheduler.trace.entries import RowTable, StepFooter
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenAlignment:
-    """The tokens of a step's batch in both runs.
+    """The tokens of a step's batch in both runs: ``rows`` of the baseline, and those of the candidate.
 
-    Args:
-        rows: Of the baseline.
-        num_candidate_tokens: Of the candidate.
-        index: int64 ``[T]``, for each token of the baseline the candidate's token, -1 where it has none; ``None`` where
-            both have the same tokens in the same order.
+    Tokens are listed only when a tensor of so many tokens is there: a trace without one may say any number.
     """
 
-    rows: RowTable
-    num_candidate_tokens: int
-    index: torch.Tensor | None
+    def __init__(self, rows: RowTable, candidate_rows: RowTable) -> None:
+        self.rows = rows
+        self._candidate_rows = candidate_rows
+        self.num_candidate_tokens = candidate_rows.num_tokens
+        #: Both have the same tokens in the same order: tensors are compared where they lie.
+        self.is_same_order = rows == candidate_rows
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """int64 ``[T]``, for each token of the baseline the candidate's token, -1 where it has none."""
+        return _match_tokens(self.rows, self._candidate_rows)
 
     def covers(self, baseline: torch.Tensor, candidate: torch.Tensor) -> bool:
         """Whether the first dimension of two tensors is these tokens."""
         return (
-            self.index is not None
+            not self.is_same_order
             and baseline.dim() > 0
             and candidate.dim() == baseline.dim()
             and (len(baseline), len(candidate)) == (self.rows.num_tokens, self.num_candidate_tokens)
@@ -51,7 +54,6 @@ class TokenAlignment:
 
     def in_baseline_order(self, candidate: torch.Tensor) -> torch.Tensor:
         """Returns a candidate's tensor with a value for each token of the baseline; 0 where the candidate has none."""
-        assert self.index is not None
         if not len(candidate):
             return candidate.new_zeros((len(self.index), *candidate.shape[1:]))
         # A missing token takes any row here, and is set to 0 below.
@@ -62,7 +64,7 @@ class TokenAlignment:
     @property
     def is_shared(self) -> torch.Tensor | None:
         """bool ``[T]``: the baseline's tokens the candidate has; ``None`` where it has all."""
-        if self.index is None or bool((self.index >= 0).all()):
+        if self.is_same_order or bool((self.index >= 0).all()):
             return None
         return self.index >= 0
 
@@ -78,9 +80,10 @@ class TokenAlignment:
 
 def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
     """Matches the tokens of two batches; rows present twice are matched in their order."""
-    # No index, so that tensors of equal batches are compared where they lie.
-    if baseline == candidate:
-        return TokenAlignment(rows=baseline, num_candidate_tokens=candidate.num_tokens, index=None)
+    return TokenAlignment(baseline, candidate)
+
+
+def _match_tokens(baseline: RowTable, candidate: RowTable) -> torch.Tensor:
     starts = _starts(candidate)
     theirs = {name: number for number, name in enumerate(_numbered(candidate.identities))}
     index = torch.full((baseline.num_tokens,), -1, dtype=torch.int64)
@@ -92,7 +95,7 @@ def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
             shared = min(length, candidate.lengths[row])
             index[offset : offset + shared] = torch.arange(starts[row], starts[row] + shared)
         offset += length
-    return TokenAlignment(rows=baseline, num_candidate_tokens=candidate.num_tokens, index=index)
+    return index
 
 
 def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter) -> list[Finding]:

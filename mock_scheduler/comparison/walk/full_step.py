@@ -230,7 +230,7 @@ class FullStep:
                 return ()
             pair = pair.without_tokens(moved)
         self._found.num_located += 1
-        boundaries = boundaries_of(key, self._traces.readers, is_same_order=self.tokens.index is None)
+        boundaries = boundaries_of(key, self._traces.readers, is_same_order=self.tokens.is_same_order)
         found = find_localities(pair.baseline, pair.candidate, dims=dims, present=pair.present, boundaries=boundaries)
         return self._places.confirm(found, pair, dims, self._traces.readers[0])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from mock_scheduler.comparison.findings import SIDES, Finding, NotLogged, other_
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.foreign_files import describe_failure, read_lines
 from mock_scheduler.support.text import shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
@@ -102,9 +103,16 @@ def load_metrics(path: Path) -> MetricLog:
         TraceError: Anything but the format, with path and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return _parse_lines(read_lines(path), path)
+    except TraceError:  # which is an OSError as well
+        raise
     except OSError as error:
-        raise TraceError(f"{path}: metrics cannot be read: {error.strerror}") from error
+        raise TraceError(describe_failure(error, f"{path}: metrics")) from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: metrics are not UTF-8: {error}") from error
+
+
+def _parse_lines(lines: Iterable[str], path: Path) -> MetricLog:
     log: dict[int, dict[str, float]] = {}
     for number, line in enumerate(lines, start=1):
         step, metrics = _parse_line(line, where=f"{path}:{number}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.foreign_files import read_lines
 from mock_scheduler.support.run_files import OPERATIONS_FOLDER
 
 FORMAT_VERSION = 1
@@ -185,8 +186,7 @@ def _parse_record(content: Mapping[str, Any]) -> OperationRecord:
 
 def _read_lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="ascii") as lines:
-            yield from lines
+        yield from read_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
 
@@ -194,7 +194,7 @@ def _read_lines(path: Path) -> Iterator[str]:
 def _parse(path: Path, line: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: a line is no JSON: {error}; it was cut off, or is no operation log") from error
     if not isinstance(content, dict):
         raise TraceError(f"{path}: a line is of type {type(content).__name__}, expected an object")

@@ -6,14 +6,15 @@ a byte-level BPE tokenizer (GPT-2, Qwen, Llama 3) or of SentencePiece, they are 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.foreign_files import describe_failure, load_json
 
+_MAX_DIGITS = 18
 _EXPECTED = (
     'expected a JSON list of texts, an object {"id": "text"} or {"text": id}, or a tokenizer.json of Hugging Face'
 )
@@ -46,11 +47,11 @@ class Vocabulary:
     def load(cls, path: Path) -> Vocabulary:
         """Read a JSON file; raises ``ConfigError`` where it is missing or no vocabulary."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = load_json(path)
         except OSError as error:
-            raise ConfigError(f"vocabulary {path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"vocabulary {path} is no JSON: {error}; {_EXPECTED}") from error
+            raise ConfigError(f"vocabulary {describe_failure(error, path)}") from error
+        except ValueError as error:
+            raise ConfigError(f"vocabulary {path} {error}; {_EXPECTED}") from error
         return cls.from_json(value, source=f"vocabulary {path}")
 
     @classmethod
@@ -62,7 +63,7 @@ class Vocabulary:
             return cls(texts=_checked(dict(enumerate(value)), source))
         if isinstance(value, Mapping) and value and all(type(item) is int for item in value.values()):
             return cls(texts=_inverted(value, source))
-        if isinstance(value, Mapping) and all(key.isascii() and key.isdigit() for key in value):
+        if isinstance(value, Mapping) and all(map(_is_number, value)):
             return cls(texts=_checked({int(key): item for key, item in value.items()}, source))
         raise ConfigError(f"{source} is no vocabulary: {_EXPECTED}")
 
@@ -72,8 +73,8 @@ class Vocabulary:
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
         if not isinstance(vocab, Mapping) or not isinstance(added, Sequence):
             raise ConfigError(f"{source} is a tokenizer without model.vocab: {_EXPECTED}")
-        special = {item["content"]: item["id"] for item in added if isinstance(item, Mapping)}
-        texts = _inverted(vocab, source) | _inverted({str(text): id_ for text, id_ in special.items()}, source)
+        special = {str(item.get("content")): item.get("id") for item in added if isinstance(item, Mapping)}
+        texts = _inverted(vocab, source) | _inverted(special, source)
         return cls(texts=texts, special=frozenset(id_ for id_ in special.values() if isinstance(id_, int)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -94,6 +95,11 @@ class Vocabulary:
         if token_id in self.special or not all(char in _BYTE_OF_CHAR for char in text):
             return text.encode()
         return bytes(_BYTE_OF_CHAR[char] for char in text)
+
+
+def _is_number(key: str) -> bool:
+    # Python does not read a number of more than 4300 digits.
+    return key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS
 
 
 def _checked(texts: Mapping[int, JSON], source: str) -> dict[int, str]:

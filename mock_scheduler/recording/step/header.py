@@ -34,8 +34,8 @@ from mock_scheduler.recording.step.stored_tensors import (
     stored_form,
 )
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.support.digests import JSON, canonical_json, open_sealed
-from mock_scheduler.support.tensor_bytes import DTYPES, dtype_name
+from mock_scheduler.support.digests import JSON, MAX_JSON_CONTAINERS, canonical_json, count_containers, open_sealed
+from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 
 STEP_FORMAT = "rollout-step"
 STEP_VERSION = 2
@@ -81,6 +81,7 @@ def encode_tensors(
     }
     # The digest covers the blocks' digests, and so every byte of every tensor.
     metadata, digest = _render_metadata(canonical_json(content), table)
+    _check_containers(metadata, name, RecordingError)
     head = _render_header(metadata, _build_entries(table, source=name, start=0))
     # Refused when it is written: a reader refuses it too, and the rollout would be lost by then.
     if len(head) > MAX_HEADER_BYTES:
@@ -155,6 +156,7 @@ def _find_metadata(head: bytes, source: str) -> str:
 
 def _parse_metadata(text: str, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content and the tensor table, neither of them believed yet; another version is refused."""
+    _check_containers(text, source, CorruptRecordingError)
     try:
         document = json.loads(text)
         if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (
@@ -171,6 +173,15 @@ def _parse_metadata(text: str, source: str) -> tuple[dict[str, Any], dict[str, A
     if not isinstance(content, dict) or not isinstance(table, dict):
         raise CorruptRecordingError(f"{source}: header metadata is not that of a recorded step")
     return content, table
+
+
+def _check_containers(metadata: str, source: str, error: type[RecordingError]) -> None:
+    # Before it is parsed: a header of 8 MiB of empty lists takes 30 times its size.
+    if len(metadata) > MAX_JSON_CONTAINERS and count_containers(metadata) > MAX_JSON_CONTAINERS:
+        raise error(
+            f"{source}: header metadata holds more than {MAX_JSON_CONTAINERS} lists and objects: scheduler state, "
+            "metrics, tags or meta are too large to record"
+        )
 
 
 def _check_digest(metadata: str, content: dict[str, Any], table: dict[str, Any], *, source: str) -> tuple[str, str]:
@@ -216,17 +227,16 @@ def _read_kind(tensor: str, item: object, source: str) -> tuple[torch.dtype, tup
     if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "blocks"} or not isinstance(item["shape"], list):
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: header entry cannot be read")
     dtype, shape = item["dtype"], item["shape"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise RecordingError(
-            f"{source}: tensor {tensor!r} is of dtype {dtype!r}, which torch {torch.__version__} does not have: read "
-            "it with the release of torch that recorded it"
-        )
+    try:
+        found = find_dtype(dtype)
+    except ValueError as error:
+        raise RecordingError(f"{source}: tensor {tensor!r} {error}") from error
     if len(shape) > _MAX_DIMS or not set(map(type, shape)) <= {int} or min(shape, default=0) < 0:
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: shape is no list of up to {_MAX_DIMS} sizes")
     # Sizes of 0 do not hide the others: torch computes strides from those.
-    if math.prod([size or 1 for size in shape]) * DTYPES[dtype].itemsize > _MAX_TENSOR_BYTES:
+    if math.prod([size or 1 for size in shape]) * found.itemsize > _MAX_TENSOR_BYTES:
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: shape {shape} is over {_MAX_TENSOR_BYTES} bytes")
-    return DTYPES[dtype], tuple(shape)
+    return found, tuple(shape)
 
 
 def _render_header(metadata: str, entries: Mapping[str, TensorEntry]) -> bytes:

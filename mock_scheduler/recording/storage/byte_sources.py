@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import weakref
 from collections.abc import Sequence
 from io import RawIOBase
@@ -24,12 +23,19 @@ from typing import Protocol
 
 import numpy as np
 
-from mock_scheduler.errors import CorruptRecordingError, RecordingError
+from mock_scheduler.errors import CorruptRecordingError, ForeignFileError, RecordingError
+from mock_scheduler.support import foreign_files
 from mock_scheduler.support.files import Buffer
 
 _ALIGNMENT = 16  # of what NumPy allocates
 COMPRESSED_ENDING = ".zst"
 MAX_DECOMPRESSED_BYTES = 16 * 2**30
+#: Content may be so many times as large as its frame, or ``_MIN_LIMIT_BYTES`` where this is more. Recorded steps shrink
+#: 2 to 10 times; a frame of zeros alone 33,000 times.
+MAX_RATIO = 1000
+_MIN_LIMIT_BYTES = 64 * 2**20
+#: The longest header of a frame; and what is read of a frame at once.
+_FRAME_HEADER_BYTES, _STREAM_BYTES = 18, 2**20
 # The frame format, RFC 8878, section 3.1.1: its descriptor, of which two bits mean nothing, and its blocks.
 _DESCRIPTOR_AT, _UNUSED_BITS = 4, 0b0001_1000
 _REPEATED, _COMPRESSED, _RESERVED = 1, 2, 3
@@ -115,23 +121,10 @@ def open_regular(path: str, *, shown_path: str) -> int:
 
     Raises ``OSError``, or ``CorruptRecordingError`` where it is a folder, a pipe, a socket or a device.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise CorruptRecordingError(
-            f"{shown_path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, where a regular file is expected: remove it"
-        )
-    return descriptor
-
-
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+    try:
+        return foreign_files.open_regular(path)
+    except ForeignFileError as error:
+        raise CorruptRecordingError(str(error).replace(path, shown_path, 1)) from error
 
 
 def check_range(start: int, stop: int, size_bytes: int, *, path: str) -> None:
@@ -151,10 +144,25 @@ def check_name(name: str, *, location: str) -> None:
 
 
 def compress(pieces: Sequence[Buffer]) -> bytes:
-    """One frame of the given pieces in order; raises ``RecordingError`` where zstandard is not installed."""
+    """One frame of the given pieces in order.
+
+    Raises ``RecordingError`` where zstandard is not installed, and where the frame would be refused when it is read.
+    """
     compressor = _load_zstandard().ZstdCompressor(level=_LEVEL, write_checksum=True, write_content_size=True)
     # In one call: a frame made piece by piece depends on where the pieces end.
-    return bytes(compressor.compress(b"".join(pieces)))
+    content = b"".join(pieces)
+    frame = bytes(compressor.compress(content))
+    if len(content) > most_content_bytes(len(frame)):
+        raise RecordingError(
+            f"a step of {len(content)} bytes shrinks to {len(frame)}, more than {MAX_RATIO} times, which no reader "
+            "takes: it is nearly all one value. Record it with rollout_mock.compression: none"
+        )
+    return frame
+
+
+def most_content_bytes(frame_bytes: int) -> int:
+    """How much content a frame of this size may have."""
+    return max(_MIN_LIMIT_BYTES, MAX_RATIO * frame_bytes)
 
 
 class CompressedSource:
@@ -202,21 +210,22 @@ class CompressedSource:
             self._num_unpacked += count
 
 
-def open_compressed(data: Buffer, *, path: str) -> CompressedSource:
-    """The content of the one frame that ``data`` is; unpacks nothing yet.
+def open_compressed(source: ByteSource, *, path: str) -> CompressedSource:
+    """The content of the one frame that a file is; reads the headers of its blocks, and unpacks nothing yet.
 
-    Raises ``CorruptRecordingError`` naming ``path`` where ``data`` is no whole frame and nothing else, has no checksum
-    or size, or says a size above the limit or above its blocks' capacity; ``RecordingError`` where zstandard is
+    Raises ``CorruptRecordingError`` naming ``path`` where it is no whole frame and nothing else, has no checksum
+    or size, or says a size above a limit or above its blocks' capacity; ``RecordingError`` where zstandard is
     not installed.
     """
     zstandard = _load_zstandard()
+    first = source.read(0, min(source.size_bytes, _FRAME_HEADER_BYTES))
     try:
-        header = zstandard.get_frame_parameters(data)
-        header_bytes = zstandard.frame_header_size(data)
+        header = zstandard.get_frame_parameters(first)
+        header_bytes = zstandard.frame_header_size(first)
     except zstandard.ZstdError as error:
         raise _corrupt(path, f"the zstd frame is damaged ({error})") from error
-    view, size_bytes = memoryview(data).cast("B"), header.content_size
-    if view[_DESCRIPTOR_AT] & _UNUSED_BITS or not header.has_checksum or header.dict_id:
+    size_bytes = header.content_size
+    if first[_DESCRIPTOR_AT] & _UNUSED_BITS or not header.has_checksum or header.dict_id:
         raise _corrupt(path, "the zstd frame is damaged (its header is not one that this program writes)")
     if size_bytes in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
         raise _corrupt(path, "the zstd frame does not say how large its content is")
@@ -224,34 +233,53 @@ def open_compressed(data: Buffer, *, path: str) -> CompressedSource:
         raise _corrupt(
             path, f"the zstd frame says its content has {size_bytes} bytes; the limit is {MAX_DECOMPRESSED_BYTES}"
         )
-    most_bytes = _measure_blocks(view, header_bytes, path=path)
+    most_bytes = _measure_blocks(source, header_bytes, path=path)
     if size_bytes > most_bytes:
         raise _corrupt(
             path, f"the zstd frame says its content has {size_bytes} bytes; its blocks hold at most {most_bytes}"
         )
-    reader = zstandard.ZstdDecompressor().stream_reader(data)
+    # Last, since a frame of the right form may still be all but empty: 67 KB of zeros unpack to 2 GB.
+    limit = most_content_bytes(source.size_bytes)
+    if size_bytes > limit:
+        raise _corrupt(path, f"{source.size_bytes} bytes unpack to {size_bytes}; the limit is {limit}")
+    reader = zstandard.ZstdDecompressor().stream_reader(_Stream(source), read_size=_STREAM_BYTES)
     return CompressedSource(reader, size_bytes=size_bytes, path=path, error=zstandard.ZstdError)
 
 
-def _measure_blocks(view: memoryview, position: int, *, path: str) -> int:
+class _Stream:
+    """A file from its first byte on, as a decompressor reads it: no more of it is in memory than one read."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._position = 0
+
+    def read(self, size: int) -> memoryview:
+        """The next bytes, at most ``size`` of them; none at the end."""
+        start = self._position
+        self._position = min(start + size, self._source.size_bytes)
+        return self._source.read(start, self._position)
+
+
+def _measure_blocks(source: ByteSource, position: int, *, path: str) -> int:
     """How many bytes the blocks from ``position`` on unpack to at most; raises where the frame does not end the file.
 
     The decoder takes a frame that lacks its checksum for whole, and passes over bytes after one. (RFC 8878, 3.1.1.2:
     a block has a header of 3 bytes, little endian: 1 bit for the last one, 2 for its kind, 21 for its size.)
     """
-    most_bytes, is_last = 0, False
-    while not is_last and position + _BLOCK_HEADER_BYTES <= len(view):
-        header = int.from_bytes(view[position : position + _BLOCK_HEADER_BYTES], "little")
+    most_bytes, is_last, size_bytes = 0, False, source.size_bytes
+    while not is_last and position + _BLOCK_HEADER_BYTES <= size_bytes:
+        header = int.from_bytes(source.read(position, position + _BLOCK_HEADER_BYTES), "little")
         is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
-        if kind == _RESERVED or size > _MAX_BLOCK_BYTES:
+        # No encoder writes an empty block before the last one, and a hole in a file is nothing but these.
+        if kind == _RESERVED or size > _MAX_BLOCK_BYTES or (size == 0 and not is_last):
             raise _corrupt(path, f"the zstd frame is damaged (block at byte {position})")
         most_bytes += _MAX_BLOCK_BYTES if kind == _COMPRESSED else size
         position += _BLOCK_HEADER_BYTES + (1 if kind == _REPEATED else size)
     position += _CHECKSUM_BYTES
-    if not is_last or position > len(view):
+    if not is_last or position > size_bytes:
         raise _corrupt(path, "the zstd frame is not whole")
-    if position < len(view):
-        raise _corrupt(path, f"{len(view) - position} bytes follow the zstd frame")
+    if position < size_bytes:
+        raise _corrupt(path, f"{size_bytes - position} bytes follow the zstd frame")
     return most_bytes
 
 

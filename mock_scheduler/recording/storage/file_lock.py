@@ -16,14 +16,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mock_scheduler.errors import RecordingError
+from mock_scheduler.errors import ForeignFileError, RecordingError
 from mock_scheduler.support.files import make_folder
+from mock_scheduler.support.foreign_files import read_bytes
 
 logger = logging.getLogger("mock_scheduler.rollout_mock")
 
 LOCK_NAME = ".lock"
 CLAIM_NAME = ".run"
 
+_MAX_CLAIM_BYTES = 2**16
 _IS_HELD = {errno.EWOULDBLOCK, errno.EACCES}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -216,8 +218,8 @@ def _is_locked(path: Path) -> bool:
 
 def _describe_holder(path: Path) -> str:
     try:
-        text = path.read_bytes()[:200].decode(errors="replace").strip()
-    except FileNotFoundError:
+        text = read_bytes(path, max_bytes=_MAX_CLAIM_BYTES)[:200].decode(errors="replace").strip()
+    except (FileNotFoundError, ForeignFileError):
         text = ""
     if text == _own_text():
         return f"this very {text}, whose earlier writer was not closed"

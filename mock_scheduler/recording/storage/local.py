@@ -77,7 +77,7 @@ class LocalStorage:
         with _as_recording_error(path, "cannot read"):
             source = open_file(path, shown_path=path)
             if name.endswith(COMPRESSED_ENDING):
-                return open_compressed(source.read(0, source.size_bytes), path=path)
+                return open_compressed(source, path=path)
         return source
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:

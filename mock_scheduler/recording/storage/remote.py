@@ -21,6 +21,7 @@ from mock_scheduler.recording.storage.byte_sources import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
     ByteSource,
+    MemorySource,
     check_name,
     check_range,
     compress,
@@ -91,7 +92,9 @@ class FsspecStorage:
                 return source
             if source.size_bytes > MAX_DECOMPRESSED_BYTES:
                 raise CorruptRecordingError(f"{url}: {source.size_bytes} bytes are over the limit of a compressed file")
-            return open_compressed(source.read(0, source.size_bytes), path=url)
+            # In one request, since each costs a round trip.
+            whole = MemorySource(source.read(0, source.size_bytes), path=url)
+            return open_compressed(whole, path=url)
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
         """A small object as a whole."""

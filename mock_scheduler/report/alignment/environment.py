@@ -21,6 +21,7 @@ from mock_scheduler.recording.contract import ContractField, Rule
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
+from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import count_of, shorten
 
@@ -113,10 +114,10 @@ def _load_run(folder: Path, stamps: tuple[tuple[int, int] | None, ...]) -> RunFa
 def _read(path: Path, problems: list[str]) -> Mapping[str, JSON]:
     """Read a file's object; without one, return an empty object and add a line to ``problems``."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, inside=path.parent, what="a file of a run")
         content = yaml.safe_load(text) if path.name == CONFIG_FILE else json.loads(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = error.strerror or str(error) if isinstance(error, OSError) else " ".join(str(error).split())
         problems.append(f"{path} cannot be read: {reason}")
         return {}
     if not isinstance(content, Mapping):

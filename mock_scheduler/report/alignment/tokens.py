@@ -146,7 +146,7 @@ def _token_differences(baseline: TraceReader, candidate: TraceReader, key: Trace
         values.append(side.tensor.double().reshape(len(side.tensor), -1))
         present = torch.ones(len(side.tensor), 1, dtype=torch.bool) if side.present is None else side.present
         known.append(present.reshape(len(present), -1).any(dim=1))
-    if aligned.index is not None:
+    if not aligned.is_same_order:
         values[1] = aligned.in_baseline_order(values[1])
         known[1] = aligned.in_baseline_order(known[1]) & (aligned.index >= 0)
     largest = (values[0] - values[1]).abs().amax(dim=1)

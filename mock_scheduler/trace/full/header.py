@@ -22,7 +22,7 @@ from pydantic import Field
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.support.digests import JSON, compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
-from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes, dtype_name
+from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype
 from mock_scheduler.trace.entries import (
     DimName,
     LedgerCall,
@@ -37,9 +37,14 @@ from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
 #: No tensor is larger: what a damaged or forged header may make a reader allocate.
 MAX_TENSOR_BYTES = 1 << 40
+#: Most pieces that one shard's blocks may cut a tensor into, where it stores fewer elements than that.
+_MIN_REGIONS = 256
+_MAX_DIMS = 32
 #: Tokens of a step's batch; a token tensor of more has more than 1 TB in int64.
 _MAX_TOKENS = 1 << 37
 
+#: A canonical name. A longer one could hold a number that Python does not read.
+TensorName = Annotated[str, Field(max_length=1000)]
 #: The number of ranks of a run, bounded by what a reader can list.
 WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -127,7 +132,7 @@ def check_spec(spec: ShardSpec) -> None:
 
     The flat range must lie in the local tensor, and other dimensions must be equally long in both.
     """
-    if len(spec.local_shape) != len(spec.global_shape):
+    if len(spec.local_shape) != len(spec.global_shape) or len(spec.local_shape) > _MAX_DIMS:
         raise ValueError(f"{spec.name}: local shape {list(spec.local_shape)} of whole {list(spec.global_shape)}")
     dims = [split.dim for split in spec.splits]
     if dims != sorted(set(dims)) or (dims and dims[-1] >= len(spec.global_shape)):
@@ -175,7 +180,7 @@ class _StoredPiece:
 
     update: Count
     kind: TraceKind
-    name: str
+    name: TensorName
     dtype: str
     global_shape: tuple[Count, ...]
     local_shape: tuple[Count, ...]
@@ -271,14 +276,18 @@ def pieces_as_json(records: Sequence[PieceRecord]) -> dict[str, JSON]:
 def parse_pieces(content: Mapping[str, Any], *, step: int) -> list[PieceRecord]:
     """Gives the written records."""
     stored = _PIECES.load(content)
-    return [_read_piece(name, piece, stored.blocks, step=step) for name, piece in stored.tensors.items()]
+    # A block without indices says nothing, and regions are counted by blocks.
+    blocks = [tuple(block for block in place if block.length) for place in stored.blocks]
+    return [_read_piece(name, piece, blocks, step=step) for name, piece in stored.tensors.items()]
 
 
 def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ...]], *, step: int) -> PieceRecord:
     if any(place >= len(blocks) for _, place in piece.splits):
         raise ValueError(f"{piece.name}: splits {piece.splits} name places beyond the {len(blocks)} of blocks")
-    if piece.dtype not in DTYPES:
-        raise ValueError(f"{piece.name}: unknown dtype {piece.dtype!r}")
+    try:
+        dtype = find_dtype(piece.dtype)
+    except ValueError as error:
+        raise ValueError(f"{piece.name} {error}") from error
     spec = ShardSpec(
         name=piece.name,
         global_shape=piece.global_shape,
@@ -287,13 +296,14 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         flat_range=piece.flat_range,
     )
     check_spec(spec)
-    dtype = DTYPES[piece.dtype]
+    _check_regions(spec)
     if piece.dims and len(piece.dims) != len(spec.global_shape):
         raise ValueError(f"{spec.name}: {len(piece.dims)} names of {len(spec.global_shape)} dimensions")
     # A bound of its own, since a sealed header may still be a forged one.
-    # Before anything is allocated from it.
-    if math.prod(spec.global_shape) * dtype.itemsize > MAX_TENSOR_BYTES:
-        raise ValueError(f"{spec.name}: shape {list(spec.global_shape)} has more than {MAX_TENSOR_BYTES} bytes")
+    # Before anything is allocated from it. A size of 0 must not hide the others: torch computes strides from those.
+    for shape in (spec.global_shape, spec.local_shape):
+        if math.prod(size or 1 for size in shape) * dtype.itemsize > MAX_TENSOR_BYTES:
+            raise ValueError(f"{spec.name}: shape {list(shape)} has more than {MAX_TENSOR_BYTES} bytes")
     return PieceRecord(
         key=TraceKey(step=step, update=piece.update, kind=piece.kind, name=piece.name),
         stored_name=name,
@@ -304,6 +314,16 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         sha256=piece.sha256,
         crc32=piece.crc32,
     )
+
+
+def _check_regions(spec: ShardSpec) -> None:
+    """Raises ``ValueError`` where blocks cut the tensor into more regions than a reader may go through."""
+    num_blocks = [len(split.blocks) for split in spec.splits]
+    start, stop = spec.flat_range or (0, math.prod(spec.local_shape))
+    # Every region of a whole piece has an element of its own. A flat range is part of a local tensor, cut only once.
+    num_regions, most = math.prod(num_blocks), max(stop - start, sum(num_blocks), _MIN_REGIONS)
+    if num_regions > most:
+        raise ValueError(f"{spec.name}: blocks cut it into {num_regions} regions; it stores {stop - start} elements")
 
 
 def footer_as_json(footer: StepFooter) -> dict[str, JSON]:

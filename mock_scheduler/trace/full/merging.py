@@ -28,6 +28,11 @@ from mock_scheduler.trace.shards import place_shard
 
 Load = Callable[[Piece], torch.Tensor]
 
+#: How many elements a merged tensor may have for each byte that its step's files store, and in any case. A trace of one
+#: rank of 64 in bfloat16 has 32, one of the response tokens alone, a hundredth of all, 50.
+_ELEMENTS_PER_BYTE = 256
+_MIN_ELEMENTS = 1 << 22
+
 #: Replicas: pieces of several ranks at the same places, by ascending rank.
 _Group = list[Piece]
 
@@ -39,13 +44,15 @@ _Family = list[_Group]
 class Expectation:
     """The elements a trace must hold of a tensor.
 
-    is_complete: all ranks of the run wrote, so nothing may be missing. rows: of the batch. tokens: bool ``[T]``, the
-    tokens of a token tensor; ``None`` where the trace does not say.
+    is_complete: all ranks of the run wrote, so nothing may be missing. rows: of the batch. find_tokens: gives bool
+    ``[T]``, the tokens of a token tensor, and is asked only for a tensor of so many; ``None`` where the trace does not
+    say. stored_bytes: all that the files of the step store.
     """
 
     is_complete: bool
     rows: RowTable
-    tokens: torch.Tensor | None
+    find_tokens: Callable[[], torch.Tensor] | None
+    stored_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +84,7 @@ def merge_pieces(
     missing, or a token there, against the expectation. Missing whole tokens are told of in the result.
     """
     _check_agreement(key, pieces, expectation)
+    _check_size(key, pieces, expectation)
     dims = pieces[0].record.dims
     # By places, not by rank: which axis replicates a tensor is nothing the trace has to say.
     groups = _group_replicas(key, pieces, expectation.rows)
@@ -116,11 +124,25 @@ def _check_agreement(key: TraceKey, pieces: Sequence[Piece], expectation: Expect
     if len(forms) > 1:
         found = ", ".join(f"global rank {rank}: {form}" for form, rank in forms.items())
         raise TraceError(f"{key.describe()}: ranks disagree on dtype or whole shape ({found})")
-    record = pieces[0].record
-    expected = expectation.tokens
-    if record.dims[:1] == ("token",) and expected is not None and len(expected) != record.spec.global_shape[0]:
+    record, num_tokens = pieces[0].record, expectation.rows.num_tokens
+    is_stated = record.dims[:1] == ("token",) and expectation.find_tokens is not None
+    if is_stated and num_tokens != record.spec.global_shape[0]:
         raise TraceError(
-            f"{key.describe()}: has {record.spec.global_shape[0]} tokens, the step's batch has {len(expected)}"
+            f"{key.describe()}: has {record.spec.global_shape[0]} tokens, the step's batch has {num_tokens}"
+        )
+
+
+def _check_size(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation) -> None:
+    """Raises before memory is taken for a whole tensor that the step's files do not account for.
+
+    Whatever is merged is as large as the whole tensor, though tokens may be masked out and ranks may be left out.
+    """
+    numel = math.prod(pieces[0].spec.global_shape)
+    most = max(_MIN_ELEMENTS, _ELEMENTS_PER_BYTE * expectation.stored_bytes)
+    if numel > most:
+        raise TraceError(
+            f"{key.describe()}: has {numel} elements, where the files of its step store {expectation.stored_bytes} "
+            f"bytes, from which at most {most} elements are put together; trace more ranks, or more of its tokens"
         )
 
 
@@ -235,10 +257,11 @@ def _check_present(
         return held, ""
     some, every = _by_token(held, num_tokens=record.spec.global_shape[0])
     missing = ""
-    if expectation.tokens is not None:
-        _check_no_others(key, pieces, some, expectation)
+    if expectation.find_tokens is not None:
+        expected = expectation.find_tokens()
+        _check_no_others(key, pieces, some & ~expected, expectation.rows)
         if expectation.is_complete and not record.is_masked:
-            missing = _describe_missing(pieces, some, expectation)
+            missing = _describe_missing(pieces, expected & ~some, expected, expectation.rows)
     if held is None:
         return None, missing
     # In a complete run a token is held as a whole or not at all.
@@ -256,7 +279,9 @@ def _by_token(held: torch.Tensor | None, *, num_tokens: int) -> tuple[torch.Tens
     if held is None:
         everything = torch.ones(num_tokens, dtype=torch.bool)
         return everything, everything
-    flat = held.view(num_tokens, -1)
+    if not held.numel():  # which torch cannot flatten
+        return torch.zeros(num_tokens, dtype=torch.bool), torch.ones(num_tokens, dtype=torch.bool)
+    flat = held.reshape(num_tokens, -1)
     return flat.any(dim=1), flat.all(dim=1)
 
 
@@ -275,11 +300,8 @@ def _describe_token(token: int, rows: RowTable) -> str:
     return f"position {position} of row {rows.identities[row]}"
 
 
-def _check_no_others(key: TraceKey, pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> None:
-    """Raises where a token is held of a row the step or update does not have."""
-    expected, rows = expectation.tokens, expectation.rows
-    assert expected is not None
-    extra = some & ~expected
+def _check_no_others(key: TraceKey, pieces: Sequence[Piece], extra: torch.Tensor, rows: RowTable) -> None:
+    """Raises where a token is held of a row the step or update does not have. extra: bool ``[T]``, such tokens."""
     if bool(extra.any()):
         token = int(extra.nonzero()[0])
         # By blocks alone: a flat range leaves it open which rank holds a token's first element.
@@ -290,14 +312,14 @@ def _check_no_others(key: TraceKey, pieces: Sequence[Piece], some: torch.Tensor,
         )
 
 
-def _describe_missing(pieces: Sequence[Piece], some: torch.Tensor, expectation: Expectation) -> str:
-    """How many of the expected tokens nobody holds any part of, the first, and who holds the others; else empty."""
-    expected = expectation.tokens
-    assert expected is not None
-    missing = expected & ~some
+def _describe_missing(pieces: Sequence[Piece], missing: torch.Tensor, expected: torch.Tensor, rows: RowTable) -> str:
+    """How many of the expected tokens nobody holds any part of, the first, and who holds the others; else empty.
+
+    missing, expected: bool ``[T]``.
+    """
     if not bool(missing.any()):
         return ""
-    first = _describe_token(int(missing.nonzero()[0]), expectation.rows)
+    first = _describe_token(int(missing.nonzero()[0]), rows)
     count, total = int(missing.sum()), int(expected.sum())
     who = _describe_same_rows(pieces) or f"pieces come from global rank {_ranks(pieces)}"
     return f"{count} of {total} tokens are held by no rank, the first is {first}; {who}"

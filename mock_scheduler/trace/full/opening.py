@@ -5,18 +5,21 @@ Nothing in a header is believed before its digest is checked. Tensors are not re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mock_scheduler.errors import TraceError
+from mock_scheduler.errors import ForeignFileError, TraceError
 from mock_scheduler.support.digests import compute_json_digest, open_sealed
 from mock_scheduler.support.documents import Count, Document
+from mock_scheduler.support.foreign_files import name_descriptor, open_regular
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import (
     FORMAT_VERSION,
@@ -37,6 +40,7 @@ from mock_scheduler.trace.full.header import (
     shared_statements,
 )
 
+_NUM_NAMED = 20
 DAMAGED = "the file was changed or damaged after it was written"
 
 
@@ -119,26 +123,35 @@ def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
-    return {step: _open_step(folder) for step, folder in steps}
+    return {step: _open_step(folder, trace_dir) for step, folder in steps}
 
 
 @contextmanager
-def open_file(path: Path) -> Iterator[Handle]:
-    """A mapped safetensors file; raises ``TraceError`` where it is none."""
+def open_file(path: Path, *, inside: Path | None = None) -> Iterator[Handle]:
+    """A mapped safetensors file; raises ``TraceError`` where it is none, or a link that leads out of ``inside``."""
     try:
-        opened = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
+        descriptor = open_regular(path, inside=inside)
+    except ForeignFileError as error:
+        raise TraceError(str(error)) from error
+    except OSError as error:
         raise TraceError(f"{path}: not a readable safetensors file: {error}") from error
+    try:
+        # By its descriptor: safetensors opens by name, and would wait for a pipe for ever.
+        opened = safe_open(name_descriptor(descriptor, path), framework="pt")
+    except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
+        raise TraceError(f"{path}: not a readable safetensors file: {error}") from error
+    finally:
+        os.close(descriptor)
     with opened as handle:
         yield handle
 
 
-def _open_step(folder: Path) -> OpenedStep:
+def _open_step(folder: Path, trace_dir: Path) -> OpenedStep:
     paths = sorted(folder.iterdir())
     for path in paths:
         if OLD_RANK_FILE.fullmatch(path.name):
             raise TraceError(f"{path}: {_another_release('format version 2 or less', FORMAT_VERSION)}")
-    parts = [_read_part(path) for path in paths if PART_FILE.fullmatch(path.name)]
+    parts = [_read_part(path, trace_dir) for path in paths if PART_FILE.fullmatch(path.name)]
     if not parts:
         if any(SKETCH_FILE.fullmatch(path.name) for path in paths):
             raise TraceError(
@@ -218,11 +231,16 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
     if len(set(world_sizes.values())) > 1:
         problems.append(f"files of runs with different world sizes {sorted(set(world_sizes.values()))}")
     world_size = max(world_sizes.values())
-    writers = sorted({rank for footer in footers.values() for rank in footer.ranks}) or range(world_size)
-    missing = [rank for rank in writers if rank not in world_sizes]
-    if missing:
-        problems.append(f"no file of global rank {', '.join(map(str, missing))} of {world_size}")
-    strangers = sorted(set(world_sizes) - set(writers))
+    stated = {rank for footer in footers.values() for rank in footer.ranks}
+    writers: Mapping[int, None] | range = dict.fromkeys(sorted(stated)) if stated else range(world_size)
+    num_present = sum(rank in writers for rank in world_sizes)
+    if num_present < len(writers):
+        # A header may say a million ranks: some are named, and none but those are listed.
+        named = list(islice((rank for rank in writers if rank not in world_sizes), _NUM_NAMED))
+        more = len(writers) - num_present - len(named)
+        rest = f" and {more} more" if more else ""
+        problems.append(f"no file of global rank {', '.join(map(str, named))}{rest} of {world_size}")
+    strangers = sorted(rank for rank in world_sizes if rank not in writers)
     if strangers:
         listed = ", ".join(map(str, writers)) if len(writers) < world_size else f"0 to {world_size - 1}"
         problems.append(f"a file of global rank {', '.join(map(str, strangers))}, where ranks {listed} write the trace")
@@ -254,8 +272,8 @@ def _join_parts(parts: Sequence[_Part]) -> RankFiles:
     )
 
 
-def _read_part(path: Path) -> _Part:
-    with open_file(path) as handle:
+def _read_part(path: Path, trace_dir: Path) -> _Part:
+    with open_file(path, inside=trace_dir) as handle:
         content = read_metadata(path, handle, METADATA_KEY, version=FORMAT_VERSION, kind="trace file")
         stored_names = set(handle.keys())
     try:
@@ -264,6 +282,12 @@ def _read_part(path: Path) -> _Part:
         raise TraceError(f"{path}: the metadata is not that of a trace: {error}") from error
     if stored_names != {record.stored_name for record in part.records}:
         raise TraceError(f"{path}: the stored tensors are not those that the metadata lists; {DAMAGED}")
+    # From here on what a piece takes is believed; its very shape is looked at when it is read.
+    num_bytes, size_bytes = sum(record.size_bytes for record in part.records), path.stat().st_size
+    if num_bytes > size_bytes:
+        raise TraceError(
+            f"{path}: the metadata lists {num_bytes} bytes of tensors in a file of {size_bytes}; {DAMAGED}"
+        )
     return part
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -53,7 +54,8 @@ class TraceReader:
         self._handles: dict[Path, Handle] = {}
         self._stack = ExitStack()
         self._memory = MemoryPool(num_tensors=_NUM_TENSORS)
-        self._expected: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        self._expected: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._sizes: dict[int, int] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -127,11 +129,16 @@ class TraceReader:
         """
         pieces, rows = self.pieces(key), self.footer(key.step).rows
         if ranks is None:
-            is_complete, tokens = self.is_complete(key.step), self._expected_tokens(key)
-            expectation = Expectation(is_complete=is_complete, rows=rows, tokens=tokens)
+            expectation = Expectation(
+                is_complete=self.is_complete(key.step),
+                rows=rows,
+                find_tokens=partial(self._expected_tokens, key) if self.footer(key.step).update_rows else None,
+                stored_bytes=self._stored_bytes(key.step),
+            )
         else:
             pieces = tuple(piece for piece in pieces if piece.place.global_rank in ranks)
-            expectation = Expectation(is_complete=False, rows=rows, tokens=None)
+            stored_bytes = self._stored_bytes(key.step)
+            expectation = Expectation(is_complete=False, rows=rows, find_tokens=None, stored_bytes=stored_bytes)
         if not pieces:
             raise TraceError(f"none of global ranks {sorted(ranks or ())} wrote the {key.describe()}")
         merged = merge_pieces(key, pieces, self._load, expectation, self._memory)
@@ -173,8 +180,13 @@ class TraceReader:
         self._handles = {}
         self._open_step = None
 
-    def _expected_tokens(self, key: TraceKey) -> torch.Tensor | None:
-        """bool ``[T]``: tokens of the rows the key's step or update has; ``None`` where the trace says none."""
+    def _stored_bytes(self, step: int) -> int:
+        if step not in self._sizes:
+            self._sizes[step] = self.size_bytes(step)
+        return self._sizes[step]
+
+    def _expected_tokens(self, key: TraceKey) -> torch.Tensor:
+        """bool ``[T]``: tokens of the rows the key's step or update has."""
         place = key.step, None if key.kind in STEP_KINDS else key.update
         if place not in self._expected:
             self._expected[place] = _tokens_of(self.footer(key.step), place[1])
@@ -183,7 +195,7 @@ class TraceReader:
     def _find_damage(self, rank_files: RankFiles) -> list[str]:
         problems = []
         for path in rank_files.paths:
-            with open_file(path) as handle:
+            with open_file(path, inside=path.parents[1]) as handle:
                 for piece in rank_files.pieces:
                     if piece.path == path and not _is_intact(piece, _read(handle, piece)):
                         problems.append(f"{path}: {piece.record.stored_name} does not match its digest")
@@ -196,10 +208,12 @@ class TraceReader:
             self._close_files()
             self._open_step = piece.record.key.step
         if piece.path not in self._handles:
-            self._handles[piece.path] = self._stack.enter_context(open_file(piece.path))
+            self._handles[piece.path] = self._stack.enter_context(open_file(piece.path, inside=piece.path.parents[1]))
         tensor = _read(self._handles[piece.path], piece)
         # CRC-32 here, since every read pays; ``verify`` compares SHA-256.
-        if tensor.shape != piece.record.stored_shape or compute_tensor_crc32(tensor) != piece.record.crc32:
+        record = piece.record
+        is_alike = (tensor.shape, tensor.dtype) == (record.stored_shape, record.dtype)
+        if not is_alike or compute_tensor_crc32(tensor) != record.crc32:
             raise TraceError(f"{piece.path}: {piece.record.stored_name} does not match its digest; {DAMAGED}")
         return tensor
 
@@ -216,10 +230,8 @@ def _is_intact(piece: Piece, tensor: torch.Tensor) -> bool:
     return compute_tensor_crc32(tensor) == record.crc32 and compute_tensor_digest(tensor) == record.sha256
 
 
-def _tokens_of(footer: StepFooter, update: int | None) -> torch.Tensor | None:
-    """bool ``[T]``: tokens of an update's rows, or of all rows for ``None``; ``None`` where the footer has no rows."""
-    if not footer.update_rows:
-        return None
+def _tokens_of(footer: StepFooter, update: int | None) -> torch.Tensor:
+    """bool ``[T]``: tokens of an update's rows, or of all rows for ``None``."""
     rows: Sequence[int] = range(len(footer.rows.lengths))
     if update is not None:
         rows = footer.update_rows[update] if update < len(footer.update_rows) else ()

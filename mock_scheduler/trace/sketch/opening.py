@@ -5,6 +5,7 @@ Nothing in a header is believed before its digest is checked. The format is in `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,20 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
-from mock_scheduler.support.tensor_bytes import DTYPES
+from mock_scheduler.support.tensor_bytes import find_dtype
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
-from mock_scheduler.trace.full.header import parse_footer, parse_rank_step
+from mock_scheduler.trace.full.header import TensorName, parse_footer, parse_rank_step
 from mock_scheduler.trace.full.opening import DAMAGED, open_file, read_metadata, writer_problems
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
+from mock_scheduler.trace.sketch.constants import MAX_BUCKETS
 from mock_scheduler.trace.sketch.sketch import Sketch
 
 FORMAT_VERSION = 1
 METADATA_KEY = "mock_scheduler.sketch"
 
+_MAX_ELEMENTS = 2**62
+_NUM_COUNTS = 4
 _TABLES = ("sums", "squares", "counts")
 _TableMap = Mapping[str, torch.Tensor]
 
@@ -50,7 +54,7 @@ class StoredTensor:
 
     update: Count
     kind: TraceKind
-    name: str
+    name: TensorName
     dtype: str
     global_shape: tuple[Count, ...]
     dims: tuple[DimName, ...]
@@ -87,11 +91,11 @@ def open_sketch_steps(trace_dir: Path) -> dict[int, tuple[RankSketches, ...]]:
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=sketch")
-    return {step: _open_step(folder) for step, folder in steps}
+    return {step: _open_step(folder, trace_dir) for step, folder in steps}
 
 
-def _open_step(folder: Path) -> tuple[RankSketches, ...]:
-    ranks = [_read_file(path) for path in sorted(folder.iterdir()) if SKETCH_FILE.fullmatch(path.name)]
+def _open_step(folder: Path, trace_dir: Path) -> tuple[RankSketches, ...]:
+    ranks = [_read_file(path, trace_dir) for path in sorted(folder.iterdir()) if SKETCH_FILE.fullmatch(path.name)]
     if not ranks:
         raise TraceError(
             f"{folder}: no sketches; the run ended before any rank wrote this step, or trace.level is full"
@@ -123,8 +127,8 @@ def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
     )
 
 
-def _read_file(path: Path) -> RankSketches:
-    with open_file(path) as handle:
+def _read_file(path: Path, trace_dir: Path) -> RankSketches:
+    with open_file(path, inside=trace_dir) as handle:
         content = read_metadata(path, handle, METADATA_KEY, version=FORMAT_VERSION, kind="file of sketches")
         if set(handle.keys()) != set(_TABLES):
             raise TraceError(f"{path}: tables {sorted(handle.keys())}, expected {sorted(_TABLES)}; {DAMAGED}")
@@ -168,6 +172,9 @@ def _check_tables(tables: _TableMap) -> None:
     expected = {"sums": (torch.float64, 2), "squares": (torch.float64, 1), "counts": (torch.int64, 2)}
     if found != expected:
         raise ValueError(f"tables {found}; expected {expected}")
+    shapes = [tuple(tables[name].shape) for name in _TABLES]
+    if not 1 <= shapes[0][1] <= MAX_BUCKETS or shapes[2][1] != _NUM_COUNTS or len({shape[0] for shape in shapes}) > 1:
+        raise ValueError(f"tables of shapes {shapes}; expected rows of 1 to {MAX_BUCKETS}, 1 and {_NUM_COUNTS} numbers")
 
 
 def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> Sketch:
@@ -186,8 +193,15 @@ def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> 
 
 
 def _check_stored(record: StoredTensor, sketch: Sketch, parts: Sequence[ElementSet]) -> StoredSketch:
-    if record.dtype not in DTYPES or record.part >= len(parts):
-        raise ValueError(f"{record.name}: unknown dtype {record.dtype!r}, or part {record.part} of {len(parts)}")
+    try:
+        find_dtype(record.dtype)
+    except ValueError as error:
+        raise ValueError(f"{record.name} {error}") from error
+    if record.part >= len(parts):
+        raise ValueError(f"{record.name}: part {record.part} of {len(parts)}")
+    # Places are counted in 64 bits. A size of 0 must not hide the others.
+    if math.prod(size or 1 for size in record.global_shape) > _MAX_ELEMENTS:
+        raise ValueError(f"{record.name}: shape {list(record.global_shape)} has more than {_MAX_ELEMENTS} elements")
     part = parts[record.part]
     if not all(_lies_in(rectangle, record.global_shape) for rectangle in part):
         raise ValueError(f"{record.name!r} has a part that does not lie in its shape {list(record.global_shape)}")

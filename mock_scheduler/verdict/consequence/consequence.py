@@ -137,7 +137,7 @@ class _Step:
             if item.tensor.shape != (num_tokens,):
                 return None  # of another number of tokens: nothing to match by
             mask = torch.ones(num_tokens, dtype=torch.bool) if item.present is None else item.present
-            is_moved = not is_ours and self.tokens.index is not None
+            is_moved = not is_ours and not self.tokens.is_same_order
             values.append(self.tokens.in_baseline_order(item.tensor) if is_moved else item.tensor)
             present.append(self.tokens.in_baseline_order(mask) if is_moved else mask)
         shared = present[0] & present[1]

@@ -46,8 +46,13 @@ def test_sentencepiece_texts_are_decoded() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); " + EXPECTED),
+        ("{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); " + EXPECTED),
         ("7", "is no vocabulary: " + EXPECTED),
+        ('{"' + "9" * 5000 + '": "a"}', "is no vocabulary: " + EXPECTED),
+        (
+            '{"model": {"vocab": {}}, "added_tokens": [{"id": 1}, {"content": "a"}]}',
+            ": 1 texts have no id, the first: 'a' is None; " + EXPECTED,
+        ),
         ('{"a": "b"}', "is no vocabulary: " + EXPECTED),
         ('["a", 7, null]', ": 2 ids have no text, the first: 1 is 7; " + EXPECTED),
         ('{"model": {"type": "x"}}', "is a tokenizer without model.vocab: " + EXPECTED),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 import warnings
 from pathlib import Path
 
@@ -16,20 +17,14 @@ from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, T
 from mock_scheduler.batch.columns import Ragged, RowValue
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.step.step_file import decode_step, encode_step
+from mock_scheduler.support.tensor_bytes import DTYPES
 from tests.recording.builders import SAMPLING, make_batch, make_info, make_row, make_rows
 from tests.recording.step_bytes import fixed_step, join_text, make_rich_batch, open_bytes, rewrite, tiny_step
 
 GOLDEN = "d5695f228e0b1b292b0718607ff32ccc2781c25dea8eaba048c8243e7489095f"
 
-#: Every dtype whose items are plain bytes; quantized and bit-field ones are not, and a batch refuses them.
-PLAIN_DTYPES = sorted(
-    {
-        dtype
-        for name, dtype in vars(torch).items()
-        if isinstance(dtype, torch.dtype) and not name.startswith(("q", "bits"))
-    },
-    key=str,
-)
+#: Every dtype that a file may hold.
+PLAIN_DTYPES = sorted(DTYPES.values(), key=str)
 
 
 # torch warns once per process that complex32 is experimental, at its first empty tensor, wherever that is.
@@ -165,14 +160,26 @@ def test_another_version_is_refused() -> None:
         assert str(caught.value) == f"f: step format version {version} {problem}"
 
 
-def test_a_dtype_that_this_torch_lacks_is_refused() -> None:
-    data = rewrite(tiny_step(), lambda document: document["tensors"]["tokens"].update(dtype="int2048"))
+REFUSED_DTYPES = ["quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits1x8", "int4", "uint1", "int2048"]
+
+
+@pytest.mark.parametrize("name", REFUSED_DTYPES)
+def test_a_dtype_that_no_file_may_hold_is_refused_by_name(name: str) -> None:
+    """The bytes of a quantised tensor were read as values, which ended the process."""
+    data = rewrite(tiny_step(), lambda document: document["tensors"]["tokens"].update(dtype=name))
     with pytest.raises(RecordingError) as caught:
         decode_step(data, source="f")
     assert str(caught.value) == (
-        f"f: tensor 'tokens' is of dtype 'int2048', which torch {torch.__version__} does not have: read it with the "
-        "release of torch that recorded it"
+        f"f: tensor 'tokens' is of dtype {name!r}, which torch {torch.__version__} does not have, or no file may hold"
     )
+
+
+def test_the_closed_list_holds_every_dtype_of_torch_but_the_refused_kinds() -> None:
+    """A new release of torch must not add one unseen."""
+    refused = re.compile(r"q|bits|u?int[1-7]$")
+    named = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert {name for name in named if not refused.match(name)} == set(DTYPES)
+    assert {name for name in REFUSED_DTYPES if name != "int2048"} <= {name for name in named if refused.match(name)}
 
 
 FORGED_SAMPLING = {"temperature": "hot", "top_p": 1.0, "top_k": None, "logprobs_mode": "raw"}
@@ -417,3 +424,16 @@ def test_a_forged_prompt_digest_is_found_by_verification() -> None:
     assert step.load().prompt_digests == ("0" * 64,)
     with pytest.raises(CorruptRecordingError, match=r"prompt_digest is '0{64}'; that of its prompt is"):
         step.verify()
+
+
+def test_a_header_of_more_lists_than_a_recording_may_hold_is_refused_both_ways() -> None:
+    """8 MB of empty lists took 250 MB. Brackets inside of texts are none."""
+    many = [[] for _ in range(2**18 + 1)]
+    data = rewrite(tiny_step(), lambda document: document["content"]["meta"].update(x=many))
+    with pytest.raises(CorruptRecordingError, match="holds more than 262144 lists and objects"):
+        decode_step(data, source="f")
+    batch = make_batch()
+    with pytest.raises(RecordingError, match="holds more than 262144 lists and objects"):
+        encode_step(dataclasses.replace(batch, meta={"x": many}), make_info())
+    texts = dataclasses.replace(batch, meta={"x": "[{" * 2**18})
+    assert decode_step(encode_step(texts, make_info()).to_bytes())[0].is_identical(texts)

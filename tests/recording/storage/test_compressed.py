@@ -12,9 +12,14 @@ import zstandard
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage import Storage, open_storage
-from mock_scheduler.recording.storage.byte_sources import open_compressed
+from mock_scheduler.recording.storage.byte_sources import CompressedSource, MemorySource
+from mock_scheduler.recording.storage.byte_sources import open_compressed as open_compressed_source
 from mock_scheduler.recording.writing.opening import WriterOptions
 from tests.recording.recordings import record, request
+
+
+def open_compressed(data: bytes, *, path: str) -> CompressedSource:
+    return open_compressed_source(MemorySource(bytearray(data), path=path), path=path)
 
 
 @pytest.fixture
@@ -150,7 +155,7 @@ def test_a_small_file_that_unpacks_to_a_gigabyte_is_refused_by_its_head(tmp_path
     bomb = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(bytes(2**28))
     (tmp_path / "train/step_000000.safetensors.zst").write_bytes(bomb)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CorruptRecordingError, match="header is no JSON"):
+    with pytest.raises(CorruptRecordingError, match="8215 bytes unpack to 268435456; the limit is 67108864"):
         RecordingReader(str(tmp_path)).open_step(request(0))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
 
@@ -166,3 +171,26 @@ def test_zstandard_that_is_absent_is_an_error_that_says_what_to_install(
         "which is not installed: pip install 'mock-scheduler[zstd]'"
     )
     assert storage.list_names("") == []
+
+
+def test_a_hole_in_the_place_of_a_file_is_refused_by_its_first_block(tmp_path: Path) -> None:
+    """20 GB of nothing were read before anything was looked at."""
+    storage = open_storage(str(tmp_path))
+    storage.publish("a.zst", [b"content"])
+    for size in (20 * 2**30, 200 * 2**30):
+        os.truncate(tmp_path / "a.zst", size)
+        with pytest.raises(CorruptRecordingError, match="follow the zstd frame"):
+            storage.open_source("a.zst")
+    (tmp_path / "a.zst").write_bytes(bytes.fromhex("28b52ffde4") + (2**30).to_bytes(8, "little"))
+    os.truncate(tmp_path / "a.zst", 20 * 2**30)
+    with pytest.raises(CorruptRecordingError, match="block at byte 13"):
+        storage.open_source("a.zst")
+
+
+def test_a_step_of_one_value_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"shrinks to .*, more than 1000 times, which no reader takes"):
+        open_storage(str(tmp_path)).publish("a.zst", [bytes(70 * 2**20)])
+    # Below 64 MiB, however small it gets.
+    storage = open_storage(str(tmp_path))
+    storage.publish("b.zst", [bytes(60 * 2**20)])
+    assert storage.open_source("b.zst").size_bytes == 60 * 2**20

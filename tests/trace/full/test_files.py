@@ -213,7 +213,10 @@ def _record(**changes: object) -> Callable[[dict[str, Any]], object]:
         (_record(kind="grad"), f"tensors.{STORED}.kind is 'grad': expected {_either(TRACE_KINDS)}"),
         (_record(dims=["tokens"]), f"tensors.{STORED}.dims[0] is 'tokens': expected {_either(get_args(DimName))}"),
         (_record(dims=["row", "column"]), f"{NORM}: 2 names of 1 dimensions"),
-        (_record(dtype="float31"), f"{NORM}: unknown dtype 'float31'"),
+        (
+            _record(dtype="quint8"),
+            f"{NORM} is of dtype 'quint8', which torch {torch.__version__} does not have, or no file may hold",
+        ),
         (_record(splits=[[0, 0]]), f"{NORM}: splits ((0, 0),) name places beyond the 0 of blocks"),
         (_record(global_shape=[-1]), f"tensors.{STORED}.global_shape[0] is -1: expected at least 0"),
         (_record(global_shape=[5]), f"{NORM}: dimension 0 is not split, but has 4 of 5 indices"),

@@ -148,12 +148,18 @@ def _index(key: FileKey, path: Path, content: Content, samples: SampleNumbers) -
     mask = plain.flat_mask(sample_index.numel())
     if mask is None:
         return plain
-    flat = sample_index.reshape(-1).numpy().astype(np.int64)
+    # By torch, since NumPy lacks some of its dtypes.
+    flat = sample_index.reshape(-1).long().numpy()
     if flat.max(initial=-1) >= len(ids):
         raise TraceError(f"{path}: sample_index has {flat.max()}, and sample_ids has {len(ids)} entries")
     cells = np.flatnonzero(flat >= 0)
     numbers = np.array([samples.number(str(sample)) for sample in ids] or [0], dtype=np.int64)
-    keys = (numbers[flat[cells]] << _POSITION_BITS) + token_positions.reshape(-1).numpy().astype(np.int64)[cells]
+    places = token_positions.reshape(-1).long().numpy()[cells]
+    if len(places) and not 0 <= places.min() <= places.max() < 1 << _POSITION_BITS:
+        raise TraceError(
+            f"{path}: positions are {places.min()} to {places.max()}; expected 0 to {2**_POSITION_BITS - 1}"
+        )
+    keys = (numbers[flat[cells]] << _POSITION_BITS) + places
     return DumpFile(key=key, path=path, content=content, keys=keys, cells=cells, mask=mask.numpy()[cells])
 
 

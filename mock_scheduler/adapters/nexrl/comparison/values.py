@@ -94,6 +94,8 @@ def compare_numbers(first: float, second: float, tolerance: Tolerance) -> Differ
 def _distances(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, int]:
     """float64 |a - b|: 0 for NaN and NaN, infinite for NaN and a number; and how many of the latter there are."""
     if not one.is_floating_point() and not other.is_floating_point():
+        if one.dtype != other.dtype:  # torch compares no uint16 with a bool
+            one, other = one.long(), other.long()
         # Whole numbers are told apart as such: float64 cannot hold all of int64.
         return torch.where(one == other, 0.0, (one.double() - other.double()).abs().clamp(min=1.0)), 0
     a, b = one.double(), other.double()
