@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from typer.exceptions import TyperException
 
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import ExitCode, MockSchedulerError
+from mock_scheduler.support.foreign_text import printable_message
+from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.version import VERSION
 
 if TYPE_CHECKING:
@@ -397,9 +399,12 @@ def version() -> None:
 
 
 def print_error(message: str) -> None:
-    """Write one failure to stderr, unchanged: no markup is read from it and no line is broken."""
+    """Write one failure to stderr: only its first line begins a line, and no foreign text in it acts or is hidden."""
+    first, *rest = printable_message(f"error: {message}").split("\n")
     console = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), first.removeprefix("error: ")), soft_wrap=True)
+    for line in rest:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _describe_os_error(error: OSError) -> str:
@@ -411,7 +416,11 @@ def _describe_os_error(error: OSError) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; ``None``: the process's own arguments; none at all: ``--help``."""
-    given = sys.argv[1:] if arguments is None else arguments
+    with guarded_terminal():
+        return _run(sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(given: list[str]) -> int:
     try:
         code: object = app(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
@@ -431,7 +440,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_error(_describe_os_error(error))
         return int(ExitCode.USAGE)
     except Exception:  # noqa: BLE001 - the edge of the process
-        traceback.print_exc()
+        print_message(traceback.format_exc())
         print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
         return int(ExitCode.INTERNAL)
     if code == _INTERRUPTED:  # typer 0.29 makes this code of KeyboardInterrupt, and says nothing

@@ -6,13 +6,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import CheckReproduction, Extraction, run_reproduction
 from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights
 from mock_scheduler.alignment.extract.source import read_diverged
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
@@ -58,7 +56,5 @@ def run_extract(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    console.print(
-        f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: bash {escape(str(output / SCRIPT_FILE))}"
-    )
+    console.print(f"{output}: {format_bytes(size_bytes)}. Show it with: bash {output / SCRIPT_FILE}")
     return int(ExitCode.ALIGNED)

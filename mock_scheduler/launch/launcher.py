@@ -37,6 +37,7 @@ from mock_scheduler.support.processes import (
     meant_exit_code,
     write_signal_error,
 )
+from mock_scheduler.support.terminal_streams import print_message
 from mock_scheduler.support.text import bullet_list
 
 # What another launcher around this one may have left in the environment; a run must not take it for its own.
@@ -279,7 +280,7 @@ def _write_error(
 
 def _print_line(text: str, log: IO[bytes] | None) -> None:
     if log is None:
-        print(text, file=sys.stderr, flush=True)
+        print_message(text)
     else:
         log.write(f"{text}\n".encode())
         log.flush()
@@ -329,9 +330,9 @@ def report_failed_ranks(failures: Sequence[RankExit], output_dir: Path) -> int:
     culprit = find_culprit(failures)
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"
-        print(message, file=sys.stderr, flush=True)
+        print_message(message)
         for problem in _write_error(output_dir, message, code=culprit.code, global_rank=culprit.global_rank):
-            print(problem, file=sys.stderr, flush=True)
+            print_message(problem)
     return meant_exit_code(culprit.code)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from rich.console import Console
 
 from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.execution import LaunchRuns
 from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.align import AlignOptions, run_align
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.view import AlignmentView

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import Outcome, order_groups, run_reproduction
@@ -20,6 +19,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.cli import main
 from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.config.loading import dump_config
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError, RecordingError, StepNotFoundError
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.reading.reader import RecordingReader
