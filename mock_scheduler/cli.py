@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.text import Text
 from typer.exceptions import TyperException
 
-from mock_scheduler.display.console import Console
 from mock_scheduler.errors import ExitCode, MockSchedulerError
 from mock_scheduler.support.foreign_text import printable_message
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
@@ -400,6 +398,10 @@ def version() -> None:
 
 def print_error(message: str) -> None:
     """Write one failure to stderr: only its first line begins a line, and no foreign text in it acts or is hidden."""
+    from rich.text import Text
+
+    from mock_scheduler.display.console import Console  # imports rich's progress bars: not for --help
+
     first, *rest = printable_message(f"error: {message}").split("\n")
     console = Console(stderr=True)
     console.print(Text.assemble(("error: ", "bold red"), first.removeprefix("error: ")), soft_wrap=True)

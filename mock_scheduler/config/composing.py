@@ -5,9 +5,11 @@ Contract: creates no folder, changes no working directory and configures no logg
 
 from __future__ import annotations
 
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,10 +18,14 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,13 +34,57 @@ from pydantic import BaseModel
 from mock_scheduler.config.base import JoinedTexts
 from mock_scheduler.config.number_traps import NumberTraps, SourceFile
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.text import bullet_list, shorten
+from mock_scheduler.support.yaml_text import MAX_DEPTH, load_yaml
 
 _NUMBERS = (int, float, bool, NoneType)
 _NESTED_HINT = (
     "\nWithin a list or an object quote each text that holds any of = , : [ ] { }, and for the shell the whole "
     "override, as in\n  \"align.candidates=[{name: tp2, overrides: ['parallel.tensor_model_parallel_size=2']}]\""
 )
+
+
+# OmegaConf 2.3 lets errors of Python out, such as where a key of a list is no number.
+_COMPOSING_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    UserWarning,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+
+
+class _BoundedFileSource(FileConfigSource):
+    """Reads YAML files for Hydra as its own source does, but none that stands for more values than it may."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.is_file():
+            try:
+                load_yaml(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path} is not UTF-8: {error}") from error
+            except ValueError as error:
+                raise ConfigError(f"{path} {error}") from error
+        return super().load_config(config_path)
+
+
+@contextmanager
+def _bounded_files() -> Iterator[None]:
+    """Has Hydra read files by our source within the block; a host program's Hydra keeps its own."""
+    Plugins.instance()  # registers Hydra's own sources
+    types = SourcesRegistry.instance().types
+    scheme = FileConfigSource.scheme()
+    before = types[scheme]
+    types[scheme] = _BoundedFileSource
+    try:
+        yield
+    finally:
+        types[scheme] = before
 
 
 class Composer:
@@ -76,7 +126,7 @@ class Composer:
             return None
 
     def _is_group(self, override: Override) -> bool:
-        return override.package is not None or (self._folder / override.key_or_group).is_dir()
+        return override.package is not None or os.path.isdir(self._folder / override.key_or_group)
 
     def _sets_a_value(self, override: Override) -> bool:
         """Says whether it sets a key of the configuration and nothing else, however the rest was composed."""
@@ -92,15 +142,20 @@ class Composer:
     def _ask_hydra(self, overrides: list[str]) -> tuple[DictConfig, list[SourceFile]]:
         try:
             # Hydra only warns of a defaults list without _self_, whose order it then guesses.
-            with warnings.catch_warnings(), initialize_config_dir(config_dir=str(self._folder), version_base="1.3"):
+            with (
+                warnings.catch_warnings(),
+                _bounded_files(),
+                initialize_config_dir(config_dir=str(self._folder), version_base="1.3"),
+            ):
                 warnings.simplefilter("error", UserWarning)
                 composed = compose(config_name=self._name, overrides=overrides)
                 if not self._traps.may_be_in(composed):
                     return composed, []
                 loader = GlobalHydra.instance().config_loader()
                 defaults = loader.compute_defaults_list(self._name, overrides, RunMode.RUN)
-        # OmegaConf lets errors of Python out where a key of a list is no number.
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning, ValueError, TypeError) as error:
+        except ConfigError:
+            raise
+        except _COMPOSING_ERRORS as error:
             raise ConfigError(f"{self.origin} cannot be composed: {error}") from error
         places = [(self._folder / f"{entry.config_path}.yaml", entry.package or "") for entry in defaults.defaults]
         return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
@@ -113,8 +168,14 @@ def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[O
     """
     parsed, problems, nested = [], [], ""
     for text in overrides:
+        if _is_deep(text):
+            problems.append(f"{shorten(repr(text), 80)}: more than {MAX_DEPTH} levels of lists and objects")
+            continue
         try:
             override = _parse(text)
+        except RecursionError:
+            problems.append(f"{shorten(repr(text), 80)}: nested too deep")
+            continue
         except HydraException as error:
             problems.append(f"{text!r}: {str(error).splitlines()[0]}")
             nested = nested or (_NESTED_HINT if any(bracket in text for bracket in "[{") else "")
@@ -128,6 +189,18 @@ def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[O
             f"Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'.{nested}"
         )
     return parsed
+
+
+def _is_deep(text: str) -> bool:
+    """Says whether brackets or the key nest deeper than Hydra's parser, which recurses, may have to go."""
+    if text.partition("=")[0].count(".") > MAX_DEPTH:
+        return True
+    depth = 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if depth > MAX_DEPTH:
+            return True
+    return False
 
 
 @lru_cache(maxsize=4096)

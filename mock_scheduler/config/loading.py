@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import typer
+import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -28,10 +29,12 @@ from pydantic import BaseModel, ValidationError
 
 from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects.reader import Resolved
+from mock_scheduler.config.expansion import check_expansion
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
+from mock_scheduler.support.foreign_text import printable_lines
 
 DEFAULT_CONFIG_PATH = "configs"
 #: The top-level key by which a configuration names its program; a schema without this field never sees it.
@@ -103,6 +106,7 @@ def build_loader(
         _check_file_exists(folder, name)
         parsed = parse_overrides(overrides, form.schema)
         composed, files = composer.compose(parsed)
+        check_expansion(composed, composer.origin)
         problems = [*_interpolation_problems(composed), *form.traps.find(files, parsed, composed)]
         if problems:
             raise_problems(composer.origin, problems, source_of=_source_of(parsed))
@@ -127,7 +131,9 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
 def dump_config(config: Dumped) -> str:
     """Returns the whole configuration as YAML, which loads back equal; the same text for equal configurations."""
     values = {key: _escape_interpolations(value) for key, value in config.model_dump(mode="json").items()}
-    return OmegaConf.to_yaml(OmegaConf.create(values))
+    text = OmegaConf.to_yaml(OmegaConf.create(values))
+    # YAML's own escapes, where a terminal would act on a character: they load back equal.
+    return text if printable_lines(text) == text else yaml.safe_dump(values, sort_keys=False)
 
 
 def _escape_interpolations(value: object) -> object:
@@ -145,6 +151,10 @@ def _escape_interpolations(value: object) -> object:
 def _check_file_exists(folder: Path, name: str) -> None:
     if not folder.is_dir():
         raise ConfigError(f"config path is not a folder: {folder}; give the folder of YAML files as --config-path")
+    if "/" in name or name in ("", ".", ".."):
+        raise ConfigError(
+            f"configuration name {name!r} is no name of a file; give its folder as --config-path, and the name alone"
+        )
     if (folder / f"{name}.yaml").is_file():
         return
     present = sorted(path.stem for path in folder.glob("*.yaml"))

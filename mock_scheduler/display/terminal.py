@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich import progress
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -147,14 +148,15 @@ class FittedTable:
 
     def print_header(self, style: str = "") -> None:
         """Print the headers on one base line."""
-        self._print([Text(column.header, style) for column in self._columns], vertical="bottom")
+        headers = [[Text(line, style) for line in column.header.split("\n")] for column in self._columns]
+        self._print([Group(*lines) for lines in headers], vertical="bottom")
 
     def print_row(self, number: int, style: str = "") -> None:
         """Print one row of cells."""
         cells = (column.cells[number] for column in self._columns)
         self._print([cell if isinstance(cell, Text) else Text(cell, style) for cell in cells], vertical="top")
 
-    def _print(self, cells: Sequence[Text], *, vertical: Literal["top", "bottom"]) -> None:
+    def _print(self, cells: Sequence[Text | Group], *, vertical: Literal["top", "bottom"]) -> None:
         table = Table.grid(padding=(0, self._gap, 0, 0))
         for column, width in zip(self._columns, self._widths, strict=True):
             table.add_column(width=width, justify=column.justify, overflow="fold", vertical=vertical)

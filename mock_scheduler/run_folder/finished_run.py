@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from mock_scheduler.config.align import ToleranceConfig
@@ -25,6 +24,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.yaml_text import load_yaml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,9 +184,13 @@ def load_stored_config(path: Path) -> StoredConfig:
 def read_stored_keys(path: Path) -> dict[str, Any]:
     """Reads the keys of a run's ``config.yaml`` as they stand; raises ``ConfigError`` where there are none."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    try:
+        content = load_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")
     return content

@@ -43,13 +43,15 @@ def printable_lines(text: str) -> str:
 def printable_message(text: str) -> str:
     """Makes a message printable: only its first line begins a line, so no line break in it fakes a message.
 
-    The lines below are indented, and enormous ones are cut.
+    The lines below are indented, unless they are already, and enormous ones are cut.
     """
-    lines = text.split("\n")
+    lines = text.rstrip("\n").split("\n")
     rest = len(lines) - MAX_LINES
     shown = [printable(line, limit=MAX_LINE) for line in lines[:MAX_LINES]]
     shown += [f"and {rest:,} more lines"] if rest > 0 else []
-    return "\n".join([shown[0], *(f"{_INDENT}{line}" if line else "" for line in shown[1:])])
+    # All or none of them: indented lines may be YAML, for the reader to copy.
+    indent = "" if all(line.startswith(" ") for line in shown[1:] if line) else _INDENT
+    return "\n".join([shown[0], *(f"{indent}{line}" if line else "" for line in shown[1:])])
 
 
 def is_hostile(character: str) -> bool:
