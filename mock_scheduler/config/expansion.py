@@ -62,7 +62,7 @@ class _Count:
     def name_largest(self) -> str:
         """Name the largest value that is no list or mapping around others."""
         leaves = {key: size for key, size in self.sizes.items() if size and isinstance(self._find(key), str)}
-        return ".".join(max(leaves, key=lambda key: leaves[key], default=()))
+        return ".".join(max(leaves.items(), key=lambda item: item[1])[0]) if leaves else "lists and mappings"
 
     def _referred(self, key: _Key, word: str) -> tuple[int, int]:
         num_dots = len(word) - len(word.lstrip("."))

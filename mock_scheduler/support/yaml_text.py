@@ -100,7 +100,8 @@ class _Walk:
         """Take the next event; raises ``ValueError`` where the text says more than it may."""
         problem = next(self._problems(event), None)
         if problem is not None:
-            raise ValueError(f"line {event.start_mark.line + 1}: {problem}")
+            line = "" if event.start_mark is None else f"line {event.start_mark.line + 1}: "
+            raise ValueError(f"{line}{problem}")
 
     def _problems(self, event: yaml.Event) -> Iterator[str]:
         if isinstance(event, yaml.ScalarEvent):
@@ -109,7 +110,7 @@ class _Walk:
             yield from self._add(_Size(characters=len(event.value)), event.anchor)
         elif isinstance(event, yaml.AliasEvent):
             yield from self._check_key(None)
-            yield from self._expand(event.anchor)
+            yield from self._expand(str(event.anchor))
         elif isinstance(event, yaml.CollectionStartEvent):
             yield from self._check_tag(event)
             yield from self._check_key(None)
@@ -121,7 +122,7 @@ class _Walk:
             closed = self._open.pop()
             yield from self._add(closed.size, closed.anchor)
 
-    def _check_tag(self, event: yaml.NodeEvent) -> Iterator[str]:
+    def _check_tag(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> Iterator[str]:
         if event.tag not in (None, "!") and event.tag not in _PLAIN_TAGS:
             yield f"the tag {event.tag!r}; expected plain values"
 

@@ -19,6 +19,7 @@ from mock_scheduler.recording.contract import ContractField, Rule
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
+from mock_scheduler.support.numbers import is_real
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import count_of, shorten
 from mock_scheduler.support.yaml_text import load_yaml
@@ -102,7 +103,7 @@ def _load_run(folder: Path, stamps: tuple[tuple[int, int] | None, ...]) -> RunFa
             for category, counts in ledger.items()
             if isinstance(counts, Mapping)
         },
-        seconds={name: float(value) for name in _SECONDS if isinstance(value := run.get(name), int | float)},
+        seconds={name: float(value) for name in _SECONDS if is_real(value := run.get(name))},
         settings=_texts(run.get("settings")),
         packages=_texts(run.get("packages")),
         problems=tuple(problems),
