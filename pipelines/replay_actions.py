@@ -98,7 +98,7 @@ class RecordingComparison:
             ExitCode.DIVERGED: "different",
             ExitCode.INCOMPARABLE: f"nothing was compared: no row is in these steps; steps present: {self.present}",
         }
-        return "\n".join([*lines, f"verdict      {verdict[self.exit_code]}"])
+        return "\n".join(map(printable, [*lines, f"verdict      {verdict[self.exit_code]}"]))
 
     def as_json(self) -> dict[str, JSON]:
         """Return the result as JSON values."""

@@ -24,6 +24,7 @@ from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import canonical_json
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.text import count_of
 
 _NUM_VALUES = 64
@@ -55,7 +56,7 @@ def find_row(batch: RolloutBatch, row: str, *, where: str) -> int:
     for name in (row, f"{row}/turn 0"):
         if name in names:
             return names.index(name)
-    held = f"rows 0 to {len(batch) - 1}, {names[0]} to {names[-1]}" if names else "no rows"
+    held = f"rows 0 to {len(batch) - 1}, {printable(names[0])} to {printable(names[-1])}" if names else "no rows"
     raise RecordingError(f"row {row!r} is not in {where}; it holds {held}")
 
 
