@@ -20,7 +20,7 @@ import typer
 from typer.exceptions import TyperException
 
 from mock_scheduler.errors import ExitCode, MockSchedulerError
-from mock_scheduler.support.foreign_text import printable_message
+from mock_scheduler.support.foreign_text import printable, printable_message
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.version import VERSION
 
@@ -387,7 +387,7 @@ def plot(
     from mock_scheduler.report.curves import plot_runs  # imports plotly: not for --help
 
     plot_runs(run_dirs, metric, output)
-    typer.echo(f"wrote {output}")
+    typer.echo(f"wrote {printable(str(output))}")
 
 
 @app.command()
@@ -409,6 +409,14 @@ def print_error(message: str) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
+def _quote_arguments(message: str, given: list[str]) -> str:
+    """Puts an argument that a message repeats into one line: a name of a folder may hold line breaks."""
+    for argument in given:
+        if argument:
+            message = message.replace(argument, printable(argument))
+    return message
+
+
 def _describe_os_error(error: OSError) -> str:
     """Describe as ``FILE: No such file or directory``, or with the error's own text where it names no file."""
     if error.filename is None or error.strerror is None:
@@ -426,12 +434,14 @@ def _run(given: list[str]) -> int:
     try:
         code: object = app(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
-        print_error(str(error))
+        print_error(_quote_arguments(str(error), given))
         return int(error.exit_code)
     except TyperException as error:
         # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
         message = error.format_message().replace(": Value error, ", ": ")
-        print_error(f"{message}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.")
+        print_error(
+            f"{_quote_arguments(message, given)}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'."
+        )
         return int(ExitCode.USAGE)
     except KeyboardInterrupt:
         print_error("interrupted")
@@ -439,7 +449,7 @@ def _run(given: list[str]) -> int:
     except SystemExit:  # typer 0.29 exits with 1 itself where stdout or stderr was closed
         return _BROKEN_PIPE
     except OSError as error:
-        print_error(_describe_os_error(error))
+        print_error(_quote_arguments(_describe_os_error(error), given))
         return int(ExitCode.USAGE)
     except Exception:  # noqa: BLE001 - the edge of the process
         print_message(traceback.format_exc())

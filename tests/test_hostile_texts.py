@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.fuzz.folders import build, change_document, command, commands_of, places_of_texts, poison
+from tests.fuzz.folders import (
+    EVIL,
+    FAKE,
+    Printed,
+    build,
+    change_document,
+    command,
+    commands_of,
+    places_of_texts,
+    poison,
+)
 from tests.recording.step_bytes import split_header
 
 _DOCUMENTS = (
@@ -60,3 +71,59 @@ def test_no_text_of_a_document_acts_on_the_terminal(name: str, folders: Path, tm
         for arguments in commands_of(root, name):
             command(*arguments).check()
         shutil.rmtree(root)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\x1b[2J\x9b1m", f"step_1\n{FAKE}", "\u202egnp.pt", b"\xff\xfe\x1b".decode("utf-8", "surrogateescape")]
+)
+def test_a_name_of_a_file_does_not_act_on_the_terminal(name: str, copy: Path) -> None:
+    """A damaged recording could say on its terminal that it is whole."""
+    step = copy / "rec/train/step_000000.safetensors"
+    content = bytearray(step.read_bytes())
+    content[-1] ^= 1
+    step.write_bytes(content)
+    (copy / "rec/train" / name).write_text("x")
+    for folder in ("base/trace", "tp2/trace/step_000001", "tp2"):
+        (copy / folder / name).write_text("x")
+    for arguments in (*commands_of(copy, "rec/"), *commands_of(copy, "tp2/run.json")):
+        command(*arguments).check()
+    printed = command("verify", copy / "rec")
+    printed.check()
+    assert printed.code == 5
+    assert "does not match" in printed.out
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J\x9b1m", f"a\n{FAKE}", "\u202eb", "[bold]:smile:"])
+def test_a_name_of_a_folder_does_not_act_on_the_terminal(name: str, copy: Path) -> None:
+    root = copy.rename(copy.with_name(name))
+    for document in ("rec/", "tp2/run.json", "tp2/metrics.jsonl", "align/align.json"):
+        for arguments in commands_of(root, document):
+            command(*arguments).check()
+    for missing in ("rec", "align"):
+        shutil.rmtree(root / missing)
+    for arguments in (*commands_of(root, "rec/"), *commands_of(root, "align/align.json")):
+        printed = command(*arguments)
+        printed.check()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("inspect",), ("config",), ("show", "--mode"), (), ("compare", "a"), ("doctor", "--step")]
+)
+def test_what_a_script_passes_on_does_not_act_on_the_terminal(arguments: tuple[str, ...]) -> None:
+    printed = command(*arguments, EVIL)
+    printed.check()
+    assert printed.code == 5
+
+
+def test_on_a_terminal_only_our_own_styles_act(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    change_document(copy / "rec/recording.json", lambda document: {**document, "run_id": EVIL})
+    printed = command("inspect", copy / "rec")
+    own = re.compile(r"\x1b\[[0-9;]*m")
+    assert own.search(printed.out)
+    Printed(code=printed.code, out=own.sub("", printed.out), err=own.sub("", printed.err)).check()
+
+
+def test_letters_of_every_language_are_shown_as_they_are(copy: Path) -> None:
+    change_document(copy / "rec/recording.json", lambda document: {**document, "run_id": "Läufer 漢字 العربية हिन्दी"})
+    assert "Läufer 漢字 العربية हिन्दी" in command("inspect", copy / "rec").out

@@ -25,8 +25,8 @@ from tests.recording.step_bytes import make_rich_batch, rewrite
 from tests.recording.step_recordings import RUN_ID
 
 FAKE = "whole, every digest matches"
-#: Escape sequences, C1, bidi controls, invisible signs, a lone surrogate, line breaks that fake a line, markup, emoji.
-EVIL = f"\x1b]0;t\x07\x1b[2J\x9b31m\u202e\u2066\u200b\ud800\r\t\n{FAKE}\u2028{FAKE}\x85{FAKE}[bold]:smile:[/bold]"
+#: Escape sequences, C1, bidi controls, invisible signs, line breaks that fake a line, markup, emoji.
+EVIL = f"\x1b]0;t\x07\x1b[2J\x9b31m\u202e\u2066\u200b\r\t\n{FAKE}\u2028{FAKE}\x85{FAKE}[bold]:smile:[/bold]"
 KEYS: dict[str, Any] = {"config.seed": 7, "entry": "pipelines.agentic", "recording": "r"}
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

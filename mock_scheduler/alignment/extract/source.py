@@ -24,6 +24,7 @@ from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
 from mock_scheduler.support.version import PACKAGE
 
@@ -186,7 +187,7 @@ def _find(result: _Result, name: str, align_dir: Path) -> _Candidate:
     by_name = _by_name(result)
     if name not in by_name:
         verdicts = ", ".join(f"{other} ({item.verdict})" for other, item in by_name.items()) or "none"
-        raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
+        raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {printable(verdicts)}")
     return by_name[name]
 
 
@@ -195,8 +196,8 @@ def _find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
     if found.verdict != _DIVERGED:
         diverged = [other for other, item in _by_name(result).items() if item.verdict == _DIVERGED]
         raise ConfigError(
-            f"candidate {name!r} of {align_dir} is {found.verdict}, not {_DIVERGED}, so it has no divergence to "
-            f"reproduce; the diverged candidates are {', '.join(diverged) or 'none'}"
+            f"candidate {name!r} of {align_dir} is {printable(str(found.verdict))}, not {_DIVERGED}, so it has no divergence to "
+            f"reproduce; the diverged candidates are {printable(', '.join(diverged)) or 'none'}"
         )
     return found
 
