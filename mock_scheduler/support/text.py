@@ -55,7 +55,7 @@ def _quote_word(word: str) -> str:
 def list_some(items: Collection[str], limit: int, separator: str = "; ") -> str:
     """The first ``limit`` items in one line, and how many more there are: ``a; b; and 3 more``."""
     rest = len(items) - limit
-    return separator.join([*islice(items, limit), *([f"and {rest:,} more"] if rest > 0 else [])])
+    return separator.join([*map(printable, islice(items, limit)), *([f"and {rest:,} more"] if rest > 0 else [])])
 
 
 def bullet_list(problems: Collection[str], limit: int | None = 20) -> str:

@@ -196,8 +196,8 @@ def _find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
     if found.verdict != _DIVERGED:
         diverged = [other for other, item in _by_name(result).items() if item.verdict == _DIVERGED]
         raise ConfigError(
-            f"candidate {name!r} of {align_dir} is {printable(str(found.verdict))}, not {_DIVERGED}, so it has no divergence to "
-            f"reproduce; the diverged candidates are {printable(', '.join(diverged)) or 'none'}"
+            f"candidate {name!r} of {align_dir} is {printable(str(found.verdict))}, not {_DIVERGED}, so it has no "
+            f"divergence to reproduce; the diverged candidates are {printable(', '.join(diverged)) or 'none'}"
         )
     return found
 
