@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.text import Text
 from typer.exceptions import TyperException
 
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
+from mock_scheduler.support.foreign_text import printable, printable_message
+from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.version import VERSION
 
 if TYPE_CHECKING:
@@ -440,7 +440,7 @@ def plot(
     from mock_scheduler.report.curves import plot_runs  # imports plotly: not for --help
 
     plot_runs(run_dirs, metric, output)
-    typer.echo(f"wrote {output}")
+    typer.echo(f"wrote {printable(str(output))}")
 
 
 @app.command()
@@ -450,9 +450,24 @@ def version() -> None:
 
 
 def print_error(message: str) -> None:
-    """Write one failure to stderr, without passwords: no markup is read from it and no line is broken."""
+    """Write one failure to stderr: only its first line begins a line, and no foreign text in it acts or is hidden."""
+    from rich.text import Text
+
+    from mock_scheduler.display.console import Console  # imports rich's progress bars: not for --help
+
+    first, *rest = printable_message(redact(f"error: {message}")).split("\n")
     console = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), redact(message)), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), first.removeprefix("error: ")), soft_wrap=True)
+    for line in rest:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _quote_arguments(message: str, given: list[str]) -> str:
+    """Puts an argument that a message repeats into one line: a name of a folder may hold line breaks."""
+    for argument in given:
+        if argument:
+            message = message.replace(argument, printable(argument))
+    return message
 
 
 def _describe_os_error(error: OSError) -> str:
@@ -464,16 +479,22 @@ def _describe_os_error(error: OSError) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; ``None``: the process's own arguments; none at all: ``--help``."""
-    given = sys.argv[1:] if arguments is None else arguments
+    with guarded_terminal():
+        return _run(sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(given: list[str]) -> int:
     try:
         code: object = app(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
-        print_error(str(error))
+        print_error(_quote_arguments(str(error), given))
         return int(error.exit_code)
     except TyperException as error:
         # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
         message = error.format_message().replace(": Value error, ", ": ")
-        print_error(f"{message}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.")
+        print_error(
+            f"{_quote_arguments(message, given)}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'."
+        )
         return int(ExitCode.USAGE)
     except KeyboardInterrupt:
         print_error("interrupted")
@@ -481,10 +502,10 @@ def main(arguments: list[str] | None = None) -> int:
     except SystemExit:  # typer 0.29 exits with 1 itself where stdout or stderr was closed
         return _BROKEN_PIPE
     except OSError as error:
-        print_error(_describe_os_error(error))
+        print_error(_quote_arguments(_describe_os_error(error), given))
         return int(ExitCode.USAGE)
     except Exception:  # noqa: BLE001 - the edge of the process
-        print(redact(traceback.format_exc()), file=sys.stderr, end="")
+        print_message(traceback.format_exc())
         print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
         return int(ExitCode.INTERNAL)
     if code == _INTERRUPTED:  # typer 0.29 makes this code of KeyboardInterrupt, and says nothing

@@ -20,6 +20,7 @@ from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
 from mock_scheduler.support.files import save_json
+from mock_scheduler.support.terminal_streams import guarded_terminal, print_message, print_output
 
 _DEFAULT_STEP = 1
 
@@ -30,12 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compares, prints the report and writes the JSON; returns the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = app(given, prog_name="python -m mock_scheduler.compare_debug_dumps", standalone_mode=False)
+        with guarded_terminal():
+            code = app(given, prog_name="python -m mock_scheduler.compare_debug_dumps", standalone_mode=False)
     except TyperException as error:
-        sys.stderr.write(f"ConfigError: {error.format_message()}\n")
+        print_message(f"ConfigError: {error.format_message()}")
         return ExitCode.USAGE
     except MockSchedulerError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        print_message(f"{type(error).__name__}: {error}")
         return error.exit_code
     return code if isinstance(code, int) else ExitCode.ALIGNED
 
@@ -86,13 +88,13 @@ def compare(
         compare_dumps(self_hosted_dir, remote_api_dir, weaver_dir, number, num_ranks, num_micros, tolerance=tolerance)
         for number in _choose_steps(self_hosted_dir, step, steps)
     ]
-    sys.stdout.write("\n\n".join(map(render_report, reports)) + "\n")
+    print_output("\n\n".join(map(render_report, reports)))
     exit_code = _worst(reports)
     if output is not None:
         try:
             save_json(output, _as_json(reports, exit_code), sort_keys=False)
         except OSError as error:
-            sys.stderr.write(f"{output} cannot be written: {error}\n")
+            print_message(f"{output} cannot be written: {error}")
             return ExitCode.USAGE
     return exit_code
 

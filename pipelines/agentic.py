@@ -18,6 +18,7 @@ from mock_scheduler.determinism.environment import apply_system_envs, check_sett
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
 from pipelines.tracking import report_failure
@@ -61,7 +62,8 @@ def run_entry(
 
         return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
 
-    return attempt_run(load, check=check, run=run, prepare=prepare)
+    with guarded_terminal():
+        return attempt_run(load, check=check, run=run, prepare=prepare)
 
 
 def attempt_run(

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from mock_scheduler.display.console import Console, ProgressBar
+from mock_scheduler.support.terminal_streams import MessageHandler
 from pipelines.config.schema import PipelineConfig
 
 _SHOWN = ("reward", "success", "pg_loss", "entropy", "grad_norm")
@@ -22,10 +23,10 @@ class StepProgress:
         self._enabled = enabled
         self._max_steps = config.max_steps
         self._console = Console(highlight=False)
-        self._bar: Progress | None = None
+        self._bar: ProgressBar | None = None
         if enabled and sys.stdout.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
+            self._bar = ProgressBar(
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
@@ -72,16 +73,8 @@ def _by_tag(metrics: Mapping[str, float]) -> str:
     return "".join(f"  {tag} {metrics[f'val/success/{tag}']:.3f}" for tag in tags) if len(tags) > 1 else ""
 
 
-class _TerminalHandler(logging.Handler):
-    """Writes to whatever standard error is at that moment: a progress bar takes it over while it is shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
-        print(self.format(record), file=sys.stderr, flush=True)
-
-
 def configure_logging(*, is_writer: bool) -> None:
     """Messages of ours on the writer's terminal; other libraries only when they warn."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_TerminalHandler()], force=True)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[MessageHandler()], force=True)
     for name in ("mock_scheduler", "pipelines"):
         logging.getLogger(name).setLevel(logging.INFO if is_writer else logging.ERROR)

@@ -40,7 +40,9 @@ from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.terminal_streams import guarded_terminal, print_message, print_output
 from mock_scheduler.support.text import count_of
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
@@ -96,7 +98,7 @@ class RecordingComparison:
             ExitCode.DIVERGED: "different",
             ExitCode.INCOMPARABLE: f"nothing was compared: no row is in these steps; steps present: {self.present}",
         }
-        return "\n".join([*lines, f"verdict      {verdict[self.exit_code]}"])
+        return "\n".join(map(printable, [*lines, f"verdict      {verdict[self.exit_code]}"]))
 
     def as_json(self) -> dict[str, JSON]:
         """Return the result as JSON values."""
@@ -255,7 +257,7 @@ def replay_actions(
     """Play recorded actions through the environments again, and name the first answer that differs."""
     source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
     comparison = compare_recording(load_source(source), recording, parse_steps(steps))
-    print(f"recording    {recording}\n{comparison.describe()}", flush=True)
+    print_output(f"recording    {printable(recording)}\n{comparison.describe()}")
     if json_path is not None:
         save_json(json_path, comparison.as_json(), sort_keys=False)
     return int(comparison.exit_code)
@@ -263,18 +265,23 @@ def replay_actions(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the result and return the exit code; ``None``: the process's own arguments."""
+    with guarded_terminal():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     end_with_parent(os.environ)
     try:
         given = sys.argv[1:] if arguments is None else arguments
         return parse_arguments(replay_actions, with_one_spelling(given), prog="python -m pipelines.replay_actions")
     except MockSchedulerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_message(f"error: {error}")
         return int(error.exit_code)
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_message(f"error: {error}")
         return int(ExitCode.USAGE)
     except Exception:  # noqa: BLE001 - the edge of the process: Python's own code for it, 1, is a verdict here
-        traceback.print_exc()
+        print_message(traceback.format_exc())
         return int(ExitCode.INTERNAL)
 
 

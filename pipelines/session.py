@@ -26,6 +26,7 @@ from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.agentic import apply_environment, attempt_run, check_replay_is_deterministic
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
@@ -53,6 +54,11 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
     ``prepare`` is called once, after the environment was applied and before the pipeline is imported. An error that
     keeps the session from starting is reported as the first run's failure.
     """
+    with guarded_terminal():
+        return _run(arguments, prepare)
+
+
+def _run(arguments: Sequence[str] | None, prepare: Callable[[], None]) -> int:
     end_with_parent(os.environ)
     started_s = time.time()
     first_dir: Path | None = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError, redact
 from mock_scheduler.support.files import encode_json, publish_new
 from mock_scheduler.support.run_files import ERROR_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from mock_scheduler.support.terminal_streams import print_message
 
 
 class MetricsWriter:
@@ -123,12 +123,12 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
         is_first = output_dir is None or _claim_error_file(output_dir / ERROR_FILE, content, started_s=started_s)
     except OSError as problem:
         is_first = True
-        print(f"[rank {global_rank}] {ERROR_FILE} cannot be written: {problem}", file=sys.stderr, flush=True)
+        print_message(f"[rank {global_rank}] {ERROR_FILE} cannot be written: {problem}")
     if not is_first:
-        print(redact(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}"), file=sys.stderr, flush=True)
+        print_message(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}")
         return exit_code
     text = str(error) if isinstance(error, MockSchedulerError) else "".join(traceback.format_exception(error))
-    print(redact(f"{prefix}: {text}{_describe_earlier(error)}"), file=sys.stderr, flush=True)
+    print_message(f"{prefix}: {text}{_describe_earlier(error)}")
     return exit_code
 
 

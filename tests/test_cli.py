@@ -32,6 +32,8 @@ def test_help_imports_no_more_than_the_command_line() -> None:
         "mock_scheduler.cli",
         "mock_scheduler.errors",
         "mock_scheduler.support",
+        "mock_scheduler.support.foreign_text",
+        "mock_scheduler.support.terminal_streams",
         "mock_scheduler.support.version",
     ]
     slow = {"torch", "numpy", "hydra", "omegaconf", "pydantic", "yaml", "plotly", "fsspec", "asyncio", "email", "ssl"}
@@ -70,7 +72,7 @@ def test_env_refuses_settings_that_a_run_refuses_and_prints_none(
     assert cli.main(["env", *arguments]) == 4
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "\n  - NCCL_ALGO is 'Tree': " in printed.err
+    assert "\n    - NCCL_ALGO is 'Tree': " in printed.err
     assert cli.main(["launch", *arguments]) == 4
     assert capsys.readouterr().err == printed.err
 
@@ -160,7 +162,7 @@ def test_an_unforeseen_error_is_a_traceback_and_exit_code_70(
     text = capsys.readouterr().err
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith(
-        "\nZeroDivisionError: division by zero\n"
+        "\n  ZeroDivisionError: division by zero\n"
         "error: this is a fault of mock-scheduler, or of what it runs; the traceback above says where\n"
     )
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.alignment.prove.alignment import AlignmentRunner
 from mock_scheduler.alignment.prove.proof_runs import order_reductions
@@ -16,6 +14,7 @@ from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_lau
 from mock_scheduler.alignment.runs.run_store import RunCache, RunStore, open_folder
 from mock_scheduler.api.compare import Verdict
 from mock_scheduler.config.stored_code import Use
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.program import check_stored_code, find_program

@@ -13,6 +13,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.json_file import save_comparison
 from mock_scheduler.run_folder.inputs import parse_selection
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.verdict import verdict as facts
 from mock_scheduler.verdict.compare_runs import compare_paths
 from mock_scheduler.verdict.replicas import check_replicas_at
@@ -65,7 +66,7 @@ class Verdict(facts.Verdict):
         names = f"{self.result.candidate.path} against {self.result.baseline.path}"
         smallest = describe_smallest_error(self)
         found = [f"would have been found: {smallest}"] if smallest else []
-        return "\n".join([f"{self.kind.value}: {names}", describe_reason(self), *found])
+        return "\n".join(map(printable, [f"{self.kind.value}: {names}", describe_reason(self), *found]))
 
     def save_html(self, path: str | Path) -> None:
         """Write the comparison as one page that opens offline, whole or not at all; folders are made.

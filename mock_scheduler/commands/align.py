@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from mock_scheduler.alignment.plan.plan import RECORDING_NAME
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.alignment.ci import alignment_summary
@@ -75,7 +74,8 @@ def run_align(
     files = _write_copies(alignment, options)
     if options.is_ci:
         summary = alignment_summary(alignment.view, files=files)
-        console.print(summary, highlight=False, markup=False, soft_wrap=True)
+        for line in summary.split("\n"):
+            console.print(line, highlight=False, soft_wrap=True)
     else:
         print_report(alignment.view, console, files=files)
     return int(alignment.exit_code)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.json_values import STDOUT, write_json
 from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.report.comparison.page import write_comparison_page

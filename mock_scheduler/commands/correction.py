@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
@@ -29,6 +27,7 @@ from mock_scheduler.correction.report.sources import (
 )
 from mock_scheduler.correction.report.text import print_correction
 from mock_scheduler.correction.report.view import FORMAT_VERSION, CorrectionReport
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.json_values import STDOUT, dataclass_to_json, write_json
 from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.errors import ConfigError, ExitCode

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from mock_scheduler.alignment.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
 from mock_scheduler.config.stored_code import Use
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import plan_doctor
@@ -64,7 +63,8 @@ def run_doctor(
     with claim_folder(plan.output_dir, marker=DOCTOR_MARKER):
         prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)
         launch = make_launch(config_name, config_path)
-        console.print(plan.describe(), highlight=False)
+        for line in plan.describe().split("\n"):
+            console.print(line, highlight=False)
         for run in plan.runs:
             outcome = execute_run(run, launch=launch, console=console)
             if isinstance(outcome, RunFailure):
@@ -79,5 +79,5 @@ def run_doctor(
         }
         for path in (plan.output_dir / DOCTOR_FILE, *([json_path] if json_path else [])):
             save_json(path, content, sort_keys=False)
-            console.print(f"result       {path}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"result       {path}", highlight=False, soft_wrap=True)
         return int(diagnosis.exit_code)

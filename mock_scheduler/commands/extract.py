@@ -7,14 +7,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import CheckReproduction, Extraction, run_reproduction
 from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights, needed_flag
 from mock_scheduler.alignment.extract.source import read_diverged
 from mock_scheduler.config.stored_code import Use
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
@@ -66,6 +64,6 @@ def run_extract(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    command = escape(f"bash {output / SCRIPT_FILE}{needed_flag(output)}")
-    console.print(f"{escape(str(output))}: {format_bytes(size_bytes)}. Show it with: {command}")
+    command = f"bash {output / SCRIPT_FILE}{needed_flag(output)}"
+    console.print(f"{output}: {format_bytes(size_bytes)}. Show it with: {command}")
     return int(ExitCode.ALIGNED)

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from mock_scheduler.alignment.minimise.minimise import minimise
 from mock_scheduler.alignment.minimise.space import ReductionSpace, build_space
 from mock_scheduler.alignment.minimise.trials import AlignOnce, Trials, only_candidate, remember
@@ -20,6 +18,7 @@ from mock_scheduler.alignment.runs.run_store import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.stored_code import Use
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader, Program, check_stored_code, find_program
@@ -124,7 +123,6 @@ def run_minimise(
             console.print(
                 f"nothing to shrink: {candidate_name} is {verdict}, and only a diverged or suspect candidate shrinks",
                 highlight=False,
-                markup=False,
             )
             return int(verdict.exit_code)
         trial.failing = (

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rich.console import Console
-
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.json_values import STDOUT, dataclass_to_json, write_json
 from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError

@@ -5,6 +5,7 @@ Contract: creates no folder, changes no working directory and configures no logg
 
 from __future__ import annotations
 
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,14 +27,30 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from mock_scheduler.config.base import JoinedTexts
+from mock_scheduler.config.bounded_files import bounded_files
 from mock_scheduler.config.number_traps import NumberTraps, SourceFile
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.text import bullet_list, shorten
+from mock_scheduler.support.yaml_text import MAX_DEPTH
 
 _NUMBERS = (int, float, bool, NoneType)
 _NESTED_HINT = (
     "\nWithin a list or an object quote each text that holds any of = , : [ ] { }, and for the shell the whole "
     "override, as in\n  \"align.candidates=[{name: tp2, overrides: ['parallel.tensor_model_parallel_size=2']}]\""
+)
+
+
+# OmegaConf 2.3 lets errors of Python out, such as where a key of a list is no number.
+_COMPOSING_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    UserWarning,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
 )
 
 
@@ -76,7 +93,7 @@ class Composer:
             return None
 
     def _is_group(self, override: Override) -> bool:
-        return override.package is not None or (self._folder / override.key_or_group).is_dir()
+        return override.package is not None or os.path.isdir(self._folder / override.key_or_group)
 
     def _sets_a_value(self, override: Override) -> bool:
         """Says whether it sets a key of the configuration and nothing else, however the rest was composed."""
@@ -92,15 +109,20 @@ class Composer:
     def _ask_hydra(self, overrides: list[str]) -> tuple[DictConfig, list[SourceFile]]:
         try:
             # Hydra only warns of a defaults list without _self_, whose order it then guesses.
-            with warnings.catch_warnings(), initialize_config_dir(config_dir=str(self._folder), version_base="1.3"):
+            with (
+                warnings.catch_warnings(),
+                bounded_files(),
+                initialize_config_dir(config_dir=str(self._folder), version_base="1.3"),
+            ):
                 warnings.simplefilter("error", UserWarning)
                 composed = compose(config_name=self._name, overrides=overrides)
                 if not self._traps.may_be_in(composed):
                     return composed, []
                 loader = GlobalHydra.instance().config_loader()
                 defaults = loader.compute_defaults_list(self._name, overrides, RunMode.RUN)
-        # OmegaConf lets errors of Python out where a key of a list is no number.
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UserWarning, ValueError, TypeError) as error:
+        except ConfigError:
+            raise
+        except _COMPOSING_ERRORS as error:
             raise ConfigError(f"{self.origin} cannot be composed: {error}") from error
         places = [(self._folder / f"{entry.config_path}.yaml", entry.package or "") for entry in defaults.defaults]
         return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
@@ -113,8 +135,14 @@ def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[O
     """
     parsed, problems, nested = [], [], ""
     for text in overrides:
+        if _is_deep(text):
+            problems.append(f"{shorten(repr(text), 80)}: more than {MAX_DEPTH} levels of lists and objects")
+            continue
         try:
             override = _parse(text)
+        except RecursionError:
+            problems.append(f"{shorten(repr(text), 80)}: nested too deep")
+            continue
         except HydraException as error:
             problems.append(f"{text!r}: {str(error).splitlines()[0]}")
             nested = nested or (_NESTED_HINT if any(bracket in text for bracket in "[{") else "")
@@ -128,6 +156,18 @@ def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[O
             f"Write them as a.b=c; quote values that hold special characters, as in 'a.b=\"^x\"'.{nested}"
         )
     return parsed
+
+
+def _is_deep(text: str) -> bool:
+    """Says whether brackets or the key nest deeper than Hydra's parser, which recurses, may have to go."""
+    if text.partition("=")[0].count(".") > MAX_DEPTH:
+        return True
+    depth = 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if depth > MAX_DEPTH:
+            return True
+    return False
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 
 import typer
+import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -30,12 +31,14 @@ from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyPath
 from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects.reader import Resolved
 from mock_scheduler.config.environment_texts import escape, with_environment_texts
+from mock_scheduler.config.expansion import check_expansion
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.config.variables import find_variable_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
+from mock_scheduler.support.foreign_text import printable_lines
 
 DEFAULT_CONFIG_PATH = "configs"
 
@@ -105,6 +108,7 @@ def build_loader(
         _check_file_exists(folder, name)
         parsed = parse_overrides(overrides, form.schema)
         composed, files = composer.compose(parsed)
+        check_expansion(composed, composer.origin)
         problems = [*_interpolation_problems(composed), *form.traps.find(files, parsed, composed)]
         if problems:
             raise_problems(composer.origin, problems, source_of=_source_of(parsed))
@@ -137,7 +141,10 @@ def dump_config(config: Dumped) -> str:
     gives it a value of its own.
     """
     texts = config.environment_texts if isinstance(config, ConfigSection) else EnvironmentTexts()
-    return OmegaConf.to_yaml(OmegaConf.create(_as_written(config.model_dump(mode="json"), texts, ())))
+    values = _as_written(config.model_dump(mode="json"), texts, ())
+    text = OmegaConf.to_yaml(OmegaConf.create(values))
+    # YAML's own escapes, where a terminal would act on a character: they load back equal.
+    return text if printable_lines(text) == text else yaml.safe_dump(values, sort_keys=False)
 
 
 def _as_written(value: object, texts: EnvironmentTexts, path: KeyPath) -> Any:  # noqa: ANN401 - plain values
@@ -156,6 +163,11 @@ def _check_file_exists(folder: Path, name: str) -> None:
     if not folder.is_dir():
         raise ConfigError(
             f"config path is not a folder: {folder}; give the folder of YAML files as config_path (--config-path)"
+        )
+    if "/" in name or name in ("", ".", ".."):
+        raise ConfigError(
+            f"configuration name {name!r} is no name of a file; give its folder as config_path (--config-path), and "
+            "the name alone"
         )
     if (folder / f"{name}.yaml").is_file():
         return

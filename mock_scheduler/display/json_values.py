@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import encode_json, save_json
+from mock_scheduler.support.terminal_streams import print_output
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,6 +56,7 @@ STDOUT = "-"
 def write_json(value: Mapping[str, JSON], path: str | None) -> None:
     """Write a result as ``--json`` asks: to a file, to stdout, or (``None``) not at all."""
     if path == STDOUT:
-        print(encode_json(value, sort_keys=False).decode(), end="")
+        # JSON may hold DEL as it is; escaped by JSON's own rule it is the same text.
+        print_output(encode_json(value, sort_keys=False).decode().rstrip("\n").replace("\x7f", "\\u007f"))
     elif path is not None:
         save_json(Path(path), value, sort_keys=False)

@@ -97,7 +97,7 @@ def write_page(page: str, path: Path, error_type: type[MockSchedulerError]) -> N
     """Write a page to ``path``, whole or not at all; folders are made. Raises ``error_type`` where it cannot be."""
     try:
         with written_aside(path) as aside:
-            aside.write_text(page, encoding="utf-8")
+            aside.write_text(page, encoding="utf-8", errors="backslashreplace")  # a lone surrogate has no UTF-8
     except OSError as error:
         raise error_type(f"{path} cannot be written: {error.strerror}") from error
 

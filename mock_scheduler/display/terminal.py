@@ -11,14 +11,17 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from rich import progress
-from rich.console import Console
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+
+from mock_scheduler.display.console import Console, ProgressBar, printable_text
+from mock_scheduler.support.foreign_text import printable
 
 _PLAIN_WIDTH = 120
 _LEAST_WIDTH = 16
@@ -33,7 +36,7 @@ def build_console() -> Console:
 
 def print_wrapped(console: Console, text: Text, *, indent: int = 0, label: str = "") -> None:
     """Print text in lines as wide as the console, from column ``indent`` on; ``label`` stands before the first."""
-    lines = text.wrap(console, max(console.width - indent, _LEAST_WIDTH))
+    lines = printable_text(text).wrap(console, max(console.width - indent, _LEAST_WIDTH))
     for number, line in enumerate(lines):
         before = label.ljust(indent) if number == 0 else " " * indent
         printed = Text.assemble((before, "dim" if label else ""), line)
@@ -75,12 +78,12 @@ def show_progress(
     """
     console = console or Console(stderr=True)
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TimeRemainingColumn(),
     )
-    bar = progress.Progress(*columns, console=console, transient=True)
+    bar = ProgressBar(*columns, console=console, transient=True)
     task = bar.add_task(what, total=None)
     started_s = time.monotonic()
     is_drawn = False
@@ -133,6 +136,7 @@ class FittedTable:
     def __init__(self, columns: Sequence[TextColumn], console: Console, *, indent: int = 2) -> None:
         self._console = console
         self._indent = indent
+        columns = [replace(column, cells=tuple(map(_printable_cell, column.cells))) for column in columns]
         width = console.width - indent
         self._columns, self._gap = _fit(columns, width)
         rigid = sum(column.width for column in self._columns if not column.least_width)
@@ -144,14 +148,15 @@ class FittedTable:
 
     def print_header(self, style: str = "") -> None:
         """Print the headers on one base line."""
-        self._print([Text(column.header, style) for column in self._columns], vertical="bottom")
+        headers = [[Text(line, style) for line in column.header.split("\n")] for column in self._columns]
+        self._print([Group(*lines) for lines in headers], vertical="bottom")
 
     def print_row(self, number: int, style: str = "") -> None:
         """Print one row of cells."""
         cells = (column.cells[number] for column in self._columns)
         self._print([cell if isinstance(cell, Text) else Text(cell, style) for cell in cells], vertical="top")
 
-    def _print(self, cells: Sequence[Text], *, vertical: Literal["top", "bottom"]) -> None:
+    def _print(self, cells: Sequence[Text | Group], *, vertical: Literal["top", "bottom"]) -> None:
         table = Table.grid(padding=(0, self._gap, 0, 0))
         for column, width in zip(self._columns, self._widths, strict=True):
             table.add_column(width=width, justify=column.justify, overflow="fold", vertical=vertical)
@@ -161,6 +166,10 @@ class FittedTable:
             text = Text.assemble(" " * self._indent, *((part.text, part.style or "") for part in line))
             text.rstrip()
             self._console.print(text, soft_wrap=True)
+
+
+def _printable_cell(cell: str | Text) -> str | Text:
+    return printable(cell) if isinstance(cell, str) else printable_text(cell)
 
 
 def print_table(columns: Sequence[TextColumn], console: Console, *, indent: int = 2) -> None:

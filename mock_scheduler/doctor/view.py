@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.doctor.causes import Cause
 from mock_scheduler.doctor.comparison import StepComparison
@@ -65,7 +65,8 @@ def _print_origin(step: StepComparison, origin: Difference, console: Console) ->
 
 
 def _print_indented(text: str, console: Console) -> None:
-    console.print(Padding(Text(text), (0, 0, 0, 2)))
+    for line in text.split("\n"):
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, JSON]:

@@ -32,6 +32,7 @@ from mock_scheduler.support.processes import (
     ending_signals_as_interrupt,
     meant_exit_code,
 )
+from mock_scheduler.support.terminal_streams import print_message
 from mock_scheduler.support.text import bullet_list
 
 # What another launcher around this one may have left in the environment; a run must not take it for its own.
@@ -246,7 +247,7 @@ def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]
 
 def _print_line(text: str, log: IO[bytes] | None) -> None:
     if log is None:
-        print(text, file=sys.stderr, flush=True)
+        print_message(text)
     else:
         log.write(f"{text}\n".encode())
         log.flush()

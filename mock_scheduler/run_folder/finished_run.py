@@ -8,12 +8,12 @@ written it. Other keys are not looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from mock_scheduler.config.align import ToleranceConfig
@@ -25,8 +25,10 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import describe_failure, read_text
+from mock_scheduler.support.numbers import MAX_DIGITS, is_real
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.text import bullet_list, shorten
+from mock_scheduler.support.yaml_text import load_yaml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,19 +109,23 @@ class _Kind:
     is_valid: Callable[[object], bool]
 
 
+def _show(value: object) -> str:
+    return shorten(repr(value), 80)
+
+
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_DIGITS
 
 
 def _is_digests(value: object) -> bool:
     return isinstance(value, dict) and all(
-        step.isdecimal() and isinstance(digest, str) for step, digest in value.items()
+        step.isdecimal() and len(step) <= MAX_DIGITS and isinstance(digest, str) for step, digest in value.items()
     )
 
 
 _TEXT = _Kind(text="a text", is_valid=lambda value: isinstance(value, str))
 _INTEGER = _Kind(text="an integer", is_valid=_is_integer)
-_NUMBER = _Kind(text="a number", is_valid=lambda value: _is_integer(value) or isinstance(value, float))
+_NUMBER = _Kind(text="a number", is_valid=lambda value: is_real(value) and math.isfinite(value))
 _COUNTS = _Kind(
     text="an object of integers",
     is_valid=lambda value: isinstance(value, dict) and all(map(_is_integer, value.values())),
@@ -137,7 +143,7 @@ def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
     except ValueError as error:
         raise AlignmentError(f"{path} {error}") from error
     problems = [
-        f"{name} is {content[name]!r}, expected {kind.text}" if name in content else f"{name} is missing"
+        f"{name} is {_show(content[name])}, expected {kind.text}" if name in content else f"{name} is missing"
         for name, kind in kinds.items()
         if name not in content or not kind.is_valid(content[name])
     ]
@@ -189,11 +195,15 @@ def read_stored_keys(path: Path) -> dict[str, Any]:
     ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there.
     """
     try:
-        content = yaml.safe_load(read_text(path, inside=path.parent, what="a configuration"))
+        text = read_text(path, inside=path.parent, what="a configuration")
     except OSError as error:
         raise ConfigError(describe_failure(error, path)) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    try:
+        content = load_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")
     return resolve_variables(content)
@@ -204,7 +214,7 @@ def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapp
     if value is None:
         return {}
     if not isinstance(value, dict):
-        problems.append(f"{name} is {value!r}, expected keys")
+        problems.append(f"{name} is {_show(value)}, expected keys")
         return {}
     return value
 
@@ -216,7 +226,7 @@ def _text(content: Mapping[str, Any], name: str, problems: list[str], *, prefix:
     # YAML reads an unquoted off as False.
     if value is False:
         return "off"
-    problems.append(f"{prefix}{name} is {value!r}, expected a text")
+    problems.append(f"{prefix}{name} is {_show(value)}, expected a text")
     return ""
 
 

@@ -83,6 +83,8 @@ class Document(Generic[T]):
         # As text, since only there does strictness take a list for a tuple and a text for an enum.
         try:
             return self._adapter.validate_json(canonical_json(content), strict=True)
+        except RecursionError as error:
+            raise ValueError("has too many levels of lists and objects in each other") from error
         except ValidationError as error:
             raise ValueError(_describe(error, at)) from error
 

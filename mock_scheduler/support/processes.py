@@ -18,6 +18,7 @@ from types import FrameType
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.run_files import ERROR_FILE
+from mock_scheduler.support.terminal_streams import print_message
 
 PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -52,7 +53,7 @@ def end_with_parent(environ: Mapping[str, str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     # The parent may have ended before that call; a wrapper between the two is a living parent of another number.
     if os.getppid() != int(parent) and not _is_alive(int(parent)):
-        print(f"the launcher (process {parent}) has ended, so this process ends", file=sys.stderr, flush=True)
+        print_message(f"the launcher (process {parent}) has ended, so this process ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
 

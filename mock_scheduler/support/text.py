@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Collection, Sequence
 from itertools import islice
 
+from mock_scheduler.support.foreign_text import printable
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -53,7 +55,7 @@ def _quote_word(word: str) -> str:
 def list_some(items: Collection[str], limit: int, separator: str = "; ") -> str:
     """The first ``limit`` items in one line, and how many more there are: ``a; b; and 3 more``."""
     rest = len(items) - limit
-    return separator.join([*islice(items, limit), *([f"and {rest:,} more"] if rest > 0 else [])])
+    return separator.join([*map(printable, islice(items, limit)), *([f"and {rest:,} more"] if rest > 0 else [])])
 
 
 def bullet_list(problems: Collection[str], limit: int | None = 20) -> str:
@@ -64,4 +66,5 @@ def bullet_list(problems: Collection[str], limit: int | None = 20) -> str:
     """
     rest = 0 if limit is None else len(problems) - limit
     listed = [*islice(problems, limit), *([f"and {rest:,} more"] if rest > 0 else [])]
-    return "".join(f"\n  - {problem}" for problem in listed)
+    # A problem is one line: a line break in a name of a file may fake none.
+    return "".join(f"\n  - {printable(problem)}" for problem in listed)

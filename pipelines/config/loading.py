@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from mock_scheduler.config import loading
 from mock_scheduler.config.dialects.reader import DialectReader, ForeignKeys, RunNames
-from mock_scheduler.config.environment_texts import resolve_variables
 from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigForm, ConfigSource
 from mock_scheduler.config.number_traps import NumberTraps
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.verl_dialect import read_verl_correction
-from mock_scheduler.errors import AlignmentError
+from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ClipRule
+from mock_scheduler.run_folder.finished_run import read_stored_keys
 from pipelines.config.schema import PipelineConfig
 
 
@@ -88,12 +87,9 @@ def load_clip_rule(config_path: Path) -> ClipRule:
     Raises ``AlignmentError`` where it cannot be read, with the name of each wrong key.
     """
     try:
-        content = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise AlignmentError(f"{config_path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise AlignmentError(f"{config_path} is not a configuration: it has no keys")
-    content = resolve_variables(content)
+        content = read_stored_keys(config_path)
+    except ConfigError as error:
+        raise AlignmentError(str(error)) from error
     numbers, problems = _numbers(content)
     algorithm = AlgorithmConfig()
     try:

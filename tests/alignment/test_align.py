@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from rich.console import Console
 
 from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.execution import LaunchRuns
 from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.align import AlignOptions, run_align
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.view import AlignmentView
@@ -46,10 +47,11 @@ NORM = "decoder.final_layernorm.weight"
 
 def write_results(run: PlannedRun, *, gradient: float = 1.0, batches: tuple[str, str] = ("a", "b")) -> int:
     """What a completed run leaves behind, and its exit code."""
+    values: Sequence[tuple[TraceKind, float]] = (("initial", 0.0), ("gradient", gradient), ("parameter", 1.0))
     for step in range(2):
         entries = [
             TraceEntry(update=0, kind=kind, spec=whole(NORM, (2,)), tensor=torch.full((2,), value))
-            for kind, value in (("initial", 0.0), ("gradient", gradient), ("parameter", 1.0))
+            for kind, value in values
         ]
         save_rank_trace(
             run.output_dir / "trace", step=step, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.comparison.pairing.selection import EVERYTHING
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.run_folder.inputs import parse_selection
 from pipelines.config.loading import load_config

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.execution import LaunchRuns
 from mock_scheduler.commands.doctor import run_doctor
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError, DeterminismError, StepNotFoundError, TraceError
 from pipelines.config.loading import load_config
 from tests.recording.recordings import record

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.alignment.minimise.trials import only_candidate, remember
 from mock_scheduler.alignment.plan.plan import plan_alignment
@@ -17,6 +16,7 @@ from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions
 from mock_scheduler.commands.minimise import MinimiseOptions, align_once, run_minimise
 from mock_scheduler.config.align import CandidateConfig
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.verdict.verdict import VerdictKind

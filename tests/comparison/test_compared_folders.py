@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.comparison.pairing.selection import EVERYTHING
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, StepFooter, TraceEntry

@@ -226,7 +226,7 @@ def test_defaults_list_without_self_is_refused(tmp_path: Path) -> None:
 
 
 def test_broken_yaml_is_a_config_error_with_its_line(tmp_path: Path) -> None:
-    assert 'run.yaml", line 2' in error_of(tmp_path, "exp_name: x\n  seed: [\n")
+    assert "run.yaml is not YAML: line 2: " in error_of(tmp_path, "exp_name: x\n  seed: [\n")
 
 
 @pytest.mark.parametrize("dash", ["-", "_"])

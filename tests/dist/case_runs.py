@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from mock_scheduler.display.console import Console
 
 from benchmarks.layouts.cases import Case
 from benchmarks.layouts.comparison import CaseResult, build_results

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
+from mock_scheduler.display.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.layouts.__main__ import app

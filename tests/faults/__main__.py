@@ -19,9 +19,9 @@ from typing import get_args
 # Set before the libraries that read them are imported, here and in the processes that are started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from rich.console import Console
 from rich.table import Table
 
+from mock_scheduler.display.console import Console
 from tests.faults.campaign import CLEAN, Campaign
 from tests.faults.catalogue import FAULTS, find_fault
 from tests.faults.fault import Precision

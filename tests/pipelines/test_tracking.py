@@ -73,7 +73,7 @@ def test_a_failure_is_written_with_its_type_message_and_exit_code(
         "exit_code": 3,
         "global_rank": 1,
     }
-    assert capsys.readouterr().err == "[rank 1] ContractError: seed differs\nset it\n"
+    assert capsys.readouterr().err == "[rank 1] ContractError: seed differs\n  set it\n"
 
 
 def test_the_first_rank_that_fails_has_the_word_and_others_one_line(
@@ -99,7 +99,7 @@ def test_an_error_that_is_not_ours_shows_its_traceback(capsys: pytest.CaptureFix
     assert report_failure(caught.value, None, global_rank=0, started_s=0.0) == 70
     text = capsys.readouterr().err
     assert text.startswith("[rank 0] KeyError: Traceback (most recent call last):\n")
-    assert text.endswith("KeyError: 'lost'\n\n")
+    assert text.endswith("\n  KeyError: 'lost'\n")
 
 
 @pytest.mark.parametrize(
@@ -163,5 +163,5 @@ def test_an_error_that_ends_a_run_which_was_ending_tells_of_the_first_one(
     report_failure(caught.value, tmp_path, global_rank=0, started_s=time.time())
     assert capsys.readouterr().err == (
         "[rank 0] ConfigError: nothing could be written\n"
-        "The run was ending already, with RuntimeError: the step failed\n"
+        "  The run was ending already, with RuntimeError: the step failed\n"
     )

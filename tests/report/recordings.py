@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.commands.recordings import run_diff, run_inspect, run_verify
+from mock_scheduler.display.console import Console
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.manifest import Manifest, save_manifest
 from mock_scheduler.recording.storage import open_storage
@@ -78,7 +78,7 @@ def write(
 
 def make_console(width: int = 80) -> tuple[Console, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, width=width, legacy_windows=False), text
+    return Console(file=text, width=width), text
 
 
 def inspect(dump_dir: Path, *, steps: str | None = None, width: int = 80) -> tuple[int, str]:

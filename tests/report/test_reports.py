@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.comparison.findings import Finding, OnlyIn
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import compare_metrics
 from mock_scheduler.config.align import ToleranceConfig
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.report.alignment.builder import build_view

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from mock_scheduler.alignment.extract.entry import EntryFiles
 from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, Weights, write_readme, write_reproduction
@@ -135,7 +134,7 @@ class Extraction:
             with self.console.status(f"running the reproduction with {count}"):
                 outcome = self.check(folder, source.change.name)
             remarks.append(f"The extraction ran it with {count}. The verdict was {outcome.verdict}: {outcome.text}")
-            self.console.print(escape(f"{count}: {outcome.verdict}"))
+            self.console.print(f"{count}: {outcome.verdict}")
         write_readme(
             folder,
             source,

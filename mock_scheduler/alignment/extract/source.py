@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -35,12 +34,63 @@ from mock_scheduler.program import (
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.copying import check_inside, is_inside
+from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
 from mock_scheduler.support.version import PACKAGE
 
 _DIVERGED = "diverged"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Worst:
+    sample: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Figures:
+    worst: _Worst | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Difference:
+    figures: _Figures | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Divergence:
+    step: int | None = None
+    sample: str | None = None
+    difference: _Difference | None = None
+
+    def find_sample(self) -> str | None:
+        """Finds the row; results of format 2 have it among the figures of the tensor alone."""
+        figures = self.difference.figures if self.difference is not None else None
+        worst = figures.worst if figures is not None else None
+        return self.sample or (worst.sample if worst is not None else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidate:
+    name: str
+    verdict: str | None = None
+    sentence: str | None = None
+    reason: str | None = None
+    overrides: tuple[str, ...] | None = None
+    first_divergence: _Divergence | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """The needed keys of ``align.json``."""
+
+    candidates: tuple[_Candidate, ...]
+    recording_dir: str | None = None
+
+
+_RESULT = Document[_Result](_Result)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +151,9 @@ def read_diverged(
     """
     result = _read_result(align_dir)
     found = _find_candidate(result, name, align_dir)
-    divergence = found.get("first_divergence") or {}
+    divergence = found.first_divergence or _Divergence()
     configs = [_config_file(align_dir, run) for run in (BASELINE_NAME, name)]
-    origin, stored = configs[0], found.get("overrides") or []
+    origin, stored = configs[0], found.overrides or ()
     is_mine = all(map(is_own, (align_dir / ALIGN_FILE, *configs)))
     named = [code for path in configs for code in list_stored_code(path, overrides=stored, only=name)]
     named = [] if is_mine else named
@@ -116,18 +166,14 @@ def read_diverged(
         raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
     reader = _open_recording(result, align_dir)
     steps = reader.steps().get("train", [])
-    wanted = divergence.get("step") if step is None else step
-    if not isinstance(wanted, int):
+    wanted = divergence.step if step is None else step
+    if wanted is None:
         wanted = min(steps, default=0)
     if wanted not in steps:
         raise StepNotFoundError(
             f"the recording {reader.dump_dir} has no training step {wanted}; steps present: "
             f"{format_present(reader.steps())}"
         )
-    # Results of format 2 have the sample among the figures of the tensor alone.
-    figures = (divergence.get("difference") or {}).get("figures") or {}
-    sample = divergence.get("sample") or (figures.get("worst") or {}).get("sample")
-    sample = sample if wanted == divergence.get("step") else None
     return DivergedCandidate(
         align_dir=align_dir,
         program=program,
@@ -135,9 +181,9 @@ def read_diverged(
         change=_find_change(baseline, name, found),
         baseline=baseline,
         candidate=candidate,
-        sentence=str(found.get("sentence") or found.get("reason") or ""),
+        sentence=found.sentence or found.reason or "",
         step=wanted,
-        sample=sample if isinstance(sample, str) else None,
+        sample=divergence.find_sample() if wanted == divergence.step else None,
         reader=reader,
         used=used,
         is_trusted=is_mine or run_stored_code,
@@ -147,10 +193,10 @@ def read_diverged(
 def read_verdict(align_dir: Path, name: str) -> tuple[str, str]:
     """Verdict and first divergence (or reason) of a candidate of a finished alignment; raises ``ConfigError``."""
     found = _find(_read_result(align_dir), name, align_dir)
-    return str(found.get("verdict")), str(found.get("sentence") or found.get("reason") or "")
+    return str(found.verdict), found.sentence or found.reason or ""
 
 
-def _read_result(align_dir: Path) -> Mapping[str, Any]:
+def _read_result(align_dir: Path) -> _Result:
     path = align_dir / ALIGN_FILE
     if not path.is_file():
         raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
@@ -159,39 +205,40 @@ def _read_result(align_dir: Path) -> Mapping[str, Any]:
         result = load_json_object(path, inside=align_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} {error}") from error
-    if not isinstance(result.get("candidates"), list):
-        raise ConfigError(f"{path} is not a result of mock-scheduler align: it has no list of candidates")
-    return result
+    try:
+        return _RESULT.load(result)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not a result of mock-scheduler align: {error}") from error
 
 
-def _by_name(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {item["name"]: item for item in result["candidates"] if isinstance(item, dict) and "name" in item}
+def _by_name(result: _Result) -> dict[str, _Candidate]:
+    return {item.name: item for item in result.candidates}
 
 
-def _find(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
+def _find(result: _Result, name: str, align_dir: Path) -> _Candidate:
     by_name = _by_name(result)
     if name not in by_name or not re.fullmatch(CANDIDATE_NAME, name):
-        verdicts = ", ".join(f"{other} ({item.get('verdict')})" for other, item in by_name.items()) or "none"
-        raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {verdicts}")
+        verdicts = ", ".join(f"{other} ({item.verdict})" for other, item in by_name.items()) or "none"
+        raise ConfigError(f"{align_dir} has no candidate {name!r}; its candidates are {printable(verdicts)}")
     return by_name[name]
 
 
-def _find_candidate(result: Mapping[str, Any], name: str, align_dir: Path) -> Mapping[str, Any]:
+def _find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
     found = _find(result, name, align_dir)
-    if found.get("verdict") != _DIVERGED:
-        diverged = [other for other, item in _by_name(result).items() if item.get("verdict") == _DIVERGED]
+    if found.verdict != _DIVERGED:
+        diverged = [other for other, item in _by_name(result).items() if item.verdict == _DIVERGED]
         raise ConfigError(
-            f"candidate {name!r} of {align_dir} is {found.get('verdict')}, not {_DIVERGED}, so it has no divergence to "
-            f"reproduce; the diverged candidates are {', '.join(diverged) or 'none'}"
+            f"candidate {name!r} of {align_dir} is {printable(str(found.verdict))}, not {_DIVERGED}, so it has no "
+            f"divergence to reproduce; the diverged candidates are {printable(', '.join(diverged)) or 'none'}"
         )
     return found
 
 
-def _find_change(baseline: RunConfig, name: str, found: Mapping[str, Any]) -> CandidateConfig:
+def _find_change(baseline: RunConfig, name: str, found: _Candidate) -> CandidateConfig:
     """Returns the candidate as it was configured; its overrides are the result's."""
     configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     change = configured.get(name, CandidateConfig(name=name))
-    return change.model_copy(update={"overrides": list(found.get("overrides") or [])})
+    return change.model_copy(update={"overrides": list(found.overrides or ())})
 
 
 def _config_file(align_dir: Path, name: str) -> Path:
@@ -217,20 +264,19 @@ def _checkpoint_elsewhere(baseline: RunConfig, align_dir: Path) -> list[StoredCo
     return [StoredCode(kind="checkpoint", key="resume_from_checkpoint", value=resumed, use=Use.LOAD)]
 
 
-def _recording_elsewhere(result: Mapping[str, Any], align_dir: Path) -> list[StoredCode]:
+def _recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
     """The reproduction gets rows of the recording, where the alignment replayed another one than its own."""
-    named = result.get("recording_dir")
+    named = result.recording_dir
     own = align_dir / RECORDING_NAME
     check_inside(own, align_dir)
-    if own.is_dir() or not isinstance(named, str) or is_inside(Path(named), align_dir):
+    if own.is_dir() or named is None or is_inside(Path(named), align_dir):
         return []
     return [StoredCode(kind="recording", key=f"recording_dir of {ALIGN_FILE}", value=named, use=Use.LOAD)]
 
 
-def _open_recording(result: Mapping[str, Any], align_dir: Path) -> RecordingReader:
+def _open_recording(result: _Result, align_dir: Path) -> RecordingReader:
     """Opens the recording in the alignment's folder or, where it replayed another one, the other."""
-    named = result.get("recording_dir")
-    places = [str(align_dir / RECORDING_NAME), *([named] if isinstance(named, str) else [])]
+    places = [str(align_dir / RECORDING_NAME), *([] if result.recording_dir is None else [result.recording_dir])]
     for place in places:
         try:
             return RecordingReader(place)

@@ -87,7 +87,7 @@ class Trials:
         )
         what = ", ".join(reduction.steps) or "as it is"
         text = f"{len(self.tried) - 1:3d}  {verdict}  {reduction.layout}: {what}  ({seconds:.1f} s)"
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True)
         return verdict
 
     def describe(self, minimum: Minimum, verdict: VerdictKind) -> dict[str, JSON]:
@@ -135,7 +135,7 @@ class Trials:
             f"see it with  {self.command(reduction)}",
         )
         for line in lines:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def _with_shared(self, reduction: Reduction) -> tuple[str, ...]:
         """Return the command line's overrides with the reduced workload, after the configuration's own."""

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
@@ -38,6 +38,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
+from mock_scheduler.support.foreign_text import printable_message
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
@@ -272,10 +273,11 @@ class AlignmentRunner:
             self._save(baseline)
 
     def _showing(self, run: PlannedRun, what: str) -> AbstractContextManager[object]:
-        return self.console.status(f"{escape(run.name)}: {what}")
+        return self.console.status(Text(f"{run.name}: {what}"))
 
     def _warn(self, text: str) -> None:
-        self.console.print(f"  [yellow]{escape(text)}[/yellow]", highlight=False)
+        for line in printable_message(f"  {text}").split("\n"):
+            self.console.print(Text(line, style="yellow"))
 
     def _save(self, baseline: RunSummary, *, has_ended: bool = False) -> AlignmentResult:
         result = AlignmentResult(

@@ -24,6 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.config.base import Decides, effects_of
@@ -37,17 +40,19 @@ from mock_scheduler.support.digests import (
     open_sealed,
     seal,
 )
+from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import open_foreign, read_bytes
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
-from mock_scheduler.support.text import list_some
+from mock_scheduler.support.text import list_some, shorten
 
 FINGERPRINT_FILE = "fingerprint.json"
 FORMAT_VERSION = 3
 
 _RECORDING_PREFIX = "recording/"
 _NUM_NAMED = 3
+_MAX_SHOWN = 200
 _HEADER_LENGTH_BYTES = 8  # of a safetensors file, little-endian
 _MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
 _WHOLE_BYTES = 1 << 24
@@ -64,6 +69,18 @@ class Fingerprint:
     def digest(self) -> str:
         """SHA-256 (hex) of the keys."""
         return compute_json_digest(self.keys)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stored:
+    """The file without its version."""
+
+    elapsed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    keys: dict[str, JSON]
+    files: dict[str, JSON]
+
+
+_DOCUMENT = Document[_Stored](_Stored)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,15 +180,20 @@ def find_cached(
         return NotReusable(reason=f"{FINGERPRINT_FILE} {error}")
     if document.get("format_version") != FORMAT_VERSION:
         return NotReusable(
-            reason=f"{FINGERPRINT_FILE} has version {document.get('format_version')}, expected {FORMAT_VERSION}"
+            reason=f"{FINGERPRINT_FILE} has version {shorten(repr(document.get('format_version')), 40)}, "
+            f"expected {FORMAT_VERSION}"
         )
-    changes = _describe_changes(document["keys"], fingerprint.keys)
+    try:
+        stored = _DOCUMENT.load(document)
+    except ValueError as error:
+        return NotReusable(reason=f"{FINGERPRINT_FILE} is damaged: {error}")
+    changes = _describe_changes(stored.keys, fingerprint.keys)
     if changes:
         return NotReusable(reason=list_some(changes, _NUM_NAMED))
-    damage = _describe_damage(document["files"], describe_run_files(run_dir, recording_dir))
+    damage = _describe_damage(stored.files, describe_run_files(run_dir, recording_dir))
     if damage:
         return NotReusable(reason=list_some(damage, _NUM_NAMED))
-    return Reusable(elapsed_s=float(document["elapsed_s"]))
+    return Reusable(elapsed_s=stored.elapsed_s)
 
 
 def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
@@ -233,7 +255,7 @@ def _name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
 
 
 def _show(keys: Mapping[str, JSON], key: str) -> str:
-    return str(keys[key]) if key in keys else "not set"
+    return shorten(str(keys[key]), _MAX_SHOWN) if key in keys else "not set"
 
 
 def _describe_damage(stored: Mapping[str, JSON], present: Mapping[str, JSON]) -> list[str]:

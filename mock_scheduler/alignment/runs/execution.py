@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun, RunGroup, group_runs
 from mock_scheduler.alignment.runs.progress import Follower, OnDone, Outcome, read_completed
@@ -163,7 +163,7 @@ def failed_run_error(what: str, run: PlannedRun, failure: RunFailure, *, consequ
 
 def _execute_alone(group: RunGroup, *, launch: LaunchRuns, console: Console, on_done: OnDone) -> None:
     """Carries one group out beside no other, in this thread."""
-    with console.status(", ".join(escape(run.name) for run in group.runs)) as status:
+    with console.status(Text(", ".join(run.name for run in group.runs))) as status:
 
         def take(run: PlannedRun, outcome: Outcome) -> None:
             # Whoever is told may show a status of its own.
@@ -225,7 +225,8 @@ def _execute_group(
 
     for run in group.runs:
         run.output_dir.mkdir(parents=True, exist_ok=True)
-    console.print(_describe_group(group))
+    for line in _describe_group(group):
+        console.print(line)
     told = _launch(group.runs, launch=launch, on_done=tell)
     for run in group.runs:
         if is_over is not None and is_over.is_set():
@@ -250,19 +251,19 @@ def _with_environment(plan: LaunchPlan, run: PlannedRun) -> LaunchPlan:
     return replace(plan, env={**plan.env, **run.env})
 
 
-def _describe_group(group: RunGroup) -> str:
+def _describe_group(group: RunGroup) -> list[Text]:
     lines = [
-        f"[bold]{escape(run.name)}[/bold]  {run.layout}  {run.config.rollout_mock.effective_mode} …"
+        Text.assemble((run.name, "bold"), f"  {run.layout}  {run.config.rollout_mock.effective_mode} …")
         for run in group.runs
     ]
     if len(lines) > 1:
         processes = count_of(group.world_size, "process", "processes")
-        lines.append(f"  {count_of(len(lines), 'run')} in one group of {processes}")
-    return "\n".join(lines)
+        lines.append(Text(f"  {count_of(len(lines), 'run')} in one group of {processes}"))
+    return lines
 
 
-def _describe_outcome(run: PlannedRun, outcome: Outcome, *, is_alone: bool) -> str:
-    name = "" if is_alone else f"{escape(run.name)} "
+def _describe_outcome(run: PlannedRun, outcome: Outcome, *, is_alone: bool) -> Text:
+    name = "" if is_alone else f"{run.name} "
     if isinstance(outcome, RunFailure):
-        return f"  {name}[red]failed[/red] with exit code {outcome.exit_code}"
-    return f"  {name}done in {outcome:.1f} s"
+        return Text.assemble(f"  {name}", ("failed", "red"), f" with exit code {outcome.exit_code}")
+    return Text(f"  {name}done in {outcome:.1f} s")

@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import (
@@ -306,4 +306,4 @@ class RunStore:
         return AlignmentTimes(**seconds, total_s=time.perf_counter() - self._started_s)
 
     def _say(self, run: PlannedRun, what: str) -> None:
-        self.console.print(f"[bold]{escape(run.name)}[/bold]  {run.layout}  {escape(what)}", highlight=False)
+        self.console.print(Text.assemble((run.name, "bold"), f"  {run.layout}  {what}"))

@@ -163,12 +163,14 @@ class NoiseBounds:
             item.relative[run] > others.tensor(key).relative
             for key, item in self.tensors.items()
             # Without any noise in the other runs, the bound is rounding alone, and nothing was learned from them.
-            if not _is_decided(key) and 0.0 < others.tensors[key].largest < math.inf
+            if not _is_decided(key)
+            and len(item.relative) == self.num_runs
+            and 0.0 < others.tensors[key].largest < math.inf
         )
         metrics = sum(
             abs(changes[run]) > others.metric(*place).absolute
             for place, changes in self.metrics.items()
-            if not is_share(place[1]) and any(others.metrics[place])
+            if not is_share(place[1]) and len(changes) == self.num_runs and any(others.metrics[place])
         )
         return tensors + metrics
 

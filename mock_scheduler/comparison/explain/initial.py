@@ -19,6 +19,7 @@ from mock_scheduler.comparison.findings import OtherStart
 from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.comparison.pairing.pairs import TensorPair, TracePair
 from mock_scheduler.comparison.thresholds import FIRST_ELEMENTS, MOST_TENSORS_READ, OTHER_TENSOR
+from mock_scheduler.support.numbers import natural_part
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 
@@ -73,4 +74,4 @@ def _find_equal(key: TraceKey, candidate: torch.Tensor, baseline: TraceReader) -
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Splits a name so that its numbers are compared as numbers."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [natural_part(part) for part in re.split(r"(\d+)", name)]

@@ -91,7 +91,7 @@ def digest_of(run_dir: Path) -> str:
     digest = hashlib.sha256()
     for _, folder in sorted(find_steps(trace_of(run_dir))):
         for path in sorted(item for item in folder.iterdir() if item.is_file()):
-            digest.update(f"{folder.name}/{path.name}\n".encode())
+            digest.update(f"{folder.name}/{path.name}\n".encode(errors="surrogateescape"))
             for part in _header(path):
                 digest.update(part)
     return digest.hexdigest()

@@ -11,9 +11,12 @@ are the text ``inf``. Written whole or not at all. A file of another form or ver
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
 
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
@@ -21,12 +24,55 @@ from mock_scheduler.comparison.noise.building import digest_of
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
+from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import describe_failure, read_bytes
+from mock_scheduler.support.text import shorten
 from mock_scheduler.trace.entries import TraceKey
 
 NOISE_FILE = "noise.json"
 FORMAT_VERSION = 2
+
+
+#: A number that may be infinite or NaN: a text then, since JSON has neither.
+_Number: TypeAlias = float | Literal["nan", "inf", "-inf"]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Norm = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredTensor:
+    step: int
+    update: int
+    kind: TraceKind
+    name: str
+    relative: tuple[_Number, ...]
+    absolute: _Norm
+    size: _Norm
+    slopes: tuple[_Number, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredMetric:
+    step: int
+    name: str
+    value: _Finite
+    changes: tuple[_Finite, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StoredNoise:
+    baseline: str
+    seeds: tuple[int, ...]
+    unit_roundoffs: _Norm
+    unit: _Norm
+    epsilon: _Norm
+    trace_dirs: tuple[str, ...]
+    tensors: tuple[_StoredTensor, ...]
+    metrics: tuple[_StoredMetric, ...]
+
+
+_DOCUMENT = Document[_StoredNoise](_StoredNoise)
 
 
 def save_noise(noise: NoiseBounds, path: Path) -> None:
@@ -66,24 +112,15 @@ def load_noise(path: Path) -> NoiseBounds:
     try:
         content = open_sealed(read_bytes(path, what="measured noise"))
         # Before anything else is read, as other versions have other fields.
-        version = content["format_version"]
+        version = content.get("format_version")
         if version != FORMAT_VERSION:
-            raise AlignmentError(f"{path} is noise of format {version}; this release reads {FORMAT_VERSION}")
-        metrics = {(item["step"], item["name"]): item for item in content["metrics"]}
-        return NoiseBounds(
-            baseline=content["baseline"],
-            seeds=tuple(content["seeds"]),
-            unit_roundoffs=float(content["unit_roundoffs"]),
-            unit=float(content["unit"]),
-            epsilon=float(content["epsilon"]),
-            tensors=dict(map(_tensor_from_json, content["tensors"])),
-            metrics={place: tuple(map(float, item["changes"])) for place, item in metrics.items()},
-            metric_values={place: float(item["value"]) for place, item in metrics.items()},
-            trace_dirs=tuple((path.parent / item).resolve() for item in content["trace_dirs"]),
-        )
+            raise AlignmentError(
+                f"{path} is noise of format {shorten(repr(version), 40)}; this release reads {FORMAT_VERSION}"
+            )
+        return _restore(_DOCUMENT.load(content), path.parent)
     except OSError as error:
         raise AlignmentError(describe_failure(error, path)) from error
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise AlignmentError(f"{path} is no measured noise of a baseline: {error}") from error
 
 
@@ -138,16 +175,38 @@ def _tensor_to_json(key: TraceKey, noise: TensorNoise) -> JSON:
     }
 
 
-def _tensor_from_json(item: Mapping[str, Any]) -> tuple[TraceKey, TensorNoise]:
-    kind = item["kind"]
-    if kind not in get_args(TraceKind):
-        raise ValueError(f"{kind!r} is no kind of tensor")
-    key = TraceKey(step=int(item["step"]), update=int(item["update"]), kind=kind, name=str(item["name"]))
+def _restore(stored: _StoredNoise, folder: Path) -> NoiseBounds:
+    """Makes the bounds of their stored form; raises ``ValueError`` where its lists do not fit its runs."""
+    for where, values in [
+        *((f"relative of {item.name}", item.relative) for item in stored.tensors),
+        *((f"changes of {item.name}", item.changes) for item in stored.metrics),
+    ]:
+        if not 0 < len(values) <= len(stored.seeds):
+            raise ValueError(f"{where} has {len(values)} values, expected 1 to {len(stored.seeds)}, one for each run")
+    for item in stored.tensors:
+        if len(item.slopes) not in (0, len(item.relative)):
+            raise ValueError(f"slopes of {item.name} has {len(item.slopes)} values, expected {len(item.relative)}")
+    metrics = {(item.step, item.name): item for item in stored.metrics}
+    return NoiseBounds(
+        baseline=stored.baseline,
+        seeds=stored.seeds,
+        unit_roundoffs=stored.unit_roundoffs,
+        unit=stored.unit,
+        epsilon=stored.epsilon,
+        tensors=dict(map(_restore_tensor, stored.tensors)),
+        metrics={place: item.changes for place, item in metrics.items()},
+        metric_values={place: item.value for place, item in metrics.items()},
+        trace_dirs=tuple((folder / item).resolve() for item in stored.trace_dirs),
+    )
+
+
+def _restore_tensor(stored: _StoredTensor) -> tuple[TraceKey, TensorNoise]:
+    key = TraceKey(step=stored.step, update=stored.update, kind=stored.kind, name=stored.name)
     noise = TensorNoise(
-        relative=tuple(map(float, item["relative"])),
-        absolute=float(item["absolute"]),
-        size=float(item["size"]),
-        slopes=tuple(map(float, item["slopes"])),
+        relative=tuple(map(float, stored.relative)),
+        absolute=stored.absolute,
+        size=stored.size,
+        slopes=tuple(map(float, stored.slopes)),
     )
     return key, noise
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from mock_scheduler.config.instruments import TRACE_KINDS
+from mock_scheduler.support.numbers import natural_part
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _LAYER = re.compile(r"\blayers\.(\d{1,9})(?:\.(.+))?$")
@@ -98,7 +99,7 @@ def _key_position(key: TraceKey) -> tuple[int, int, Phase, _Place, int, _Natural
 @lru_cache(maxsize=1 << 16)
 def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
     """Returns the place in the model, and the name with its numbers as numbers."""
-    natural = tuple((int(text), "") if text.isdecimal() else (-1, text) for text in _NUMBER.split(name) if text)
+    natural = tuple(natural_part(text) for text in _NUMBER.split(name) if text)
     layer = _LAYER.search(name)
     if layer is not None:
         # The layers that predict further tokens run after the decoder's.

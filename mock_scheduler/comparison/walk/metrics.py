@@ -21,6 +21,8 @@ from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.foreign_files import describe_failure, read_lines
+from mock_scheduler.support.foreign_text import printable
+from mock_scheduler.support.numbers import is_real
 from mock_scheduler.support.text import shorten
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
@@ -242,13 +244,15 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise TraceError(f"{where}: not JSON ({error.msg}); the run may have been cut off") from error
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists too deep in each other
+        raise TraceError(f"{where}: not JSON ({error})") from error
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not isinstance(row.get("metrics"), dict):
         raise TraceError(f'{where}: expected {{"step": int, "metrics": {{name: number}}}}, found {shorten(line, 80)}')
     for name, value in row["metrics"].items():
-        # A bool is an int to Python, and no metric.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number and value not in _NON_FINITE:
-            raise TraceError(f"{where}: metric {name} is {value!r}, expected a number")
+        if not is_real(value) and not (isinstance(value, str) and value in _NON_FINITE):
+            raise TraceError(
+                f"{where}: metric {printable(name, limit=80)} is {shorten(repr(value), 80)}, expected a number"
+            )
     return row["step"], {name: float(value) for name, value in row["metrics"].items()}
 
 

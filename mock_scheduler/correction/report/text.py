@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.correction.report.format import (
@@ -31,6 +30,7 @@ from mock_scheduler.correction.report.view import (
     StepHealth,
     WorstToken,
 )
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import FittedTable, TextColumn, print_labelled, print_table, print_wrapped
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.support.text import shorten

@@ -19,6 +19,7 @@ from mock_scheduler.recording.inspection.diff_fields import (
     pair_fields,
 )
 from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.text import count_of
 
 _NUM_SHOWN = 20
@@ -86,7 +87,7 @@ class BatchDifferences:
             lines += _listed(f"only in {name}", [str(identity) for identity in only[:_NUM_SHOWN]], len(only))
         rows = [row.describe(names) for row in others[:_NUM_SHOWN]]
         title = "other rows that differ" if self._first_is_row else "in both, but different"
-        return "\n".join(lines + _listed(title, rows, num_others))
+        return "\n".join(map(printable, lines + _listed(title, rows, num_others)))
 
     @property
     def _first_is_row(self) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.foreign_files import describe_failure, load_json
+from mock_scheduler.support.numbers import MAX_DIGITS
 
-_MAX_DIGITS = 18
 _EXPECTED = (
     'expected a JSON list of texts, an object {"id": "text"} or {"text": id}, or a tokenizer.json of Hugging Face'
 )
@@ -63,7 +63,7 @@ class Vocabulary:
             return cls(texts=_checked(dict(enumerate(value)), source))
         if isinstance(value, Mapping) and value and all(type(item) is int for item in value.values()):
             return cls(texts=_inverted(value, source))
-        if isinstance(value, Mapping) and all(map(_is_number, value)):
+        if isinstance(value, Mapping) and all(map(_is_id, value)):
             return cls(texts=_checked({int(key): item for key, item in value.items()}, source))
         raise ConfigError(f"{source} is no vocabulary: {_EXPECTED}")
 
@@ -73,8 +73,9 @@ class Vocabulary:
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
         if not isinstance(vocab, Mapping) or not isinstance(added, Sequence):
             raise ConfigError(f"{source} is a tokenizer without model.vocab: {_EXPECTED}")
-        special = {str(item.get("content")): item.get("id") for item in added if isinstance(item, Mapping)}
-        texts = _inverted(vocab, source) | _inverted(special, source)
+        named = [item for item in added if isinstance(item, Mapping) and isinstance(item.get("content"), str)]
+        special = {str(item["content"]): item.get("id") for item in named}
+        texts = _inverted(vocab, source) | _inverted({str(text): id_ for text, id_ in special.items()}, source)
         return cls(texts=texts, special=frozenset(id_ for id_ in special.values() if isinstance(id_, int)))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -93,13 +94,12 @@ class Vocabulary:
     def _bytes(self, token_id: int) -> bytes:
         text = self._text(token_id)
         if token_id in self.special or not all(char in _BYTE_OF_CHAR for char in text):
-            return text.encode()
+            return text.encode(errors="replace")  # a lone surrogate has no UTF-8
         return bytes(_BYTE_OF_CHAR[char] for char in text)
 
 
-def _is_number(key: str) -> bool:
-    # Python does not read a number of more than 4300 digits.
-    return key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS
 
 
 def _checked(texts: Mapping[int, JSON], source: str) -> dict[int, str]:

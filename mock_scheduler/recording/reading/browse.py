@@ -17,6 +17,7 @@ from mock_scheduler.recording.reading.open_step import OpenStep
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
+from mock_scheduler.support.foreign_text import printable
 
 _STEP_STEM = re.compile(r"step_[0-9]{6,12}")
 _LOOKS_LIKE_STEP = re.compile(r"step[_-]?([0-9]{1,12})(\..*)?", re.IGNORECASE)
@@ -79,7 +80,7 @@ class FolderListing:
     def raise_problems(self) -> None:
         """Raise ``RecordingError`` where a step lies there in two forms."""
         if self.problems:
-            raise RecordingError("\n".join(self.problems))
+            raise RecordingError("\n".join(map(printable, self.problems)))
 
 
 def name_steps(steps: StepRanges) -> str:

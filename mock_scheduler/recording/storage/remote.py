@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 
 import fsspec
 
@@ -42,6 +43,13 @@ _CLIENT_ERRORS = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
+)
+#: Protocols of fsspec that read through another file system, or out of one file or URL.
+_WRAPPERS = frozenset(
+    (
+        *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache"),
+        *("generic", "libarchive", "reference", "simplecache", "tar", "zip"),
+    )
 )
 _NUM_ATTEMPTS = 5  # of a write that the store refuses because another one to the same name is going on
 
@@ -198,7 +206,15 @@ class FsspecStorage:
     def _connect(self) -> fsspec.AbstractFileSystem:
         if "::" in self._location:
             raise RecordingError(f"{self._location}: chained URLs (::) are not supported; name the place itself")
+        if self._protocol in _WRAPPERS:
+            raise RecordingError(f"{self._location}: {self._protocol}:// wraps another place; name the place itself")
         try:
+            missing = _required_arguments(fsspec.get_filesystem_class(self._protocol))
+            if missing:
+                raise RecordingError(
+                    f"{self._location}: {self._protocol}:// needs more than a URL ({', '.join(missing)}). Use a local "
+                    "folder, or an object store such as s3://, gs:// or abfs://"
+                )
             return fsspec.filesystem(self._protocol, use_listings_cache=False)
         except ImportError as error:
             raise RecordingError(
@@ -269,6 +285,12 @@ class FsspecStorage:
             f"{what} {self.path(name)}{size}: {reason}. Check the bucket, the credentials and the endpoint "
             "(AWS_ENDPOINT_URL for S3), or set another rollout_mock.dump_dir."
         )
+
+
+def _required_arguments(kind: type[fsspec.AbstractFileSystem]) -> list[str]:
+    """Returns the arguments that a file system cannot be opened without, such as the host of FTP."""
+    named = list(signature(kind.__init__).parameters.values())[1:]
+    return [item.name for item in named if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
 
 
 class _ObjectSource:

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-import yaml
-
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.recording.contract import ContractField, Rule
 from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.foreign_files import read_text
+from mock_scheduler.support.numbers import is_real
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import count_of, shorten
+from mock_scheduler.support.yaml_text import load_yaml
 
 _FILES = (CONFIG_FILE, RUN_FILE, LEDGER_FILE)
 _SECONDS = ("wall_s", "rollout_s", "train_s", "validation_s")
@@ -104,7 +104,7 @@ def _load_run(folder: Path, stamps: tuple[tuple[int, int] | None, ...]) -> RunFa
             for category, counts in ledger.items()
             if isinstance(counts, Mapping)
         },
-        seconds={name: float(value) for name in _SECONDS if isinstance(value := run.get(name), int | float)},
+        seconds={name: float(value) for name in _SECONDS if is_real(value := run.get(name))},
         settings=_texts(run.get("settings")),
         packages=_texts(run.get("packages")),
         problems=tuple(problems),
@@ -115,8 +115,8 @@ def _read(path: Path, problems: list[str]) -> Mapping[str, JSON]:
     """Read a file's object; without one, return an empty object and add a line to ``problems``."""
     try:
         text = read_text(path, inside=path.parent, what="a file of a run")
-        content = yaml.safe_load(text) if path.name == CONFIG_FILE else json.loads(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        content = load_yaml(text) if path.name == CONFIG_FILE else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else " ".join(str(error).split())
         problems.append(f"{path} cannot be read: {reason}")
         return {}

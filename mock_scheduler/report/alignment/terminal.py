@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import FittedTable, TextColumn, print_labelled, print_wrapped
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.view import VERDICT_STYLES

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.comparison.walk.metrics import MetricComparison
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.report.comparison.text_tables import print_metrics, print_tensors, print_tiers

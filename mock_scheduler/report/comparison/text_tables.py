@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import NUM_ULPS
 from mock_scheduler.comparison.walk.metrics import MetricDifference
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import FittedTable, TextColumn, print_table, print_wrapped
 from mock_scheduler.report.comparison.view import TierCounts, tensors_to_show
 from mock_scheduler.verdict.wording.tensors import (

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import TextColumn, cut, print_labelled, print_table, print_wrapped
 from mock_scheduler.recording.contract import Rule
 from mock_scheduler.recording.inspection.description import (
@@ -45,7 +45,8 @@ def print_description(description: RecordingDescription, console: Console) -> No
     for folder in description.folders:
         _print_folder(folder, console)
     if not description.folders:
-        console.print("\nno step is recorded")
+        console.print()
+        console.print("no step is recorded")
     _print_list("beside the steps", description.ignored, console, style="yellow")
     _print_list("cannot be read", description.problems, console, style="red")
 
@@ -105,7 +106,8 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
     totals = folder.totals
     forms = ", ".join(count_of(count, form) for form, count in folder.forms.items() if form != "shards")
     sharded = f"{count_of(folder.forms['shards'], 'step')} in shards" if "shards" in folder.forms else ""
-    console.print(Text.assemble("\n", (folder.folder, "bold"), f"  {_describe_steps(folder)}"), soft_wrap=True)
+    console.print()
+    console.print(Text.assemble((folder.folder, "bold"), f"  {_describe_steps(folder)}"), soft_wrap=True)
     print_labelled(console, _folder_rows(folder, " and ".join(filter(None, (forms, sharded)))), indent=2)
     if not folder.steps:
         return
@@ -259,7 +261,8 @@ def _named(spread: Spread) -> tuple[tuple[str, float], ...]:
 def _print_list(title: str, lines: Sequence[str], console: Console, *, style: str) -> None:
     if not lines:
         return
-    console.print(Text(f"\n{title}", style=f"bold {style}"))
+    console.print()
+    console.print(Text(title, style=f"bold {style}"))
     for line in cut(lines, _NUM_LINES):
         console.print(Text(f"  {line}", style=style), soft_wrap=True)  # a path that is broken cannot be copied
 

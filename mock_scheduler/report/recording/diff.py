@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.json_values import to_json
 from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
@@ -51,11 +51,13 @@ def _print_contract(differences: Sequence[ContractDifference], console: Console)
 
 def _print_steps(steps: Sequence[StepDifference], console: Console) -> None:
     for step in steps[:_NUM_DETAILED]:
-        console.print(Text(f"\n{step.folder} step {step.step}", style="bold red"))
+        console.print()
+        console.print(Text(f"{step.folder} step {step.step}", style="bold red"))
         lines = [difference.describe(NAMES) for difference in step.info]
         if not step.batch.is_identical:
             lines.append(step.batch.describe(NAMES))
-        print_wrapped(console, Text("\n".join(lines)), indent=2)
+        for line in "\n".join(lines).split("\n"):
+            print_wrapped(console, Text(line), indent=2)
     rest = steps[_NUM_DETAILED:]
     for step in rest[:_NUM_LISTED]:
         print_wrapped(console, Text(f"{step.folder} step {step.step}: {step.summarise()}", style="red"))

@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged, RowValue
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import canonical_json
+from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.text import count_of
 
 _NUM_VALUES = 64
@@ -55,7 +56,7 @@ def find_row(batch: RolloutBatch, row: str, *, where: str) -> int:
     for name in (row, f"{row}/turn 0"):
         if name in names:
             return names.index(name)
-    held = f"rows 0 to {len(batch) - 1}, {names[0]} to {names[-1]}" if names else "no rows"
+    held = f"rows 0 to {len(batch) - 1}, {printable(names[0])} to {printable(names[-1])}" if names else "no rows"
     raise RecordingError(f"row {row!r} is not in {where}; it holds {held}")
 
 
@@ -138,13 +139,15 @@ def _describe_turn(trajectory: Trajectory, turn: int) -> str:
 def _print_tokens(stretch: Stretch, console: Console, vocabulary: Vocabulary | None) -> None:
     if vocabulary is not None:
         style = "green" if stretch.is_response else ""
-        print_wrapped(console, Text(vocabulary.decode(stretch.tokens), style=style), indent=2)
+        for line in vocabulary.decode(stretch.tokens).split("\n"):
+            print_wrapped(console, Text(line, style=style), indent=2)
     print_wrapped(console, Text(" ".join(map(str, stretch.tokens)), style="dim"), indent=2)
 
 
 def _print_extras(trajectory: Trajectory, console: Console) -> None:
     if trajectory.extras:
-        console.print(Text("\nextras", style="bold"))
+        console.print()
+        console.print(Text("extras", style="bold"))
     for name, value in trajectory.extras.items():
         print_wrapped(console, Text(f"{name}  {_describe_value(value)}"), indent=2)
 

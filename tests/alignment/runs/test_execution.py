@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.execution import Watch, execute_runs
 from mock_scheduler.alignment.runs.progress import Outcome
+from mock_scheduler.display.console import Console
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.sessions import RunStatus, write_status
 from mock_scheduler.run_folder.finished_run import RunFailure

@@ -228,7 +228,7 @@ def test_the_recordings_contract_is_read_where_no_run_says() -> None:
     ("config", "message"),
     [
         ("[1, 2]", "is not a configuration: it has no keys"),
-        ("a: [", "cannot be read"),
+        ("a: [", "is not YAML: line "),
         ("algorithm: {rollout_correction: {rollout_iss: token}}", "has a rollout correction that cannot be read"),
     ],
 )

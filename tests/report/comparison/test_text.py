@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
+from mock_scheduler.display.console import Console
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
 from mock_scheduler.report.comparison.view import count_tiers, name_sides
 from mock_scheduler.trace.entries import LedgerCall, TraceKey

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from mock_scheduler import cli
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import show_progress
 from mock_scheduler.recording.inspection.histogram import Bar
 from mock_scheduler.recording.manifest import Manifest, save_manifest

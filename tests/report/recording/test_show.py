@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.display.console import Console
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.report.recording.show import find_row, print_trajectory

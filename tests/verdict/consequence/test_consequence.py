@@ -304,7 +304,7 @@ def test_traces_without_a_common_step_are_an_error(tmp_path: Path) -> None:
             "pg_clip is 'much', expected a number; dual_clip is True, expected a number",
         ),
         ("- 1\n", "is not a configuration: it has no keys"),
-        ("a: [\n", "cannot be read: "),
+        ("a: [\n", "is not YAML: line 2: "),
     ],
 )
 def test_a_configuration_that_says_no_clip_is_an_error(tmp_path: Path, text: str, message: str) -> None:

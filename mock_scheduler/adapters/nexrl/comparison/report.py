@@ -17,6 +17,7 @@ from mock_scheduler.adapters.nexrl.comparison.values import MISSING, Difference,
 from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.foreign_text import printable
 
 MAX_JSON_ITEMS = 1000
 MAX_LINES = 20
@@ -117,7 +118,7 @@ def render_report(report: StepReport) -> str:
     lines += ["", f"Comparing: {report.num_ranks} ranks × {report.num_micros} microbatches"]
     for section in report.sections:
         lines += ["", *_render_section(section)]
-    return "\n".join([*lines, "", *describe_verdict(report)])
+    return "\n".join(map(printable, [*lines, "", *describe_verdict(report)]))
 
 
 def describe_verdict(report: StepReport) -> list[str]:
