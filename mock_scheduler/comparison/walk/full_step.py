@@ -141,6 +141,8 @@ class FullStep:
         if isinstance(paired, Finding):
             self._found.findings.append(paired)
             return None
+        if paired.is_doubtful:
+            self._traces.check_digests(key)
         facts: list[OtherDtype | OtherPlaces | None] = [find_other_dtype(paired)]
         places = find_other_places(paired)
         if merged[1].missing:

@@ -28,6 +28,7 @@ from mock_scheduler.trace.full.files import (
     find_steps,
 )
 from mock_scheduler.trace.full.header import (
+    DAMAGED,
     Piece,
     PieceRecord,
     RankStep,
@@ -36,8 +37,6 @@ from mock_scheduler.trace.full.header import (
     parse_rank_step,
     shared_statements,
 )
-
-DAMAGED = "the file was changed or damaged after it was written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
