@@ -217,7 +217,7 @@ def test_metrics_of_two_folders_are_compared_and_a_choice_of_no_step_is_named(tm
     assert str(caught.value) == "--steps 5: there is no such step; a has steps 0-1; b has steps 0-1"
 
 
-@pytest.mark.parametrize(("mine", "other", "code"), [("nan", "nan", 0), ("nan", 0.5, 1), (0.5, "nan", 1)])
+@pytest.mark.parametrize(("mine", "other", "code"), [("nan", "nan", 3), ("nan", 0.5, 1), (0.5, "nan", 1)])
 def test_a_metric_that_is_nan_on_one_side_diverges(tmp_path: Path, mine: object, other: object, code: int) -> None:
     sides = [write_metrics(tmp_path / name, value) for name, value in (("a", mine), ("b", other))]
     assert compare(*sides)[0] == code

@@ -122,7 +122,9 @@ class FullStep:
         )
         pairs = (self._pair(key, is_reported=selection.has_kind(key.kind)) for key in keys)
         for pair, outcome in compare_state((pair for pair in pairs if pair is not None), rules):
-            if isinstance(outcome, TensorDifference):
+            if outcome == "exact":
+                self._found.num_exact += bool(pair.sums.figures.num_elements)
+            elif isinstance(outcome, TensorDifference):
                 self._add(outcome, pair)
             elif isinstance(outcome, str):
                 self._measure(pair)

@@ -90,6 +90,11 @@ class MetricComparison:
         return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether a finite value of both runs was compared: NaN equals NaN, and proves nothing."""
+        return any(diff.changes for diff in self.differences)
+
+    @property
     def worst(self) -> MetricDifference | None:
         """The metric with the largest relative difference; ``None`` where nothing was compared."""
         return max(self.differences, key=lambda diff: diff.max_relative, default=None)

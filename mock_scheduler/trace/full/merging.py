@@ -67,7 +67,7 @@ class MergedTensor:
     present: torch.Tensor | None = None
     missing: str = ""
     dims: tuple[DimName, ...] = ()
-    stated: Mapping[object, str] | None = None
+    stated: Mapping[tuple[object, ...], str] | None = None
 
 
 def merge_pieces(

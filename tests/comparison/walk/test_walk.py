@@ -281,7 +281,10 @@ def test_nothing_that_matches_is_no_comparison(tmp_path: Path) -> None:
         make_run().write(tmp_path / "a"), make_run().write(tmp_path / "b"), Selection(patterns=("decoder.layers.9.*",))
     )
     assert judge(found).kind is VerdictKind.INCOMPARABLE
-    assert describe_reason(judge(found)) == "nothing was compared"
+    assert describe_reason(judge(found)) == (
+        "nothing of both sides is chosen by pattern 'decoder.layers.9.*'; the nearest are decoder.layers.0, "
+        "decoder.layers.0.mlp.linear_fc1.weight"
+    )
 
 
 @pytest.mark.parametrize("kind", ["gradient", "activation"])
