@@ -33,7 +33,7 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from mock_scheduler.support.files import save_json
+from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CHECKPOINTS_FOLDER, CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
@@ -50,7 +50,7 @@ from pipelines.progress import StepProgress, configure_logging
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
+from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.training import build_training, checkpoint_settings
 
 logger = logging.getLogger("pipelines.run")
@@ -158,7 +158,8 @@ class AgenticPipeline:
         if is_writer:
             # Only now that nothing was refused: what an earlier run left stays whole until this one begins.
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
-            (self._output_dir / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+            remove_unfinished_files(self._output_dir)
+            save_text(self._output_dir / CONFIG_FILE, dump_config(config))
             if self._is_resumed:
                 self._training.make_way(self._first_step)
         use_tensorboard = config.track_with == "tensorboard"
@@ -191,7 +192,7 @@ class AgenticPipeline:
             progress.trained(request.global_step, metrics)
             writer.write(request.global_step, metrics)
             metrics = {}
-            self._save_if_due(request.global_step + 1)
+            self._save_if_due(request.global_step + 1, writer)
         if metrics:  # the validation after the last step
             writer.write(self._config.max_steps, metrics)
 
@@ -221,7 +222,7 @@ class AgenticPipeline:
             train_metrics = self._training.train_step(batch, step=request.global_step)
         return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
 
-    def _save_if_due(self, next_step: int) -> None:
+    def _save_if_due(self, next_step: int, writer: MetricsWriter) -> None:
         config = self._config
         if not config.save_steps or next_step % config.save_steps:
             return
@@ -234,6 +235,8 @@ class AgenticPipeline:
             learner=self._training.state_dict(),
         )
         with self._clock.measure("checkpoint"):
+            # A resumed run takes the metrics of earlier steps from the log, so they must be as safe as its weights.
+            writer.sync()
             self._training.save(checkpoint_folder(root, next_step), state)
         self._scheduler.checkpoint_saved(next_step)
 

@@ -8,6 +8,7 @@ one side only is a finding. NaN equals NaN and differs infinitely from every num
 from __future__ import annotations
 
 import json
+import logging
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,10 @@ from mock_scheduler.comparison.findings import SIDES, Finding, NotLogged, other_
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.files import whole_lines
 from mock_scheduler.support.text import shorten
+
+logger = logging.getLogger("mock_scheduler.metrics")
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
@@ -101,13 +105,18 @@ class MetricComparison:
 
 
 def load_metrics(path: Path) -> MetricLog:
-    """Reads a ``metrics.jsonl``.
+    """Reads a ``metrics.jsonl``; a last line that was not written to its end is passed over, with a warning.
 
     Raises:
         TraceError: Anything but the format, with path and line.
     """
+
+    def on_torn(num_bytes: int) -> None:
+        logger.warning("%s: its last line was not written to its end; these %d bytes were passed over", path, num_bytes)
+
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as stream:
+            lines = [line.decode("utf-8") for line in whole_lines(stream, on_torn)]
     except OSError as error:
         raise TraceError(f"{path}: metrics cannot be read: {error.strerror}") from error
     log: dict[int, dict[str, float]] = {}

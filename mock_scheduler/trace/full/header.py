@@ -107,9 +107,10 @@ def compute_tensor_crc32(tensor: torch.Tensor) -> int:
 
 
 def has_crc32(piece: Piece, tensor: torch.Tensor) -> bool:
-    """Whether stored elements have the shape and the CRC-32 of their piece: a quarter of the costs of SHA-256."""
+    """Whether stored elements have shape, dtype and CRC-32 of their piece: a quarter of the costs of SHA-256."""
     record = piece.record
-    return tuple(tensor.shape) == record.stored_shape and compute_tensor_crc32(tensor) == record.crc32
+    is_alike = (tuple(tensor.shape), tensor.dtype) == (record.stored_shape, record.dtype)
+    return is_alike and compute_tensor_crc32(tensor) == record.crc32
 
 
 def has_sha256(piece: Piece, tensor: torch.Tensor) -> bool:
