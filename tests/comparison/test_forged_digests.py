@@ -13,10 +13,14 @@ from rich.console import Console
 
 from mock_scheduler.commands.compare import CompareOptions, run_compare, run_replicas
 from mock_scheduler.comparison.pairing.selection import EVERYTHING
-from mock_scheduler.errors import ExitCode, TraceError
+from mock_scheduler.errors import ExitCode, RecordingError, TraceError
+from mock_scheduler.trace.entries import StepFooter
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, cut_shard, even_split, whole
-from tests.trace.builders import entry, forge_sha256, forge_tensor, key, save
+from mock_scheduler.trace.sketch.files import SketchSink
+from tests.recording.builders import make_batch, make_info
+from tests.recording.recordings import open_writer
+from tests.trace.builders import entry, flip_last_byte, forge_sha256, forge_tensor, key, place, save
 
 NAME = "decoder.layers.0.mlp.linear_fc2.weight"
 STORED = f"000000/gradient/{NAME}"
@@ -132,3 +136,40 @@ def test_copies_that_differ_are_still_a_conflict(tmp_path: Path) -> None:
         save(tmp_path, rank, 2, [entry(whole(NAME, SHAPE), values)])
     with open_trace(tmp_path) as reader:
         assert [conflict.num_elements for conflict in reader.merge(key(NAME)).conflicts] == [24]
+
+
+# --- Recordings and sketches ------------------------------------------------------------------------------------------
+
+
+def record(folder: Path) -> Path:
+    writer = open_writer(folder)
+    writer.write_step(make_batch(seed=0), make_info(0, run_id=writer.run_id))
+    writer.close()
+    return folder / "train/step_000000.safetensors"
+
+
+@pytest.mark.parametrize("is_forged", [False, True])
+def test_a_recording_is_compared_by_its_bits_whatever_its_digests_say(tmp_path: Path, is_forged: bool) -> None:
+    """``is_forged``: not a bit of the data is changed, but one of its digests in the header."""
+    record(tmp_path / "a")
+    path = record(tmp_path / "b")
+    content = bytearray(path.read_bytes())
+    if is_forged:
+        content = bytearray(re.sub(rb"(blocks[^0-9a-f]{1,9})[0-9a-f]", rb"\g<1>0", bytes(content), count=1))
+    else:
+        content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RecordingError, match=r"step_000000\.safetensors") as caught:
+        compare(tmp_path / "a", tmp_path / "b")
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_a_changed_fingerprint_of_a_sketch_is_found_by_the_digest_of_its_table(tmp_path: Path) -> None:
+    for name in "ab":
+        sink = SketchSink(tmp_path / name, step=0, place=place(0), world_size=1)
+        sink.add(entry(whole(NAME, SHAPE), VALUES))
+        sink.close(StepFooter())
+    assert compare(tmp_path / "a", tmp_path / "b") == ExitCode.ALIGNED
+    (path,) = (tmp_path / "b").rglob("*.safetensors")
+    flip_last_byte(path)
+    assert "does not match its digest" in refused(tmp_path / "a", tmp_path / "b")

@@ -199,7 +199,11 @@ def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedBy
         ]
     if isinstance(why, BitEqual):
         how = " by the fingerprints of sketches" if why.by_fingerprints else ""
-        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), "one changed bit would have been found"]
+        # Whoever writes a sketch may write any fingerprint: no tensor is there to make it from again.
+        found = "one changed bit would have been found"
+        if why.by_fingerprints:
+            found = "one changed bit would have changed a fingerprint; fingerprints are taken as the runs recorded them"
+        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), found]
     level = "its bounds" if verdict.bounds is None else describe_bounds_level(verdict.bounds)
     estimated = ", as estimated from sketches" if why.is_estimated else ""
     within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *describe_limits(tensors)]

@@ -375,7 +375,9 @@ def test_sketches_find_equal_bits_and_a_divergence_and_say_which_full_trace_to_t
     first = run.write(tmp_path / "a", is_sketch=True)
     equal = judge(compare(first, run.write(tmp_path / "b", is_sketch=True, num_ranks=1)))
     assert equal.kind is VerdictKind.IDENTICAL
-    assert describe_reason(equal).startswith("bit-equal by the fingerprints of sketches: ")
+    reason = describe_reason(equal)
+    assert reason.startswith("bit-equal by the fingerprints of sketches: ")
+    assert reason.endswith("a fingerprint; fingerprints are taken as the runs recorded them")
     wrong = run.with_tensor("gradient", WEIGHT, run.tensors["gradient", WEIGHT] * 1.5)
     diverged = judge(compare(first, wrong.write(tmp_path / "c", is_sketch=True)))
     assert diverged.kind is VerdictKind.DIVERGED
