@@ -144,9 +144,7 @@ class ReplicaResult:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Diverged where copies or calls disagree; incomparable where nothing is held twice, or a choice is unmatched;
-        else aligned.
-        """
+        """Diverged where copies or calls disagree; incomparable where nothing, or too little, was compared."""
         if self.conflicts or any(ledger.difference for ledger in self.ledgers):
             return ExitCode.DIVERGED
         is_compared = sum(self.num_copies.values()) and not self.unmatched

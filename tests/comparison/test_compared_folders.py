@@ -236,9 +236,7 @@ def test_a_torn_last_line_of_metrics_is_passed_over_with_a_warning(
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_broken_line_of_metrics_that_was_written_whole_is_refused_with_its_number(
-    tmp_path: Path, is_last: bool
-) -> None:
+def test_a_broken_line_of_metrics_is_refused_with_its_number(tmp_path: Path, is_last: bool) -> None:
     sides = [write_metrics(tmp_path / name, 0.5, 0.25, 0.125) for name in "ab"]
     path = sides[1] / "metrics.jsonl"
     lines = path.read_text().splitlines()

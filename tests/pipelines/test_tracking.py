@@ -10,11 +10,15 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, TraceError
+from pipelines import run
 from pipelines.tracking import (
+    Clock,
     MetricsWriter,
     failure_exit_code,
     prepare_output_dir,
@@ -290,6 +294,30 @@ def test_a_resume_that_is_killed_loses_no_metrics(tmp_path: Path, resumed_at: in
 @pytest.mark.parametrize("resumed_at", [2000, 1000])
 def test_hundreds_of_killed_resumes_lose_no_metrics(tmp_path: Path, resumed_at: int) -> None:
     assert kill_resumes(tmp_path, num_kills=150, num_steps=2000, resumed_at=resumed_at) > 0
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power loss the weights of step 1 were there, and the metrics before it, still in memory, were not."""
+    calls: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(run, "checkpoint_settings", lambda *_: {})
+    pipeline = SimpleNamespace(
+        _config=SimpleNamespace(
+            save_steps=1,
+            checkpoint_config=SimpleNamespace(output_dir=None),
+            rollout_mock=SimpleNamespace(effective_mode="mock"),
+        ),
+        _output_dir=tmp_path,
+        _tokenizer=None,
+        _clock=Clock(),
+        _scheduler=SimpleNamespace(state_dict=dict, checkpoint_saved=lambda _: None),
+        _training=SimpleNamespace(state_dict=dict, save=lambda *_: calls.append("checkpoint")),
+    )
+    with MetricsWriter(tmp_path, enabled=True, tensorboard=False) as writer:
+        writer.write(0, {"a": 1.0})
+        calls.clear()
+        run.AgenticPipeline._save_if_due(cast(run.AgenticPipeline, pipeline), 1, writer)
+        assert calls == [str(tmp_path / "metrics.jsonl"), "checkpoint"]
 
 
 def test_unfinished_files_of_a_killed_run_are_removed_and_all_others_stay(tmp_path: Path) -> None:

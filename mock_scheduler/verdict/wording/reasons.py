@@ -122,7 +122,7 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
         case NothingCompared():
             return [_describe_nothing(verdict, why)]
         case KindsMissing():
-            names = [kind if kind in ("metric", "finite metric") else name_kind(kind) for kind in why.kinds]
+            names = [kind if kind == "metric" or kind == "finite metric" else name_kind(kind) for kind in why.kinds]
             return [f"no {' and no '.join(names)} was compared: the rest proves nothing"]
         case NotFound():
             return [describe_unmatched(why.unmatched)]
