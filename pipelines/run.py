@@ -33,7 +33,7 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from mock_scheduler.support.files import save_json
+from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
@@ -58,7 +58,7 @@ from pipelines.resuming import (
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
+from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")
@@ -170,8 +170,9 @@ class AgenticPipeline:
         if is_writer:
             # Only now that nothing was refused: what an earlier run left stays whole until this one begins.
             (self._output_dir / RUN_FILE).unlink(missing_ok=True)
+            remove_unfinished_files(self._output_dir)
             config_file = self._output_dir / CONFIG_FILE
-            config_file.write_text(dump_config(config), encoding="utf-8")
+            save_text(config_file, dump_config(config))
             mark_own(config_file)
             if self._is_resumed:
                 self._training.make_way(self._first_step)
@@ -205,7 +206,7 @@ class AgenticPipeline:
             progress.trained(request.global_step, metrics)
             writer.write(request.global_step, metrics)
             metrics = {}
-            self._save_if_due(request.global_step + 1)
+            self._save_if_due(request.global_step + 1, writer)
         if metrics:  # the validation after the last step
             writer.write(self._config.max_steps, metrics)
 
@@ -235,7 +236,7 @@ class AgenticPipeline:
             train_metrics = self._training.train_step(batch, step=request.global_step)
         return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
 
-    def _save_if_due(self, next_step: int) -> None:
+    def _save_if_due(self, next_step: int, writer: MetricsWriter) -> None:
         config = self._config
         if not is_save_due(config, next_step):
             return
@@ -253,6 +254,8 @@ class AgenticPipeline:
             else None,
         )
         with self._clock.measure("checkpoint"):
+            # A resumed run takes the metrics of earlier steps from the log, so they must be as safe as its weights.
+            writer.sync()
             self._training.save(checkpoint_folder(checkpoints_root(config), next_step), state)
         self._scheduler.checkpoint_saved(next_step)
 

@@ -5,6 +5,7 @@ end.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 import traceback
@@ -15,10 +16,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError, redact
-from mock_scheduler.support.files import encode_json, publish_new
-from mock_scheduler.support.run_files import ERROR_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError, TraceError, redact
+from mock_scheduler.support.files import (
+    AppendedLines,
+    encode_json,
+    publish_new,
+    remove_leftovers,
+    whole_lines,
+    written_aside,
+)
+from mock_scheduler.support.foreign_files import read_raw_lines
+from mock_scheduler.support.run_files import (
+    ERROR_FILE,
+    METRICS_FILE,
+    OPERATIONS_FOLDER,
+    TENSORBOARD_FOLDER,
+    TRACE_FOLDER,
+)
 from mock_scheduler.support.terminal_streams import print_message
+
+logger = logging.getLogger("pipelines.run")
 
 
 class MetricsWriter:
@@ -37,16 +54,17 @@ class MetricsWriter:
         resumed_at: int | None = None,
         file_name: str = METRICS_FILE,
     ) -> None:
-        self._file = None
+        self._file: AppendedLines | None = None
         self._board = None
         if not enabled:
             return
-        path = output_dir / file_name
-        kept = [] if resumed_at is None or not path.exists() else _lines_before(path, resumed_at)
-        # Closed in __exit__, which the run's with-statement guarantees.
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
-        self._file.flush()
+        self._path = output_dir / file_name
+        try:
+            _begin_log(self._path, resumed_at=resumed_at)
+            # Closed in __exit__, which the run's with-statement guarantees.
+            self._file = AppendedLines(self._path)
+        except OSError as error:
+            raise TraceError(f"{self._path}: metrics cannot be written: {_words(error)}; it stays as it was") from error
         if tensorboard:
             # Imported here because it takes a second and other ranks do not need it.
             from torch.utils.tensorboard import SummaryWriter
@@ -71,16 +89,60 @@ class MetricsWriter:
         if self._file is None:
             return
         values = {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
-        self._file.write(json.dumps({"step": step, "metrics": values}, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.append(json.dumps({"step": step, "metrics": values}, allow_nan=False))
+        except OSError as error:
+            raise TraceError(
+                f"{self._path}: step {step} cannot be logged: {_words(error)}; all lines before it are whole"
+            ) from error
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
 
+    def sync(self) -> None:
+        """Has all that was logged on the disk: before a checkpoint is, or a resumed run would lack these steps."""
+        if self._file is not None:
+            self._file.sync()
 
-def _lines_before(path: Path, step: int) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if json.loads(line)["step"] < step]
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _begin_log(path: Path, *, resumed_at: int | None) -> None:
+    """Puts a log in place that ends before the first step of this run; ``None``: an empty one.
+
+    The older log is replaced, never rewritten in place: a kill at any moment leaves one of the two.
+    """
+    kept = [] if resumed_at is None or not path.exists() else _lines_before(path, resumed_at)
+    with written_aside(path) as aside:
+        aside.write_bytes(b"".join(kept))
+
+
+def _lines_before(path: Path, step: int) -> list[bytes]:
+    def on_torn(num_bytes: int) -> None:
+        logger.warning(
+            "%s: its last line was not written to its end (a full disk, or a machine that went down): these %d bytes "
+            "are cut off",
+            path,
+            num_bytes,
+        )
+
+    lines = whole_lines(read_raw_lines(path), on_torn)
+    return [line + b"\n" for number, line in enumerate(lines, 1) if _step_of(line, where=f"{path}:{number}") < step]
+
+
+def _step_of(line: bytes, *, where: str) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TraceError(
+            f"{where} is no line of metrics: {error!r}; it was changed since the run wrote it. Remove the line, or the "
+            "file, to resume without them"
+        ) from error
+    if not isinstance(step, int):
+        raise TraceError(f"{where}: step is {step!r}, expected a whole number")
+    return step
 
 
 def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
@@ -100,6 +162,17 @@ def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
         raise ConfigError(
             f"output_dir {output_dir} cannot be made or written: {error.strerror}; set another output_dir"
         ) from error
+
+
+def remove_unfinished_files(output_dir: Path) -> None:
+    """Removes the hidden files that a killed run was writing; nothing reads them. One rank calls it, before any writes.
+
+    Other ranks write their first file after the first batch, and wait for each other before it.
+    """
+    remove_leftovers(output_dir)
+    for folder in (output_dir / TRACE_FOLDER, output_dir / OPERATIONS_FOLDER):
+        for path in (folder, *folder.glob("step_*")):
+            remove_leftovers(path)
 
 
 def report_failure(error: BaseException, output_dir: Path | None, *, global_rank: int, started_s: float) -> int:

@@ -291,6 +291,15 @@ class NotCompared:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unmatched:
+    """A chosen kind or pattern of which both sides have nothing in common; ``nearest``: names that they have."""
+
+    what: Literal["kind", "pattern"]
+    chosen: str
+    nearest: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerNotCompared:
     """A ledger of one side alone; ``only``: ``None`` where the layouts are not the same."""
 

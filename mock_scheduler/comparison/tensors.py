@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, NotCompared, Note
+from mock_scheduler.comparison.findings import Finding, NotCompared, Note, Unmatched
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND
 from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
@@ -258,6 +258,8 @@ class TensorComparison:
         notes: Limits of the comparison.
         numbers: Numbers of the layouts, by name, which a wrong factor may be.
         num_located: Tensors within their bound in which places were looked for.
+        num_exact: Tensors of which every bit must be as expected, and is: initial parameters and rounded weights.
+        unmatched: Chosen kinds and patterns without a tensor, or ledger, of both sides.
     """
 
     steps: tuple[int, ...]
@@ -273,6 +275,18 @@ class TensorComparison:
     notes: tuple[Note, ...] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
     num_located: int = 0
+    num_exact: int = 0
+    unmatched: tuple[Unmatched, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether not one element and not one call was compared, beside those of ``num_exact``."""
+        has_elements = any(difference.num_elements for difference in self.differences)
+        return not has_elements and not any(ledger.num_calls or ledger.difference for ledger in self.ledgers)
+
+    def has_elements(self, kind: TraceKind) -> bool:
+        """Whether an element of a tensor of this kind was compared."""
+        return any(item.num_elements for item in self.differences if item.key.kind == kind)
 
     @property
     def exceeding(self) -> tuple[TensorDifference, ...]:

@@ -6,7 +6,7 @@ Contract: immutable, hashable and canonical: equal sets of steps have one text, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _RANGE = re.compile(r"\s*(\d{1,12})\s*(-\s*(\d{1,12})?)?\s*")
@@ -47,6 +47,16 @@ class StepRanges:
     def is_within(self, other: StepRanges) -> bool:
         """Says whether every step of this set is in the other; true of an empty set."""
         return all(any(_covers(outer, inner) for outer in other.ranges) for inner in self.ranges)
+
+    def absent_from(self, present: Collection[int]) -> StepRanges:
+        """Returns the ends of ranges that are not among ``present``, and a range without an end that has none of them.
+
+        A range between two present steps may have gaps: runs write every tenth step. One beyond them is an error.
+        """
+        ends = [step for first, last in self.ranges if last is not None for step in (first, last)]
+        absent = [(step, step) for step in ends if step not in present]
+        open_ones = [(first, last) for first, last in self.ranges if last is None]
+        return StepRanges(_merged(absent + [item for item in open_ones if max(present, default=-1) < item[0]]))
 
     def __str__(self) -> str:
         return ", ".join(

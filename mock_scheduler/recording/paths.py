@@ -155,11 +155,14 @@ def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
 
 
 def describe_absent(steps: StepRanges | None, present: Sequence[tuple[str, Mapping[str, Sequence[int]]]]) -> str:
-    """Says that no chosen step is anywhere, with the present ones; empty where one is, or all are chosen.
+    """Says which chosen steps are nowhere (``StepRanges.absent_from``), with the present ones; empty without any.
 
     ``present``: by the name of each place searched, its steps by folder.
     """
-    if steps is None or any(step in steps for _, found in present for listed in found.values() for step in listed):
+    found_steps = {step for _, found in present for listed in found.values() for step in listed}
+    absent = StepRanges(()) if steps is None else steps.absent_from(found_steps)
+    if not absent.ranges:
         return ""
     listed = "; ".join(f"{name} has {format_present(found)}" for name, found in present)
-    return f"steps {steps}: there is no such step; {listed}"
+    what = "there is no such step" if str(absent) == str(steps) else f"there is no step {absent}"
+    return f"steps {steps}: {what}; {listed}"

@@ -6,7 +6,8 @@ Contract: one object, ``format_version`` 3, and in it, by command,
   ``times`` (null until it has ended), ``candidates`` and ``report``.
 - ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
   ``run``), ``recordings`` (null, or as ``mock-scheduler diff --json``) and all of a verdict.
-- ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts`` and ``ledgers``.
+- ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts``,
+  ``ledgers`` and ``unmatched`` (chosen kinds and patterns without a tensor).
 
 ``verdict_json`` describes a verdict, and how lists are bounded.
 
@@ -102,6 +103,7 @@ def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
         "num_copies": to_json(result.num_copies),
         **bounded("conflicts", result.conflicts, conflict_to_json),
         **bounded("ledgers", result.ledgers, ledger_to_json),
+        "unmatched": to_json(result.unmatched),
     }
 
 

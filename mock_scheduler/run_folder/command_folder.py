@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.files import save_text
 from mock_scheduler.support.run_files import ALIGN_FILE, DOCTOR_FILE
 
 
@@ -83,7 +84,7 @@ def prepare_folder(path: Path, *, marker: FolderMarker, overwrite: bool, keep: P
     if path.exists() or path.is_symlink():
         _clear(path, marker, overwrite=overwrite, keep=keep)
     path.mkdir(parents=True, exist_ok=True)
-    (path / marker.name).write_text(marker.text)
+    save_text(path / marker.name, marker.text)
 
 
 def _clear(path: Path, marker: FolderMarker, *, overwrite: bool, keep: Path | None) -> None:

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.walk.metrics import load_metrics
 from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
@@ -132,6 +132,16 @@ def check_steps(sides: Sequence[ComparedInput], steps: StepRanges | None) -> Non
     absent = describe_absent(steps, [(side.name, _find_present(side)) for side in sides])
     if absent:
         raise ConfigError(absent)
+
+
+def check_choice(side: ComparedInput, selection: Selection) -> None:
+    """Raises ``ConfigError`` where tensors are chosen of an input that has none: the choice would not take effect."""
+    if side.kind not in ("metrics", "recording"):
+        return
+    options = [("--kinds", selection.kinds is not None), ("--patterns", selection.patterns != EVERYTHING.patterns)]
+    given = " and ".join(name for name, is_given in options if is_given)
+    if given:
+        raise ConfigError(f"{given}: {side.path} holds {side.kind} and no tensors to choose; leave out {given}")
 
 
 def _find_present(side: ComparedInput) -> dict[str, list[int]]:

@@ -13,9 +13,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeAlias
 
 from mock_scheduler.support.foreign_files import load_json
@@ -54,11 +55,80 @@ def publish_new(path: Path, data: Buffer | Sequence[Buffer]) -> None:
     _sync(path.parent)
 
 
+def save_text(path: Path, text: str) -> None:
+    """Write a text in UTF-8, in place of an older file."""
+    with written_aside(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
 def save_json(path: Path, content: Mapping[str, object], *, sort_keys: bool = True) -> None:
     """Write one JSON object, indented, in place of an older file; raises ``ValueError`` for NaN or an infinity."""
     data = encode_json(content, sort_keys=sort_keys)
     with written_aside(path) as aside:
         aside.write_bytes(data)
+
+
+class AppendedLines:
+    """A file to which whole lines are appended, and nothing else; a context manager.
+
+    A line that cannot be written to its end, as on a full disk, is cut off again: the lines before it stay as they
+    were. A crash may leave one torn line, the last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, which must be there."""
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def append(self, line: str) -> None:
+        """Add one line; ``line`` has no end of its own."""
+        end = os.fstat(self._descriptor).st_size
+        try:
+            _write_all(self._descriptor, f"{line}\n".encode())
+        except BaseException:
+            os.ftruncate(self._descriptor, end)
+            raise
+
+    def sync(self) -> None:
+        """Have all lines on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Have all lines on the disk, and close the file."""
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+
+    def __enter__(self) -> AppendedLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def whole_lines(stream: Iterable[bytes], on_torn: Callable[[int], None]) -> Iterator[bytes]:
+    """Yields the lines of a file of JSON objects, without their ends.
+
+    Args:
+        stream: the lines as a binary file gives them.
+        on_torn: is told the number of bytes of a last line that was not written to its end; it is not yielded.
+    """
+    for line in stream:
+        # A JSON object that was cut off is no JSON, so a line whose end alone is missing is whole.
+        if not line.endswith(b"\n") and not _is_json(line):
+            on_torn(len(line))
+            return
+        yield line.removesuffix(b"\n")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def encode_json(content: Mapping[str, object], *, sort_keys: bool = True) -> bytes:
@@ -131,12 +201,16 @@ def _write_pieces(path: Path, pieces: Sequence[Buffer]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for piece in pieces:
-            rest = memoryview(piece).cast("B")
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            _write_all(descriptor, piece)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: Buffer) -> None:
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def _link_new(aside: Path, path: Path) -> None:

@@ -102,16 +102,22 @@ def read_text(
     return read_bytes(path, max_bytes=max_bytes, inside=inside, what=what).decode("utf-8")
 
 
-def read_lines(path: str | Path, *, max_bytes: int = MAX_LINE_BYTES, inside: Path | None = None) -> Iterator[str]:
-    """Yields the lines of a UTF-8 file one by one, without their ends; none of them has more than ``max_bytes``.
+def read_raw_lines(path: str | Path, *, max_bytes: int = MAX_LINE_BYTES, inside: Path | None = None) -> Iterator[bytes]:
+    """Yields the lines of a file one by one, with their ends; none of them has more than ``max_bytes``.
 
-    Raises as ``read_text``.
+    Raises as ``open_foreign``.
     """
     with open_foreign(path, inside=inside) as stream:
         while line := stream.readline(max_bytes + 1):
             if len(line) > max_bytes:
                 raise _too_large(path, "a line of more", max_bytes, "one line")
-            yield line.decode("utf-8").removesuffix("\n")
+            yield line
+
+
+def read_lines(path: str | Path, *, max_bytes: int = MAX_LINE_BYTES, inside: Path | None = None) -> Iterator[str]:
+    """Yields the lines of a UTF-8 file one by one, without their ends; raises as ``read_text``."""
+    for line in read_raw_lines(path, max_bytes=max_bytes, inside=inside):
+        yield line.decode("utf-8").removesuffix("\n")
 
 
 def read_tail(path: str | Path, num_lines: int, *, inside: Path | None = None) -> str:

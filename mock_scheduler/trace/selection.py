@@ -99,9 +99,14 @@ def _why_nothing(pattern: str, names: Collection[str]) -> str:
     excluded = sorted(name for name in names if fnmatchcase(name, pattern))
     if excluded:
         return f"trace.exclude takes out all that it matches, as {excluded[0]}"
-    nearest = difflib.get_close_matches(pattern, sorted(names), n=_NUM_NEAREST, cutoff=_NEAREST_CUTOFF)
-    shown = nearest or sorted(names)[:_NUM_NEAREST]
-    return f"it matches none of {len(names)} names; the nearest are {', '.join(shown)}"
+    return f"it matches none of {len(names)} names; the nearest are {', '.join(find_nearest_names(pattern, names))}"
+
+
+def find_nearest_names(pattern: str, names: Collection[str]) -> tuple[str, ...]:
+    """Finds the few names that a glob without a match may have meant; the first ones where none is near."""
+    listed = sorted(names)
+    nearest = difflib.get_close_matches(pattern, listed, n=_NUM_NEAREST, cutoff=_NEAREST_CUTOFF)
+    return tuple(nearest or listed[:_NUM_NEAREST])
 
 
 def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPlace, world_size: int) -> TraceSink:

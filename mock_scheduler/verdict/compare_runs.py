@@ -24,7 +24,7 @@ from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.finished_run import RunSummary
-from mock_scheduler.run_folder.inputs import OpenedInput, check_steps, open_inputs
+from mock_scheduler.run_folder.inputs import OpenedInput, check_choice, check_steps, open_inputs
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.direct_verdict import decide
@@ -36,6 +36,7 @@ from mock_scheduler.verdict.reasons import (
     NotReadable,
     OtherRecordings,
     OtherRollouts,
+    UnknownRollouts,
 )
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
@@ -72,6 +73,8 @@ def judge_runs(
         )
     except (AlignmentError, TraceError) as error:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
+    if verdict.passes and not baseline.batches.keys() & candidate.batches.keys():
+        return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=UnknownRollouts())
     if is_deterministic or verdict.kind is VerdictKind.IDENTICAL:
         return verdict
     return replace(verdict, kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=verdict.why))
@@ -190,6 +193,7 @@ def compare_paths(
         TraceError, RecordingError: A file cannot be read.
     """
     opened = open_inputs((baseline, candidate))
+    check_choice(opened[0].side, selection)
     check_steps([item.side for item in opened], selection.steps)
     bounds = resolve_bounds(opened, tolerance, noise)
     verdict, recordings = _judge(opened, bounds, selection, has_metrics=has_metrics, on_key=on_key)

@@ -26,6 +26,7 @@ from mock_scheduler.verdict.reasons import (
     BothBroken,
     KindsMissing,
     NotExplainedByNoise,
+    NotFound,
     NothingCompared,
     NothingJudged,
     NothingTrained,
@@ -129,13 +130,16 @@ class _Evidence:
         if first is None and divergences:
             findings = tuple(item.evidence for item in divergences if isinstance(item.evidence, Finding))
             return VerdictKind.INCOMPARABLE, TracedOtherThings(findings=findings)
-        if first is None and self._is_empty() and self.selection != EVERYTHING:
-            return VerdictKind.INCOMPARABLE, NothingCompared(chosen=self.selection)
+        unmatched = self.tensors.unmatched if self.tensors is not None else ()
+        if first is None and self._lacks_tensors() and self.selection != EVERYTHING:
+            return VerdictKind.INCOMPARABLE, NothingCompared(chosen=self.selection, unmatched=unmatched)
+        if first is None and unmatched:
+            return VerdictKind.INCOMPARABLE, NotFound(unmatched=unmatched)
         missing = self._find_missing()
         # A divergence counts whatever else is missing; equality proves something only with gradients and parameters.
         if first is None and missing:
             return VerdictKind.INCOMPARABLE, KindsMissing(kinds=missing)
-        if self._is_empty():
+        if self._lacks_tensors() if first is None else self._is_empty():
             return VerdictKind.INCOMPARABLE, NothingCompared()
         if first is not None:
             # One exceeded bound that was measured is enough; extrapolated bounds alone make no divergence.
@@ -156,7 +160,8 @@ class _Evidence:
                 return VerdictKind.SUSPECT, Undecided(num_tensors=len(tensors.undecided))
         metrics = self.metrics.differences if self.metrics is not None else ()
         differences = tensors.differences if tensors is not None else ()
-        if self.bounds.source != "stated" and not any(item.is_judged for item in differences or metrics):
+        compared = differences or metrics
+        if self.bounds.source != "stated" and compared and not any(item.is_judged for item in compared):
             return VerdictKind.INCOMPARABLE, NothingJudged(kind=None, because=self._without_bound)
         is_sketched = tensors is not None and tensors.level == "sketch"
         if all(item.bit_equal for item in metrics) and all(item.bit_equal for item in differences):
@@ -189,13 +194,22 @@ class _Evidence:
     def _without_bound(self) -> Literal["noise", "no bound"]:
         return "no bound" if self.bounds.noise is None else "noise"
 
-    def _find_missing(self) -> tuple[TraceKind | Literal["metric"], ...]:
-        has_no_metric = self.metrics is not None and not self.metrics.differences
-        metric: tuple[Literal["metric"], ...] = ("metric",) if has_no_metric else ()
+    def _find_missing(self) -> tuple[TraceKind | Literal["metric", "finite metric"], ...]:
+        metric: tuple[Literal["metric", "finite metric"], ...] = ()
+        if self.metrics is not None and not self.metrics.has_numbers:
+            metric = ("finite metric",) if self.metrics.differences else ("metric",)
         tensors = self.tensors
         if tensors is None:
             return metric
-        return (*metric, *(kind for kind in self.required if tensors.group(kind) is None))
+        return (*metric, *(kind for kind in self.required if not tensors.has_elements(kind)))
+
+    def _lacks_tensors(self) -> bool:
+        """Whether equality would rest on metrics alone though there are traces, or on nothing at all."""
+        if self.tensors is None:
+            return self._is_empty()
+        # Equal starts prove nothing of the training, unless they are the question.
+        is_asked = self.selection.kinds is not None and bool(self.tensors.num_exact)
+        return self.tensors.is_empty and not is_asked
 
     def _is_empty(self) -> bool:
         has_metrics = self.metrics is not None and bool(self.metrics.differences)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.findings import Finding, Unmatched
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
@@ -29,16 +29,35 @@ class BothBroken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NothingCompared:
-    """Nothing was compared; ``chosen``: by this selection neither side has anything, or ``None``."""
+    """Nothing was compared, or metrics alone; ``chosen``: by this selection neither side has anything, or ``None``.
+
+    ``unmatched``: the parts of the selection without anything.
+    """
 
     chosen: Selection | None = None
+    unmatched: tuple[Unmatched, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindsMissing:
-    """No tensor (or metric) of these kinds was compared, so the rest proves nothing."""
+    """No tensor (or metric) of these kinds was compared, so the rest proves nothing.
 
-    kinds: tuple[TraceKind | Literal["metric"], ...]
+    ``finite metric``: there are metrics, and all of them are NaN or infinite.
+    """
+
+    kinds: tuple[TraceKind | Literal["metric", "finite metric"], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFound:
+    """Both sides have nothing of a chosen kind, or by a chosen pattern, so less was compared than was asked for."""
+
+    unmatched: tuple[Unmatched, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnknownRollouts:
+    """The two runs state the rollouts of no common step, so nothing shows that they trained on the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +225,8 @@ Reason = (
     BothBroken
     | NothingCompared
     | KindsMissing
+    | NotFound
+    | UnknownRollouts
     | TracedOtherThings
     | NothingTrained
     | NothingJudged

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mock_scheduler.comparison.pairing.ledgers import check_groups
 from mock_scheduler.comparison.pairing.order import order_keys
-from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection, find_unmatched
 from mock_scheduler.comparison.tensors import LedgerComparison
 from mock_scheduler.comparison.walk.steps import OnKey
 from mock_scheduler.comparison.walk.traces import trace_level
@@ -59,6 +59,7 @@ def check_replicas(
         num_copies=dict(sorted(copies.items())),
         conflicts=tuple(conflicts),
         ledgers=tuple(ledgers),
+        unmatched=find_unmatched(selection, keys, {ledger.kind for ledger in ledgers}),
     )
 
 

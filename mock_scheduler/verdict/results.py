@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import Unmatched
 from mock_scheduler.comparison.tensors import LedgerComparison
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import RecordingDifferences
@@ -129,7 +130,8 @@ class ReplicaResult:
     """The result of ``mock-scheduler replicas`` on one run.
 
     ``num_tensors``: that were read; ``num_copies``: by axis, copies of a tensor's elements that were compared with
-    another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step that has them.
+    another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step that has them. ``unmatched``:
+    chosen kinds and patterns by which the run has nothing.
     """
 
     path: Path
@@ -138,11 +140,13 @@ class ReplicaResult:
     num_copies: Mapping[str, int]
     conflicts: tuple[ReplicaConflict, ...]
     ledgers: tuple[LedgerComparison, ...]
+    unmatched: tuple[Unmatched, ...] = ()
 
     @property
     def exit_code(self) -> ExitCode:
-        """Diverged where copies or calls disagree, incomparable where nothing is held twice, else aligned."""
+        """Diverged where copies or calls disagree; incomparable where nothing, or too little, was compared."""
         if self.conflicts or any(ledger.difference for ledger in self.ledgers):
             return ExitCode.DIVERGED
         # Without a single copy nothing was checked, and agreement would be said of nothing.
-        return ExitCode.ALIGNED if sum(self.num_copies.values()) else ExitCode.INCOMPARABLE
+        is_compared = sum(self.num_copies.values()) and not self.unmatched
+        return ExitCode.ALIGNED if is_compared else ExitCode.INCOMPARABLE

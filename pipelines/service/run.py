@@ -25,7 +25,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.remote import encode_scores, metrics_as_json
-from mock_scheduler.support.files import save_json
+from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.run_files import METRICS_FILE
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
@@ -105,7 +105,7 @@ def _open_front(config: PipelineConfig) -> Iterator[Front]:
 
 
 def _serve(service: TrainingService, front: Front, output_dir: Path) -> None:
-    (output_dir / "service_config.yaml").write_text(dump_config(service.config), encoding="utf-8")
+    save_text(output_dir / "service_config.yaml", dump_config(service.config))
     with MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=_METRICS_FILE) as writer:
         save_json(output_dir / SERVICE_FILE, {"url": front.url, "process_id": os.getpid()})
         logger.info("training service of %s listens at %s", service.config.exp_name, front.url)

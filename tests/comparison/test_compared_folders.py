@@ -217,17 +217,33 @@ def test_metrics_of_two_folders_are_compared_and_a_choice_of_no_step_is_named(tm
     assert str(caught.value) == "steps 5: there is no such step; a has steps 0-1; b has steps 0-1"
 
 
-@pytest.mark.parametrize(("mine", "other", "code"), [("nan", "nan", 0), ("nan", 0.5, 1), (0.5, "nan", 1)])
+@pytest.mark.parametrize(("mine", "other", "code"), [("nan", "nan", 3), ("nan", 0.5, 1), (0.5, "nan", 1)])
 def test_a_metric_that_is_nan_on_one_side_diverges(tmp_path: Path, mine: object, other: object, code: int) -> None:
     sides = [write_metrics(tmp_path / name, value) for name, value in (("a", mine), ("b", other))]
     assert compare(*sides)[0] == code
 
 
-def test_a_metrics_file_that_was_cut_off_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_torn_last_line_of_metrics_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sides = [write_metrics(tmp_path / name, 0.5, 0.25) for name in "ab"]
     path = sides[1] / "metrics.jsonl"
     path.write_text(path.read_text()[:-9])
-    with pytest.raises(TraceError, match=r"metrics.jsonl:2: not JSON \(.*\); the run may have been cut off"):
+    code, text = compare(*sides)
+    assert code == 1
+    assert "step 1 is not logged by the candidate" in text or "step 1" in text
+    assert f"{path}: its last line was not written to its end; these 33 bytes were passed over" in caplog.messages
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_broken_line_of_metrics_is_refused_with_its_number(tmp_path: Path, is_last: bool) -> None:
+    sides = [write_metrics(tmp_path / name, 0.5, 0.25, 0.125) for name in "ab"]
+    path = sides[1] / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    place = 2 if is_last else 1
+    lines[place] = lines[place][:-9]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(TraceError, match=rf"metrics.jsonl:{place + 1}: not JSON \(.*\); the run may have been cut off"):
         compare(*sides)
 
 

@@ -237,6 +237,29 @@ def test_a_log_that_was_cut_off_is_refused(tmp_path: Path) -> None:
         list(OperationLog.open(path).records())
 
 
+@pytest.mark.parametrize("change", [lambda digest: digest[::-1], lambda digest: "0" * 16])
+def test_a_log_whose_digests_were_changed_is_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
+    """Two replays are equal where the logged digests are, so that no line may change unseen."""
+    with record_operations(tmp_path, HEADER, modules={}):
+        torch.ones(2).add(1.0)
+    path = operation_log_path(tmp_path, step=0, global_rank=0)
+    digest = host_digest(torch.full((2,), 2.0))
+    path.write_text(path.read_text().replace(digest, change(digest)))
+    with pytest.raises(TraceError) as caught:
+        list(OperationLog.open(path).records())
+    assert str(caught.value) == f"{path}: its lines do not match their digest (SHA-256); it was changed"
+
+
+def test_a_log_of_an_earlier_release_without_a_digest_opens(tmp_path: Path) -> None:
+    with record_operations(tmp_path, HEADER, modules={}):
+        torch.ones(2).add(1.0)
+    path = operation_log_path(tmp_path, step=0, global_rank=0)
+    *lines, footer = path.read_text().splitlines()
+    num_records = json.loads(footer)["num_records"]
+    path.write_text("\n".join([*lines, json.dumps({"num_records": num_records})]) + "\n")
+    assert len(list(OperationLog.open(path).records())) == num_records
+
+
 def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.jsonl"
     path.write_text(json.dumps({"format_version": 99}) + "\n")

@@ -16,6 +16,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import canonical_json, open_sealed, seal
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import METADATA_KEY
+from mock_scheduler.trace.full.header import compute_tensor_crc32
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from tests.rank_traces import save_rank_trace
@@ -146,3 +147,18 @@ def flip_last_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def forge_tensor(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change a stored tensor, and make its CRC-32 and the header's digest fit, but not its SHA-256."""
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name]).contiguous()
+    with safe_open(path, framework="pt") as handle:
+        content = open_sealed(handle.metadata()[METADATA_KEY])
+    content["tensors"][name]["crc32"] = compute_tensor_crc32(tensors[name])
+    save_file(tensors, path, metadata={METADATA_KEY: canonical_json(seal(content))})
+
+
+def forge_sha256(path: Path, name: str) -> None:
+    """State another SHA-256 of a stored tensor, in a header whose own digest fits."""
+    reseal(path, lambda content: content["tensors"][name].update(sha256="0" * 64))

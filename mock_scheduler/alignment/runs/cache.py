@@ -216,7 +216,8 @@ def digest_checkpoint(folder: Path) -> str:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     # Checkpoints are too large to read whole; a changed one has another time of writing, or other ends.
     files: dict[str, JSON] = {
-        path.relative_to(folder).as_posix(): [*_describe_file(path), path.stat().st_mtime_ns] for path in paths
+        path.relative_to(folder).as_posix(): [*_describe_file(path, by_ends=True), path.stat().st_mtime_ns]
+        for path in paths
     }
     return compute_json_digest(files)
 
@@ -278,15 +279,19 @@ def _is_hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def _describe_file(path: Path) -> list[int | str]:
-    """Reads the size and the SHA-256 of a safetensors file's header, a large other file's two ends, else the whole."""
+def _describe_file(path: Path, *, by_ends: bool = False) -> list[int | str]:
+    """Reads the size and the SHA-256 of a safetensors file's header, else of the whole file.
+
+    ``by_ends``: of a large other file, of its two ends.
+    """
     with open_foreign(path) as file:
         size = os.fstat(file.fileno()).st_size
         if path.suffix == ".safetensors":
             length = file.read(_HEADER_LENGTH_BYTES)
             content = length + file.read(min(int.from_bytes(length, "little"), size, _MAX_HEADER_BYTES))
-        elif size <= _WHOLE_BYTES:
-            content = file.read()
+        elif not by_ends or size <= _WHOLE_BYTES:
+            # A verdict rests on metrics and settings as they are read here, so no part of them may change unseen.
+            return [size, hashlib.file_digest(file, "sha256").hexdigest()]
         else:
             content = file.read(_END_BYTES)
             file.seek(size - _END_BYTES)

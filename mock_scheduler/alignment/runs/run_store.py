@@ -43,7 +43,7 @@ from mock_scheduler.launch.entry import find_module
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.files import remove_leftovers, rename_away
+from mock_scheduler.support.files import remove_leftovers, rename_away, save_text
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import RUN_FILE
 from mock_scheduler.support.version import VERSION
@@ -61,7 +61,7 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
     is_own = path.is_dir() and not path.is_symlink() and marker.is_in(path)
     if is_own and not fresh:
         remove_leftovers(path)
-        (path / marker.name).write_text(marker.text)
+        save_text(path / marker.name, marker.text)
         return True
     is_used = path.is_dir() and any(path.iterdir())
     if is_used and not is_own and not fresh:

@@ -97,6 +97,8 @@ def _explain(
     common: CommonScale | None,
 ) -> TensorDifference:
     key = difference.key
+    # A divergence is told of files as they were written, and not of one changed with its CRC-32 since.
+    traces.check_digests(key)
     pair = _read_pair(key, traces, tokens)
     if pair is None:
         return difference

@@ -18,7 +18,7 @@ import torch
 from mock_scheduler.comparison.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import Figures, WorstElement
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
-from mock_scheduler.support.tensor_bytes import view_as_bits
+from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits
 
 __all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]
 
@@ -44,12 +44,8 @@ def sum_pair(
     candidate: torch.Tensor,
     *,
     present: torch.Tensor | None = None,
-    is_known_equal: bool = False,
 ) -> PairSums:
-    """Computes the figures, ||baseline|| and whether all is finite, in the same pass; as ``compute_figures``.
-
-    ``is_known_equal``: all bits of both are equal, so the candidate need not be read.
-    """
+    """Computes the figures, ||baseline|| and whether all is finite, in the same pass; as ``compute_figures``."""
     _check_pair(baseline, candidate)
     rows = None if present is None else flatten_present(present, baseline.shape)
     num_elements = baseline.numel()
@@ -59,12 +55,12 @@ def sum_pair(
     left, right = baseline.reshape(-1), candidate.reshape(-1)
 
     def add_up(block: tuple[int, int]) -> _Sums:
-        part = _Sums(is_floating=baseline.is_floating_point(), is_known_equal=is_known_equal)
+        part = _Sums(is_floating=baseline.is_floating_point())
         for chunk in _read_block(left, right, rows, block):
             part.add(chunk)
         return part
 
-    sums = _Sums(is_floating=baseline.is_floating_point(), is_known_equal=is_known_equal)
+    sums = _Sums(is_floating=baseline.is_floating_point())
     blocks = split_blocks(left.numel()) if rows is None else _split_rows(rows.numel(), left.numel())
     for part in map_blocks(add_up, blocks):
         # In the order of the blocks, so that the sum has the same bits whichever thread was first.
@@ -168,9 +164,8 @@ def _dense_chunks(left: torch.Tensor, right: torch.Tensor, start: int, stop: int
 class _Sums:
     """Sums over the chunks so far."""
 
-    def __init__(self, *, is_floating: bool, is_known_equal: bool) -> None:
+    def __init__(self, *, is_floating: bool) -> None:
         self._is_floating = is_floating
-        self._is_known_equal = is_known_equal
         self._squares = [0.0, 0.0, 0.0, 0.0]
         self._num_different = 0
         self._max_abs = 0.0
@@ -182,16 +177,14 @@ class _Sums:
         """Counts elements with other bits, and adds the products of the values."""
         size = chunk.baseline.numel()
         baseline = SCRATCH.wide(0, size)
-        if self._is_known_equal:
+        # The bytes themselves, and no digest of them: a file may say any digest.
+        if have_equal_bytes(chunk.baseline, chunk.candidate):
             self._add_equal(baseline.copy_(chunk.baseline))
             return
         left, right = (view_as_bits(side) for side in (chunk.baseline, chunk.candidate))
         changed = torch.bitwise_xor(left, right, out=SCRATCH.bits(size, left.dtype))
         num_different = int(np.count_nonzero(changed.numpy()))  # torch's takes half as long again
         baseline.copy_(chunk.baseline)
-        if not num_different:
-            self._add_equal(baseline)
-            return
         # The first unequal element stands in as the worst until a finite difference is seen.
         if not self._num_different:
             self._worst = chunk.find(int(changed.ne(0).to(torch.uint8).argmax()))

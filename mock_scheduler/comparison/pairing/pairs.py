@@ -33,6 +33,7 @@ class TensorPair:
         sums: Of the present elements; of two dtypes, of their values in float64.
         ours: The elements of the baseline by itself.
         theirs: The elements of the candidate by itself, in the baseline's order.
+        is_doubtful: Digests in the files say equal where bits differ, or the other way round.
     """
 
     key: TraceKey
@@ -43,6 +44,7 @@ class TensorPair:
     sums: PairSums
     ours: torch.Tensor | None = None
     theirs: torch.Tensor | None = None
+    is_doubtful: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -81,6 +83,15 @@ class TracePair:
             other = theirs.result()
         return ours, other
 
+    def check_digests(self, key: TraceKey) -> None:
+        """Checks the SHA-256 of every piece of a tensor, of both sides.
+
+        Raises:
+            TraceError: A piece has another digest; names file and tensor.
+        """
+        for reader in self.readers:
+            reader.check_digests(key)
+
     def __enter__(self) -> TracePair:
         return self
 
@@ -107,9 +118,7 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     if left.shape != right.shape:
         return finding(key, OtherShape(baseline=tuple(left.shape), candidate=tuple(right.shape)))
     present = all_of([ours.present, their_presence, shared])
-    # Equal digests of what was stored spare the comparison of bits; not where tokens were put in another order.
-    is_same = ours.content is not None and ours.content == theirs.content and right is theirs.tensor
-    return TensorPair(
+    pair = TensorPair(
         key=key,
         baseline=left,
         candidate=right,
@@ -117,8 +126,17 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
         present=present,
         ours=all_of([ours.present, shared]),
         theirs=all_of([their_presence, shared]),
-        sums=_sum(left, right, present, is_known_equal=is_same and left.dtype == right.dtype),
+        sums=_sum(left, right, present),
     )
+    # Digests are of the stored order, so that tokens put in another order have none.
+    return replace(pair, is_doubtful=right is theirs.tensor and _contradict(ours, theirs, is_equal=pair.is_equal))
+
+
+def _contradict(ours: MergedTensor, theirs: MergedTensor, *, is_equal: bool) -> bool:
+    """Whether the digests of two tensors, both cut alike, say other than their bits."""
+    if ours.stated is None or theirs.stated is None or ours.stated.keys() != theirs.stated.keys():
+        return False
+    return (ours.stated == theirs.stated) != is_equal
 
 
 def find_other_places(pair: TensorPair) -> OtherPlaces | None:
@@ -190,12 +208,10 @@ def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return None if bool(result.all()) else result
 
 
-def _sum(
-    baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None, *, is_known_equal: bool = False
-) -> PairSums:
+def _sum(baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None) -> PairSums:
     if baseline.dtype != candidate.dtype:
         baseline, candidate = baseline.double(), candidate.double()
-    return sum_pair(baseline, candidate, present=present, is_known_equal=is_known_equal)
+    return sum_pair(baseline, candidate, present=present)
 
 
 def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,15 @@ from mock_scheduler.comparison.findings import (
     NotTraced,
     NotWritten,
     OnlyIn,
+    Unmatched,
     finding,
     other_side,
 )
 from mock_scheduler.comparison.residuals import Side
-from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.trace.entries import StepFooter, TraceKey
+from mock_scheduler.trace.selection import find_nearest_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,29 @@ class Selection:
 
 
 EVERYTHING = Selection()
+
+
+def find_unmatched(
+    selection: Selection, keys: Collection[TraceKey], ledgers: Collection[LedgerKind] = ()
+) -> tuple[Unmatched, ...]:
+    """Finds chosen kinds and patterns that choose nothing: a comparison would prove less than was asked for.
+
+    Args:
+        selection: Of the comparison.
+        keys: Tensors of both sides, in the chosen steps.
+        ledgers: Kinds of ledgers, likewise.
+    """
+    kinds: set[TraceKind | LedgerKind] = {key.kind for key in keys} | set(ledgers)
+    found = [
+        Unmatched(what="kind", chosen=kind, nearest=tuple(sorted(kinds)))
+        for kind in (*TRACE_KINDS, *LEDGER_KINDS)
+        if selection.kinds is not None and kind in selection.kinds and kind not in kinds
+    ]
+    names = sorted({key.name for key in keys if selection.has_kind(key.kind)})
+    for pattern in selection.patterns if selection.patterns != EVERYTHING.patterns else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            found.append(Unmatched(what="pattern", chosen=pattern, nearest=find_nearest_names(pattern, names)))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,7 +123,9 @@ class FullStep:
         )
         pairs = (self._pair(key, is_reported=selection.has_kind(key.kind)) for key in keys)
         for pair, outcome in compare_state((pair for pair in pairs if pair is not None), rules):
-            if isinstance(outcome, TensorDifference):
+            if outcome == "exact":
+                self._found.num_exact += bool(pair.sums.figures.num_elements)
+            elif isinstance(outcome, TensorDifference):
                 self._add(outcome, pair)
             elif isinstance(outcome, str):
                 self._measure(pair)
@@ -142,6 +144,8 @@ class FullStep:
         if isinstance(paired, Finding):
             self._found.findings.append(paired)
             return None
+        if paired.is_doubtful:
+            self._traces.check_digests(key)
         facts: list[OtherDtype | OtherPlaces | None] = [find_other_dtype(paired)]
         places = find_other_places(paired)
         if merged[1].missing:

@@ -8,6 +8,7 @@ one side only is a finding. NaN equals NaN and differs infinitely from every num
 from __future__ import annotations
 
 import json
+import logging
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +21,13 @@ from mock_scheduler.comparison.findings import SIDES, Finding, NotLogged, other_
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.foreign_files import describe_failure, read_lines
+from mock_scheduler.support.files import whole_lines
+from mock_scheduler.support.foreign_files import describe_failure, read_raw_lines
 from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.numbers import is_real
 from mock_scheduler.support.text import shorten
+
+logger = logging.getLogger("mock_scheduler.metrics")
 
 #: Wall-clock values, and values of the run that recorded rather than of this one.
 NOT_COMPUTED_PREFIXES = ("time/", "rollout/", "recorded/")
@@ -93,19 +97,29 @@ class MetricComparison:
         return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether a finite value of both runs was compared: NaN equals NaN, and proves nothing."""
+        return any(diff.changes for diff in self.differences)
+
+    @property
     def worst(self) -> MetricDifference | None:
         """The metric with the largest relative difference; ``None`` where nothing was compared."""
         return max(self.differences, key=lambda diff: diff.max_relative, default=None)
 
 
 def load_metrics(path: Path) -> MetricLog:
-    """Reads a ``metrics.jsonl``.
+    """Reads a ``metrics.jsonl``; a last line that was not written to its end is passed over, with a warning.
 
     Raises:
         TraceError: Anything but the format, with path and line.
     """
+
+    def on_torn(num_bytes: int) -> None:
+        logger.warning("%s: its last line was not written to its end; these %d bytes were passed over", path, num_bytes)
+
     try:
-        return _parse_lines(read_lines(path), path)
+        lines = whole_lines(read_raw_lines(path), on_torn)
+        return _parse_lines((line.decode("utf-8") for line in lines), path)
     except TraceError:  # which is an OSError as well
         raise
     except OSError as error:

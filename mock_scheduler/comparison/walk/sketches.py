@@ -184,6 +184,8 @@ class _SketchStep:
         # At step 0 both runs have drawn the same weights, so nothing has rounded yet.
         elif not _is_identical(pair):
             self._found.findings.append(finding(key, OtherStart()))
+        else:
+            self._found.num_exact += bool(pair[0].sketch.num_elements)
 
     def _compare_update(self, key: TraceKey, before: _SketchPair, after: _SketchPair) -> None:
         changes = [_subtract(new.sketch, old.sketch) for old, new in zip(before, after, strict=True)]

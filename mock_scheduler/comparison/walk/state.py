@@ -31,8 +31,9 @@ STATE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weigh
 MovedExperts = Mapping[tuple[int, str], frozenset[int]]
 """By update and routed part, experts that other tokens chose; without what is not known."""
 
-Outcome = TensorDifference | OtherStart | LacksParameter | OtherWeight | Literal["any tensor"]
-"""How one tensor is judged; ``any tensor``: by what ``measure`` makes of any tensor of a forward or backward pass."""
+Outcome = TensorDifference | OtherStart | LacksParameter | OtherWeight | Literal["any tensor", "exact"]
+"""How one tensor is judged; ``any tensor``: by what ``measure`` makes of any tensor of a forward or backward pass;
+``exact``: it must be equal to the bit, and is."""
 
 
 def needed_kinds(selection: Selection) -> frozenset[TraceKind]:
@@ -98,7 +99,7 @@ def _judge(
             return None
         if pair.key.step > 0:
             return "any tensor"
-        return None if pair.is_equal else OtherStart()
+        return "exact" if pair.is_equal else OtherStart()
     return LacksParameter(needed_by="update") if before is None else _compare_update(before, pair, gradient, rules)
 
 
@@ -133,7 +134,7 @@ def _compare_update(
     return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
 
 
-def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParameter | OtherWeight | None:
+def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParameter | OtherWeight | Literal["exact"]:
     if parameter is None:
         return LacksParameter(needed_by="weight")
     present = all_of([pair.present, parameter.present])
@@ -142,7 +143,7 @@ def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParame
         # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
         if not is_bit_equal(weight, value.to(weight.dtype)):
             return OtherWeight(side=side)
-    return None
+    return "exact"
 
 
 def _kept(pair: TensorPair, present: torch.Tensor | None) -> Pair:

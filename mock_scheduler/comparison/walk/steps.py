@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
-from mock_scheduler.comparison.findings import SIDES, Finding, Note, NotShown, OnlyIn
+from mock_scheduler.comparison.findings import SIDES, Finding, Note, NotShown, OnlyIn, Unmatched
 from mock_scheduler.comparison.pairing.ledgers import compare_ledgers
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.pairing.selection import (
@@ -16,6 +16,7 @@ from mock_scheduler.comparison.pairing.selection import (
     explain_absence,
     find_empty_kinds,
     find_faults,
+    find_unmatched,
     list_not_compared,
 )
 from mock_scheduler.comparison.pairing.sources import StepSource
@@ -53,6 +54,8 @@ class Found:
     notes: dict[Note, None] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     num_located: int = 0
+    num_exact: int = 0
+    unmatched: tuple[Unmatched, ...] = ()
 
     def sort(self) -> None:
         """Puts the differences in the order training computes them."""
@@ -77,6 +80,8 @@ class Found:
             notes=(*self.notes, *find_empty_kinds(not_compared, compared)),
             numbers=dict(self.numbers),
             num_located=self.num_located,
+            num_exact=self.num_exact,
+            unmatched=self.unmatched,
         )
 
 
@@ -108,6 +113,8 @@ def walk_steps(
             if on_key is not None:
                 on_key(done, total)
         found.ledgers += compare_ledgers(sources, step, selection, found.notes)
+    common = {key for mine, other in keys.values() for key in mine & other}
+    found.unmatched = find_unmatched(selection, common, {ledger.kind for ledger in found.ledgers})
     # Walked by name, reported in the order of computation.
     found.sort()
     return steps

@@ -2,18 +2,18 @@
 
 Contract: imports no torch. ``{output_dir}/operations/step_000000/rank_0.jsonl`` has one JSON object per line: a header
 (format version, step, rank, settings read back), then one record per operation in the order in which the rank began
-them, then a footer with their number. A file's presence is its completeness, as ``files`` says; one whose footer is
-missing or wrong is refused.
+them, then a footer with their number and the SHA-256 of all lines before it. A file's presence is its completeness, as
+``files`` says; one whose footer is missing or wrong is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,19 @@ class OperationLog:
             raise TraceError(f"{path}: the header is no operation log's: {error}") from error
 
     def records(self) -> Iterator[OperationRecord]:
-        """Every record in order; raises ``TraceError`` where the file is cut off or is no operation log's."""
+        """Every record in order; raises ``TraceError`` where the file is cut off, changed or no operation log's."""
         num_records, num_stated = 0, None
-        for line in islice(_read_lines(self.path), 1, None):
+        digest = hashlib.sha256()
+        for number, line in enumerate(_read_lines(self.path)):
             content = _parse(self.path, line)
-            if "num_records" in content:
+            if "num_records" in content and number:
                 num_stated = content["num_records"]
+                # Logs of earlier releases have none.
+                if content.get("sha256", digest.hexdigest()) != digest.hexdigest():
+                    raise TraceError(f"{self.path}: its lines do not match their digest (SHA-256); it was changed")
+                continue
+            digest.update(line.removesuffix("\n").encode() + b"\n")
+            if not number:
                 continue
             try:
                 record = _parse_record(content)

@@ -14,7 +14,7 @@ import ctypes
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import IO, TypedDict
@@ -78,7 +78,8 @@ class OperationLogWriter:
         self._waiting: list[OpenRecord] = []
         self._num_records = 0
         self._lock = threading.Lock()
-        lines.write(json.dumps({"format_version": FORMAT_VERSION, **asdict(header)}) + "\n")
+        self._digest = hashlib.sha256()
+        self._write([json.dumps({"format_version": FORMAT_VERSION, **asdict(header)})])
 
     def begin(self, record: OpenRecord) -> int:
         """Takes a record and numbers it."""
@@ -91,15 +92,20 @@ class OperationLogWriter:
             return number
 
     def finish(self) -> None:
-        """Writes the waiting records, and the footer."""
+        """Writes the waiting records, and the footer: their number, and the SHA-256 of all lines before it."""
         self._flush()
-        self._lines.write(json.dumps({"num_records": self._num_records}) + "\n")
+        self._write([json.dumps({"num_records": self._num_records, "sha256": self._digest.hexdigest()})])
 
     def _flush(self) -> None:
         complete = list(takewhile(lambda record: "outputs" in record, self._waiting))
         self._waiting = self._waiting[len(complete) :]
         _read_back([entry for record in complete for entry in (*record.get("inputs", ()), *record["outputs"])])
-        self._lines.writelines(f"{_to_line(record)}\n" for record in complete)
+        self._write(map(_to_line, complete))
+
+    def _write(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._digest.update(f"{line}\n".encode("ascii"))
+            self._lines.write(f"{line}\n")
 
 
 def _to_line(record: OpenRecord) -> str:

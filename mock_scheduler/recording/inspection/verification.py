@@ -7,7 +7,7 @@ named like an absent step. Missing steps between others are noted: they may neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
@@ -59,13 +59,8 @@ def verify_recording(
         problems += found
         if on_step is not None:
             on_step(number, len(places))
-    if not places and not problems:
-        present = {listing.folder: list(listing.places) for listing in listings if listing.places}
-        problems.append(
-            f"{dump_dir} holds no step"
-            if steps is None
-            else f"none of the steps {steps} is recorded in {dump_dir}; steps present: {format_present(present)}"
-        )
+    if not problems:
+        problems += _absence_problems(dump_dir, steps, listings)
     return VerifyResult(
         location=redact(dump_dir),
         num_steps=len(places),
@@ -73,6 +68,23 @@ def verify_recording(
         problems=tuple(problems),
         notes=tuple(note for listing in listings for note in _notes(listing, removed, is_whole=steps is None)),
     )
+
+
+def _absence_problems(dump_dir: str, steps: StepRanges | None, listings: Sequence[FolderListing]) -> Iterator[str]:
+    """Says that there is no step, or not every chosen one: fewer were verified than were asked for."""
+    present = {listing.folder: list(listing.places) for listing in listings if listing.places}
+    if steps is None:
+        if not present:
+            yield f"{dump_dir} holds no step"
+        return
+    absent = steps.absent_from({step for listed in present.values() for step in listed})
+    if absent == steps:
+        yield f"none of the steps {steps} is recorded in {dump_dir}; steps present: {format_present(present)}"
+    elif absent.ranges:
+        yield (
+            f"of the steps {steps}, {name_steps(absent)} is not recorded in {dump_dir}; steps present: "
+            f"{format_present(present)}"
+        )
 
 
 def _open_reader(dump_dir: str) -> tuple[RecordingReader | None, list[str]]:

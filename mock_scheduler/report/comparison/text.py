@@ -29,7 +29,7 @@ from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
-from mock_scheduler.verdict.wording.findings import describe_finding
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_unmatched
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.tensors import describe_flips, describe_ledgers, describe_not_compared
 from mock_scheduler.verdict.wording.verdicts import describe_sentence
@@ -92,6 +92,8 @@ def _say_where(files: Mapping[str, Path]) -> str:
 def _describe_replicas(result: ReplicaResult) -> str:
     if result.exit_code is ExitCode.ALIGNED:
         return "replicas agree: every copy is equal to the last bit"
+    if result.exit_code is ExitCode.INCOMPARABLE and result.unmatched:
+        return f"less compared than was chosen: {describe_unmatched(result.unmatched)}"
     if result.exit_code is ExitCode.INCOMPARABLE:
         return "nothing compared: no element of this trace is held twice"
     num_ledgers = sum(ledger.difference is not None for ledger in result.ledgers)

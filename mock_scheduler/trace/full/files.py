@@ -36,7 +36,8 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
 
 *Digests.* ``sha256`` and ``crc32`` are over dtype and shape, as in ``float32[2, 3]``, and then the bytes: a tensor
 moved, turned round or converted has another. Every read is checked against the CRC-32. It finds any damage of
-up to 32 adjacent bits for certain and costs a quarter of SHA-256; ``TraceReader.verify`` checks every SHA-256.
+up to 32 adjacent bits for certain and costs a quarter of SHA-256; ``TraceReader.verify`` checks every SHA-256. Nothing
+is concluded from equal digests: bytes are compared, and a digest that contradicts them is an error.
 
 Nothing is pickled, no code runs on load. ``writing`` writes a step in the background, ``reader`` reads.
 """

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -45,6 +45,9 @@ _MAX_TOKENS = 1 << 37
 
 #: A canonical name. A longer one could hold a number that Python does not read.
 TensorName = Annotated[str, Field(max_length=1000)]
+#: Said of every file whose bytes are not those that were written.
+DAMAGED = "the file was changed or damaged after it was written"
+
 #: The number of ranks of a run, bounded by what a reader can list.
 WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
 
@@ -106,6 +109,23 @@ def compute_tensor_crc32(tensor: torch.Tensor) -> int:
     """CRC-32 of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
     prefix = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode()
     return zlib.crc32(as_bytes(tensor).numpy().data, zlib.crc32(prefix))
+
+
+def has_crc32(piece: Piece, tensor: torch.Tensor) -> bool:
+    """Whether stored elements have shape, dtype and CRC-32 of their piece: a quarter of the costs of SHA-256."""
+    record = piece.record
+    is_alike = (tuple(tensor.shape), tensor.dtype) == (record.stored_shape, record.dtype)
+    return is_alike and compute_tensor_crc32(tensor) == record.crc32
+
+
+def has_sha256(piece: Piece, tensor: torch.Tensor) -> bool:
+    """Whether stored elements have the SHA-256 of their piece."""
+    return compute_tensor_digest(tensor) == piece.record.sha256
+
+
+def describe_wrong_digest(piece: Piece, digest: Literal["CRC-32", "SHA-256"]) -> str:
+    """``PATH: 000000/gradient/x does not match its digest (SHA-256)``."""
+    return f"{piece.path}: {piece.record.stored_name} does not match its digest ({digest})"
 
 
 def stored_name(update: int, kind: str, name: str, *, piece: int = 0) -> str:

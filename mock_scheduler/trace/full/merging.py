@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.tensor_bytes import view_as_bits
+from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits
+from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import DimName, RowTable, TraceKey
-from mock_scheduler.trace.full.header import Piece
+from mock_scheduler.trace.full.header import DAMAGED, Piece, describe_wrong_digest, has_sha256
 from mock_scheduler.trace.full.memory import MemoryPool
 from mock_scheduler.trace.geometry import blocks_hold, count_cells, element_places, fill_local_tensor, unflatten
 from mock_scheduler.trace.replicas import ConflictTally, ReplicaConflict
@@ -38,6 +39,8 @@ _Group = list[Piece]
 
 #: The groups of one local tensor: one, or several that hold flat ranges of it.
 _Family = list[_Group]
+
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,8 +65,8 @@ class MergedTensor:
     present: bool, True where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
     ``None`` where every element is there. missing: in words, the tokens the run should have and no rank holds;
     empty where there are none. dims: the name of each dimension; empty where nobody said.
-    content: where the pieces lie, with their SHA-256: two tensors of one content have equal bits, and are present at
-    the same elements; ``None`` where pieces overlap.
+    stated: by the places of each piece, the SHA-256 that its header states; ``None`` where pieces overlap. Nothing is
+    concluded from it but that a digest is wrong.
     """
 
     tensor: torch.Tensor
@@ -71,7 +74,7 @@ class MergedTensor:
     present: torch.Tensor | None = None
     missing: str = ""
     dims: tuple[DimName, ...] = ()
-    content: tuple[object, ...] | None = None
+    stated: Mapping[tuple[object, ...], str] | None = None
 
 
 def merge_pieces(
@@ -97,19 +100,13 @@ def merge_pieces(
             held = None if coverage.is_full else coverage.present()
             present, missing = _check_present(key, pieces, held, expectation)
             values = _copy_families(families, load, conflicts, memory, is_full=coverage.is_full)
-            content = tuple(map(_content, groups))
+            stated = {group[0].spec.elements: group[0].record.sha256 for group in groups}
             return MergedTensor(
-                tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims, content=content
+                tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims, stated=stated
             )
     values, held = _copy_elements(key, groups, load, conflicts, memory, rows=expectation.rows)
     present, missing = _check_present(key, pieces, None if bool(held.all()) else held, expectation)
     return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims)
-
-
-def _content(group: _Group) -> tuple[object, ...]:
-    """Gives the places of a group's elements, and the digest of the first rank's."""
-    spec = group[0].spec
-    return *spec.elements, group[0].record.sha256
 
 
 def _check_agreement(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation) -> None:
@@ -175,10 +172,19 @@ def _load_group(group: _Group, load: Load, conflicts: ConflictTally) -> torch.Te
     first, stored = group[0], load(group[0])
     for other in group[1:]:
         replica = load(other)
-        # Both are as they were written, so equal digests are equal bits.
-        if other.record.sha256 != first.record.sha256:
+        is_equal = have_equal_bytes(stored, replica)
+        if is_equal != (other.record.sha256 == first.record.sha256):
+            check_digests([(first, stored), (other, replica)])
+        if not is_equal:
             conflicts.compare((first.place, other.place), first.spec, (stored, replica))
     return stored
+
+
+def check_digests(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> None:
+    """Raises ``TraceError`` naming file and tensor of every piece whose stored elements have another SHA-256."""
+    wrong = [describe_wrong_digest(piece, "SHA-256") for piece, stored in pieces if not has_sha256(piece, stored)]
+    if wrong:
+        raise TraceError(f"{list_some(wrong, _MAX_LISTED)}; {DAMAGED}")
 
 
 def _copy_families(

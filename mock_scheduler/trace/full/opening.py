@@ -31,6 +31,7 @@ from mock_scheduler.trace.full.files import (
     find_steps,
 )
 from mock_scheduler.trace.full.header import (
+    DAMAGED,
     Piece,
     PieceRecord,
     RankStep,
@@ -41,7 +42,6 @@ from mock_scheduler.trace.full.header import (
 )
 
 _NUM_NAMED = 20
-DAMAGED = "the file was changed or damaged after it was written"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

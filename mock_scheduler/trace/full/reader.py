@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.digests import compute_tensor_digest
+from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.full.header import Piece, compute_tensor_crc32
+from mock_scheduler.trace.full.header import DAMAGED, Piece, describe_wrong_digest, has_crc32, has_sha256
 from mock_scheduler.trace.full.memory import MemoryPool
-from mock_scheduler.trace.full.merging import Expectation, MergedTensor, merge_pieces
-from mock_scheduler.trace.full.opening import DAMAGED, Handle, OpenedStep, RankFiles, open_file, open_steps
+from mock_scheduler.trace.full.merging import Expectation, MergedTensor, check_digests, merge_pieces
+from mock_scheduler.trace.full.opening import Handle, OpenedStep, RankFiles, open_file, open_steps
 from mock_scheduler.trace.geometry import holds_element
 from mock_scheduler.trace.replicas import ReplicaConflict
 
@@ -158,9 +158,15 @@ class TraceReader:
                 problems += self._find_damage(rank_files)
             num_bytes += self.size_bytes(step)
         if problems:
-            more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-            raise TraceError(f"{'; '.join(problems[:_MAX_LISTED])}{more}; {DAMAGED}")
+            raise TraceError(f"{list_some(problems, _MAX_LISTED)}; {DAMAGED}")
         return num_bytes
+
+    def check_digests(self, key: TraceKey) -> None:
+        """Read all pieces of one tensor and check them against their SHA-256.
+
+        Raises ``TraceError`` naming file and tensor of whatever does not match.
+        """
+        check_digests((piece, self._load(piece)) for piece in self.pieces(key))
 
     def close(self) -> None:
         """Close the open files; merged tensors stay valid."""
@@ -197,8 +203,8 @@ class TraceReader:
         for path in rank_files.paths:
             with open_file(path, inside=path.parents[1]) as handle:
                 for piece in rank_files.pieces:
-                    if piece.path == path and not _is_intact(piece, _read(handle, piece)):
-                        problems.append(f"{path}: {piece.record.stored_name} does not match its digest")
+                    if piece.path == path:
+                        problems += _name_wrong_digests(piece, _read(handle, piece))
         return problems
 
     def _load(self, piece: Piece) -> torch.Tensor:
@@ -211,10 +217,8 @@ class TraceReader:
             self._handles[piece.path] = self._stack.enter_context(open_file(piece.path, inside=piece.path.parents[1]))
         tensor = _read(self._handles[piece.path], piece)
         # CRC-32 here, since every read pays; ``verify`` compares SHA-256.
-        record = piece.record
-        is_alike = (tensor.shape, tensor.dtype) == (record.stored_shape, record.dtype)
-        if not is_alike or compute_tensor_crc32(tensor) != record.crc32:
-            raise TraceError(f"{piece.path}: {piece.record.stored_name} does not match its digest; {DAMAGED}")
+        if not has_crc32(piece, tensor):
+            raise TraceError(f"{describe_wrong_digest(piece, 'CRC-32')}; {DAMAGED}")
         return tensor
 
 
@@ -225,9 +229,11 @@ def _read(handle: Handle, piece: Piece) -> torch.Tensor:
         raise TraceError(f"{piece.path}: {piece.record.stored_name} cannot be read: {error}") from error
 
 
-def _is_intact(piece: Piece, tensor: torch.Tensor) -> bool:
-    record = piece.record
-    return compute_tensor_crc32(tensor) == record.crc32 and compute_tensor_digest(tensor) == record.sha256
+def _name_wrong_digests(piece: Piece, tensor: torch.Tensor) -> list[str]:
+    """Describes the first digest that stored elements do not have; nothing where they have both."""
+    if not has_crc32(piece, tensor):
+        return [describe_wrong_digest(piece, "CRC-32")]
+    return [] if has_sha256(piece, tensor) else [describe_wrong_digest(piece, "SHA-256")]
 
 
 def _tokens_of(footer: StepFooter, update: int | None) -> torch.Tensor:

@@ -21,8 +21,8 @@ from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import find_dtype
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
-from mock_scheduler.trace.full.header import TensorName, parse_footer, parse_rank_step
-from mock_scheduler.trace.full.opening import DAMAGED, open_file, read_metadata, writer_problems
+from mock_scheduler.trace.full.header import DAMAGED, TensorName, parse_footer, parse_rank_step
+from mock_scheduler.trace.full.opening import open_file, read_metadata, writer_problems
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
 from mock_scheduler.trace.sketch.constants import MAX_BUCKETS
 from mock_scheduler.trace.sketch.sketch import Sketch

@@ -20,6 +20,8 @@ def describe_coverage(metrics: MetricComparison | None, tensors: TensorCompariso
         group = tensors.group(kind) if tensors is not None else None
         if group is not None:
             parts.append(f"{count_kind(group.num_compared, kind)}{_describe_group(group)}")
+    if tensors is not None and not tensors.differences and tensors.num_exact:
+        parts.append(count_of(tensors.num_exact, "initial or rounded parameter"))
     return ", ".join(parts)
 
 

@@ -35,6 +35,7 @@ from mock_scheduler.comparison.findings import (
     RowsOnlyIn,
     SketchTokensNotCompared,
     SketchWeightsNotCompared,
+    Unmatched,
     other_side,
 )
 from mock_scheduler.comparison.pairing.selection import Selection
@@ -110,6 +111,16 @@ def describe_selection(selection: Selection) -> str:
     if selection.patterns != ("*",):
         parts.append(f"names {', '.join(selection.patterns)}")
     return ", ".join(parts)
+
+
+def describe_unmatched(unmatched: Sequence[Unmatched]) -> str:
+    """``nothing of both sides is chosen by pattern 'decoder.layer.*'; the nearest are decoder.layers.0.…``."""
+    texts = []
+    for item in unmatched:
+        have = "the nearest are" if item.what == "pattern" else "they have"
+        nearest = f"; {have} {', '.join(item.nearest)}" if item.nearest else ""
+        texts.append(f"nothing of both sides is chosen by {item.what} {item.chosen!r}{nearest}")
+    return "; ".join(texts)
 
 
 def _name_subject(finding: Finding) -> str:

@@ -18,6 +18,7 @@ from mock_scheduler.verdict.reasons import (
     NoCommonStep,
     NotDeterministic,
     NotExplainedByNoise,
+    NotFound,
     NothingCompared,
     NothingJudged,
     NothingTrained,
@@ -30,6 +31,7 @@ from mock_scheduler.verdict.reasons import (
     StillOpen,
     TracedOtherThings,
     Undecided,
+    UnknownRollouts,
     WithinBounds,
 )
 from mock_scheduler.verdict.verdict import Verdict
@@ -47,7 +49,7 @@ from mock_scheduler.verdict.wording.coverage import (
     describe_turned,
 )
 from mock_scheduler.verdict.wording.divergences import describe_divergence, describe_evidence
-from mock_scheduler.verdict.wording.findings import describe_finding, describe_selection
+from mock_scheduler.verdict.wording.findings import describe_finding, describe_selection, describe_unmatched
 from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
@@ -120,8 +122,10 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
         case NothingCompared():
             return [_describe_nothing(verdict, why)]
         case KindsMissing():
-            names = " and no ".join("metric" if kind == "metric" else name_kind(kind) for kind in why.kinds)
-            return [f"no {names} was compared: the rest proves nothing"]
+            names = [kind if kind == "metric" or kind == "finite metric" else name_kind(kind) for kind in why.kinds]
+            return [f"no {' and no '.join(names)} was compared: the rest proves nothing"]
+        case NotFound():
+            return [describe_unmatched(why.unmatched)]
         case NothingTrained():
             return [_WITHOUT_REWARD if why.still == "gradient" else _STILL]
         case NothingJudged():
@@ -142,6 +146,11 @@ def _describe_failure(why: Reason) -> str:
                 f"{why.num_shared} steps), so nothing in their training can be compared; replay the baseline's "
                 "recording in the candidate: rollout_mock.mode=mock and its rollout_mock.dump_dir"
             )
+        case UnknownRollouts():
+            return (
+                "the two runs state the rollouts of no common step (batches in run.json), so nothing shows that they "
+                "trained on the same"
+            )
         case RunFailed():
             return f"the run failed (exit code {why.exit_code}): {why.error}" if why.exit_code else why.error
         case NotReadable():
@@ -155,7 +164,10 @@ def _describe_failure(why: Reason) -> str:
 
 def _describe_nothing(verdict: Verdict, why: NothingCompared) -> str:
     if why.chosen is not None:
-        return f"nothing was compared: neither side has anything of the chosen {describe_selection(why.chosen)}"
+        has_metrics = verdict.metrics is not None and verdict.metrics.differences
+        what = "no tensor was compared" if has_metrics else "nothing was compared"
+        text = f"{what}: neither side has anything of the chosen {describe_selection(why.chosen)}"
+        return "; ".join([text, *([describe_unmatched(why.unmatched)] if why.unmatched else [])])
     return f"nothing was compared{'' if verdict.first is None else f': {describe_evidence(verdict.first)}'}"
 
 
@@ -187,7 +199,11 @@ def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedBy
         ]
     if isinstance(why, BitEqual):
         how = " by the fingerprints of sketches" if why.by_fingerprints else ""
-        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), "one changed bit would have been found"]
+        # Whoever writes a sketch may write any fingerprint: no tensor is there to make it from again.
+        found = "one changed bit would have been found"
+        if why.by_fingerprints:
+            found = "one changed bit would have changed a fingerprint; fingerprints are taken as the runs recorded them"
+        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), found]
     level = "its bounds" if verdict.bounds is None else describe_bounds_level(verdict.bounds)
     estimated = ", as estimated from sketches" if why.is_estimated else ""
     within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *describe_limits(tensors)]

@@ -16,6 +16,7 @@ from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
     BeyondBounds,
+    BitEqual,
     EqualToReference,
     ProofName,
     RefutedBy,
@@ -167,7 +168,8 @@ def write_headline(
 def describe_smallest_error(verdict: Verdict) -> str:
     """The smallest detectable error, where the verdict passes; empty else."""
     if verdict.kind in (VerdictKind.IDENTICAL, VerdictKind.EMULATED):
-        return "one changed bit"
+        is_recorded = isinstance(verdict.why, BitEqual) and verdict.why.by_fingerprints
+        return "one changed bit, by the fingerprints as recorded" if is_recorded else "one changed bit"
     if verdict.kind is not VerdictKind.ROUNDING or verdict.tensors is None:
         return ""
     return describe_smallest_tensor(verdict.tensors)

@@ -183,6 +183,19 @@ def test_an_edited_or_newer_fingerprint_is_never_taken(run: PlannedRun) -> None:
     assert reason_of(run) == "fingerprint.json has version 4, expected 3"
 
 
+@pytest.mark.parametrize("place", [0, 1 << 23, (1 << 24) + 5])
+def test_a_changed_byte_of_long_metrics_is_found_wherever_it_lies(run: PlannedRun, place: int) -> None:
+    """Of files beyond 16 MiB the two ends were looked at, and a run with other metrics was taken again."""
+    path = run.output_dir / "metrics.jsonl"
+    content = bytearray(b" " * ((1 << 24) + 6))
+    path.write_bytes(content)
+    save_fingerprint(run.output_dir, fingerprint_of(run), elapsed_s=12.5)
+    assert isinstance(find_cached(run.output_dir, fingerprint_of(run)), Reusable)
+    content[place] = 0
+    path.write_bytes(content)
+    assert reason_of(run) == "metrics.jsonl has changed since the run completed"
+
+
 def test_hidden_files_and_logs_do_not_count(run: PlannedRun) -> None:
     for name in ("run.log", "trace/.left.tmp"):
         (run.output_dir / name).write_text("text")

@@ -66,17 +66,25 @@ def test_an_error_in_a_block_is_raised() -> None:
         map_blocks(lambda item: 1 // item, [1, 0])
 
 
-def test_what_is_known_to_be_equal_is_read_once() -> None:
-    """The candidate is not looked at, so that another one shows it."""
+def test_equal_tensors_have_their_norm_and_no_difference() -> None:
     values = torch.tensor([3.0, 4.0])
-    sums = sum_pair(values, values + 1, is_known_equal=True)
+    sums = sum_pair(values, values.clone())
     assert (sums.norm, sums.is_finite, sums.figures.num_different, sums.figures.relative) == (5.0, True, 0, 0.0)
 
 
-@pytest.mark.parametrize("is_known_equal", [False, True])
+@pytest.mark.parametrize("place", [0, blocks.CHUNK_ELEMENTS - 1, blocks.CHUNK_ELEMENTS, (1 << 20) + 4])
+def test_one_bit_is_found_wherever_it_lies(place: int) -> None:
+    """At the start and the end of a chunk, in the next one, and in the next block."""
+    values = torch.ones((1 << 20) + 5)
+    changed = values.clone()
+    changed.view(torch.int32)[place] ^= 1
+    figures = sum_pair(values, changed).figures
+    assert (figures.num_different, figures.worst.index if figures.worst else None) == (1, (place,))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_on_both_sides_is_said(value: float, is_known_equal: bool) -> None:
+def test_what_is_not_finite_on_both_sides_is_said(value: float) -> None:
     values = torch.tensor([3.0, value, 4.0])
-    sums = sum_pair(values, values.clone(), is_known_equal=is_known_equal)
+    sums = sum_pair(values, values.clone())
     assert (sums.norm, sums.is_finite) == (5.0, False)
     assert sum_pair(torch.ones(3), torch.tensor([1.0, value, 2.0])).is_finite is False

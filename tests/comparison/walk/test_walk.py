@@ -281,7 +281,10 @@ def test_nothing_that_matches_is_no_comparison(tmp_path: Path) -> None:
         make_run().write(tmp_path / "a"), make_run().write(tmp_path / "b"), Selection(patterns=("decoder.layers.9.*",))
     )
     assert judge(found).kind is VerdictKind.INCOMPARABLE
-    assert describe_reason(judge(found)) == "nothing was compared"
+    assert describe_reason(judge(found)) == (
+        "nothing of both sides is chosen by pattern 'decoder.layers.9.*'; the nearest are decoder.layers.0, "
+        "decoder.layers.0.mlp.linear_fc1.weight"
+    )
 
 
 @pytest.mark.parametrize("kind", ["gradient", "activation"])
@@ -372,7 +375,9 @@ def test_sketches_find_equal_bits_and_a_divergence_and_say_which_full_trace_to_t
     first = run.write(tmp_path / "a", is_sketch=True)
     equal = judge(compare(first, run.write(tmp_path / "b", is_sketch=True, num_ranks=1)))
     assert equal.kind is VerdictKind.IDENTICAL
-    assert describe_reason(equal).startswith("bit-equal by the fingerprints of sketches: ")
+    reason = describe_reason(equal)
+    assert reason.startswith("bit-equal by the fingerprints of sketches: ")
+    assert reason.endswith("a fingerprint; fingerprints are taken as the runs recorded them")
     wrong = run.with_tensor("gradient", WEIGHT, run.tensors["gradient", WEIGHT] * 1.5)
     diverged = judge(compare(first, wrong.write(tmp_path / "c", is_sketch=True)))
     assert diverged.kind is VerdictKind.DIVERGED

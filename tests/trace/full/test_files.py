@@ -110,7 +110,7 @@ def test_a_damaged_byte_is_found_and_named(tmp_path: Path) -> None:
     path = save_one(tmp_path)
     flip_last_byte(path)
     assert refused_merge(tmp_path, key(NORM)) == (
-        f"{path}: {STORED} does not match its digest; the file was changed or damaged after it was written"
+        f"{path}: {STORED} does not match its digest (CRC-32); the file was changed or damaged after it was written"
     )
 
 

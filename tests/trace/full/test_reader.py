@@ -248,7 +248,7 @@ def test_verify_reads_everything_and_names_every_damage(tmp_path: Path) -> None:
         flip_last_byte(path)
     with open_trace(tmp_path) as reader, pytest.raises(TraceError) as caught:
         reader.verify()
-    stored = f"000000/gradient/{NORM} does not match its digest"
+    stored = f"000000/gradient/{NORM} does not match its digest (CRC-32)"
     assert str(caught.value) == (
         f"{paths[1]}: {stored}; {paths[2]}: {stored}; the file was changed or damaged after it was written"
     )
