@@ -35,6 +35,7 @@ from mock_scheduler.support.processes import (
     ending_signals_as_interrupt,
     find_culprit,
     meant_exit_code,
+    remove_left_service_file,
     write_signal_error,
 )
 from mock_scheduler.support.text import bullet_list
@@ -242,6 +243,8 @@ def _run(
             except BaseException:
                 _end_group(process)
                 raise
+    if plan.output_dir is not None:
+        remove_left_service_file((cwd or Path()) / plan.output_dir)
     if code < 0:
         for line in _state_signal(plan, code, cwd=cwd):
             _print_line(line, log)

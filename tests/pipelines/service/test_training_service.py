@@ -20,6 +20,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError, ServiceError
 from mock_scheduler.recording.step.step_file import decode_step
 from mock_scheduler.remote import TrainingClient, encode_datums, with_values
+from mock_scheduler.remote.service_file import ServiceAccess, read_service_file
 from pipelines.config.loading import load_config
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_tiny, write_tiny_config
@@ -33,8 +34,8 @@ SERVICE_STARTS_S = 240.0
 @contextmanager
 def serving(
     configs: Path, folder: Path, overrides: Sequence[str], environ: Mapping[str, str] | None = None
-) -> Iterator[str]:
-    """A service of the tiny configuration; its URL. It is ended where it has not ended by itself."""
+) -> Iterator[ServiceAccess]:
+    """A service of the tiny configuration. It is ended where it has not ended by itself."""
     arguments = ["-m", "mock_scheduler.cli", "launch", "--config-path", str(configs), "tiny"]
     options = ["--entry", "pipelines.service.server", f"output_dir={folder}", *overrides]
     with (folder.parent / f"{folder.name}.log").open("w") as log:
@@ -47,26 +48,30 @@ def serving(
             start_new_session=True,
         )
         try:
-            yield _wait_for_url(folder / "service.json", process)
+            yield _wait_for_file(folder / "service.json", process)
             assert process.wait(timeout=120.0) == 0, Path(log.name).read_text()
+            assert not (folder / "service.json").exists()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait(timeout=60.0)
 
 
-def _wait_for_url(path: Path, process: subprocess.Popen[bytes]) -> str:
+def _wait_for_file(path: Path, process: subprocess.Popen[bytes]) -> ServiceAccess:
     ends_s = time.monotonic() + SERVICE_STARTS_S
     while time.monotonic() < ends_s and process.poll() is None:
         if path.is_file():
-            return str(json.loads(path.read_text())["url"])
+            return read_service_file(path, url=json.loads(path.read_text())["url"])
         time.sleep(0.05)
     raise AssertionError(f"no service within {SERVICE_STARTS_S} s (exit code {process.poll()})")
 
 
-def train_there(configs: Path, folder: Path, recording: Path, url: str, *more: str) -> subprocess.CompletedProcess[str]:
+def train_there(
+    configs: Path, folder: Path, recording: Path, service: ServiceAccess, *more: str
+) -> subprocess.CompletedProcess[str]:
     mock = ["rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={recording}"]
-    return run_tiny(configs, [*mock, f"output_dir={folder}", f"training_service.url={url}", *more])
+    there = [f"training_service.url={service.url}", f"training_service.service_file={service.source}"]
+    return run_tiny(configs, [*mock, f"output_dir={folder}", *there, *more])
 
 
 def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment, tmp_path: Path) -> None:
@@ -76,12 +81,15 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
     dump = [*REMOTE_DUMP, f"debug.dump_dir={tmp_path / 'dump'}"]
     baseline = tiny_alignment.folder / "baseline"
     kinds = yaml.safe_load((baseline / "config.yaml").read_text())["trace"]["kinds"]
-    with serving(configs, folder, ["trace.level=full", f"trace.kinds=[{','.join(kinds)}]"]) as url:
-        other = train_there(configs, tmp_path / "other", recording, url, "pg_clip=0.3")
+    with serving(configs, folder, ["trace.level=full", f"trace.kinds=[{','.join(kinds)}]"]) as service:
+        other = train_there(configs, tmp_path / "other", recording, service, "pg_clip=0.3")
         assert other.returncode == 5
-        assert f"the service at {url} is not this run's:\n  - pg_clip: 0.3 here, 0.2 in the service\n" in other.stderr
-        _refuses_wrong_requests(url, recording)
-        finished = train_there(configs, folder, recording, url, *dump)
+        assert (
+            f"the service at {service.url} is not this run's:\n  - pg_clip: 0.3 here, 0.2 in the service\n"
+            in other.stderr
+        )
+        _refuses_wrong_requests(service, recording)
+        finished = train_there(configs, folder, recording, service, *dump)
         assert finished.returncode == 0, finished.stderr
     ledger = read_json(folder / "ledger.json")
     assert ledger["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
@@ -95,24 +103,24 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
     assert compared.stdout.startswith("identical: remote against baseline")
 
 
-def _refuses_wrong_requests(url: str, recording: Path) -> None:
-    client = TrainingClient(url, timeout_s=30.0)
+def _refuses_wrong_requests(service: ServiceAccess, recording: Path) -> None:
+    client = TrainingClient(service, timeout_s=30.0)
     batch, _ = decode_step((recording / "train" / "step_000000.safetensors").read_bytes())
     values = batch.rollout_logprobs.double()
     datums = with_values(batch, values, values)
     with pytest.raises(ServiceError, match=r"step 1 was sent, and step 0 comes next \(status 409\)"):
         client.train(datums, step=1)
     with pytest.raises(ServiceError, match=r"(?s)advantages is absent.*\(status 400\)"):
-        client._request("POST", "/v1/steps/0/train", _document(batch))
+        client._ask("POST", "/v1/steps/0/train", _document(batch, client._run_id), max_answer_bytes=1000)
     with pytest.raises(ServiceError, match=r"there are 15 trajectories, and rollout_batch_size is 16 \(status 400\)"):
         client.train(datums.select(range(15)), step=0)
     with pytest.raises(ServiceError, match=r"there is no POST /v2/steps \(status 404\)"):
-        client._request("POST", "/v2/steps", b"")
+        client._ask("POST", "/v2/steps", max_answer_bytes=1000)
     assert client.service().next_step == 0
 
 
-def _document(batch: RolloutBatch) -> bytes:
-    return encode_datums(batch, step=0, run_id="x")
+def _document(batch: RolloutBatch, run_id: str) -> bytes:
+    return encode_datums(batch, step=0, run_id=run_id)
 
 
 @pytest.mark.all
@@ -177,9 +185,9 @@ def test_scores_of_a_service_make_the_same_advantages(tmp_path: Path) -> None:
             "WEAVER_DEBUG_DUMP_DIR": str(dumps["weaver_dump"]),
             "WEAVER_DEBUG_DUMP_OPTIONS": "forward_data,loss,is_loss_debug",
         }
-        with serving(configs, folder, [*algorithm, *layout, *trace], environ) as url:
+        with serving(configs, folder, [*algorithm, *layout, *trace], environ) as service:
             dump = [*REMOTE_DUMP, f"debug.dump_dir={dumps['api_dump']}"]
-            finished = train_there(configs, folder, recording, url, *algorithm, *dump)
+            finished = train_there(configs, folder, recording, service, *algorithm, *dump)
             assert finished.returncode == 0, finished.stderr
         compared = run_program("mock_scheduler.cli", ["compare", str(tmp_path / "own"), str(folder)])
         assert compared.returncode == 0, compared.stdout + compared.stderr
