@@ -10,10 +10,13 @@ import json
 import os
 import re
 import secrets
+import signal
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from mock_scheduler.errors import ServiceError
@@ -50,6 +53,32 @@ class ServiceAccess:
         """Whether the service was a process of this machine, and runs no more."""
         is_here = _LOOPBACK.fullmatch(self.url) is not None
         return is_here and self.process_id is not None and not is_alive(self.process_id)
+
+
+@contextmanager
+def published(path: Path, *, url: str, token: str) -> Iterator[None]:
+    """Have the file of this process's service there in the block, whatever ends it but SIGKILL and a crash.
+
+    In the main thread only. Raises ``FileExistsError`` where there is a file.
+    """
+    handled = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGHUP)}
+
+    def remove(which: int, _frame: FrameType | None) -> None:
+        path.unlink(missing_ok=True)
+        # The end is that of the signal itself: the launcher tells ended ranks from failed ones by it.
+        signal.signal(which, signal.SIG_DFL)
+        os.kill(os.getpid(), which)
+
+    write_service_file(path, url=url, token=token)
+    try:
+        for which, handler in handled.items():
+            if handler == signal.SIG_DFL:
+                signal.signal(which, remove)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        for which, handler in handled.items():
+            signal.signal(which, handler)
 
 
 def write_service_file(path: Path, *, url: str, token: str) -> None:

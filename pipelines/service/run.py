@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
 from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
-from mock_scheduler.remote.service_file import write_service_file
+from mock_scheduler.remote.service_file import published
 from mock_scheduler.support.run_files import METRICS_FILE, SERVICE_FILE
 from pipelines.algorithm.training_values import needed_scores
 from pipelines.config.schema import PipelineConfig
@@ -120,34 +118,11 @@ def _serve(service: TrainingService, front: Front, output_dir: Path) -> None:
     (output_dir / "service_config.yaml").write_text(dump_config(service.config), encoding="utf-8")
     with (
         MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=_METRICS_FILE) as writer,
-        _published(output_dir / SERVICE_FILE, front),
+        published(output_dir / SERVICE_FILE, url=front.url, token=front.token),
     ):
         logger.info("training service of %s listens at %s", service.config.exp_name, front.url)
         _answer_all(service, front, writer)
     logger.info("%d steps trained. Files in %s", service.next_step, output_dir)
-
-
-@contextmanager
-def _published(path: Path, front: Front) -> Iterator[None]:
-    """Have the service's file there in the block, whatever ends it but SIGKILL and a crash of this process."""
-    handled = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGHUP)}
-
-    def remove(which: int, _frame: FrameType | None) -> None:
-        path.unlink(missing_ok=True)
-        # The end is that of the signal itself: the launcher tells ended ranks from failed ones by it.
-        signal.signal(which, signal.SIG_DFL)
-        os.kill(os.getpid(), which)
-
-    for which, handler in handled.items():
-        if handler == signal.SIG_DFL:
-            signal.signal(which, remove)
-    write_service_file(path, url=front.url, token=front.token)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        for which, handler in handled.items():
-            signal.signal(which, handler)
 
 
 def _answer_all(service: TrainingService, front: Front, writer: MetricsWriter) -> None:

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, TypeAlias
+from io import BufferedIOBase
+from typing import TypeAlias
 
 #: Writes an answer: head, body, or anything else.
-Script: TypeAlias = Callable[[BinaryIO], None]
+Script: TypeAlias = Callable[[BufferedIOBase], None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +53,7 @@ def answering(*answers: bytes | Script) -> Iterator[Seen]:
             thread.join()
 
 
-def _write(file: BinaryIO, answers: Sequence[bytes | Script], number: int) -> None:
+def _write(file: BufferedIOBase, answers: Sequence[bytes | Script], number: int) -> None:
     answer = answers[min(number, len(answers)) - 1]
     try:
         if callable(answer):

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from typing import BinaryIO
+from io import BufferedIOBase
 
 import pytest
 import torch
@@ -87,20 +87,20 @@ def test_a_wrong_answer_is_an_error_with_what_came(answer: bytes, problem: str) 
     assert len(seen.lines) == 1
 
 
-def _endless(file: BinaryIO) -> None:
+def _endless(file: BufferedIOBase) -> None:
     file.write(b"HTTP/1.1 200 OK\r\n\r\n")
     while True:
         file.write(b"x" * 2**20)
 
 
-def _drips_head(file: BinaryIO) -> None:
+def _drips_head(file: BufferedIOBase) -> None:
     for _ in range(1000):
         file.write(b"H")
         file.flush()
         time.sleep(0.02)
 
 
-def _drips_body(file: BinaryIO) -> None:
+def _drips_body(file: BufferedIOBase) -> None:
     file.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
     for _ in range(1000):
         file.write(b" ")
@@ -108,7 +108,7 @@ def _drips_body(file: BinaryIO) -> None:
         time.sleep(0.02)
 
 
-def _informs(file: BinaryIO) -> None:
+def _informs(file: BufferedIOBase) -> None:
     while True:
         file.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
         file.flush()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from mock_scheduler.errors import ServiceError
 from mock_scheduler.remote.service_file import (
     ServiceAccess,
     make_token,
+    published,
     read_service_file,
     take_token,
     write_service_file,
@@ -129,3 +133,52 @@ def test_a_process_of_another_machine_is_not_looked_for() -> None:
     gone = {"token": "t" * 43, "source": "x", "process_id": 2**31 - 1}
     assert ServiceAccess(url=URL, **gone).has_ended()  # type: ignore[arg-type]
     assert not ServiceAccess(url="http://10.0.0.7:8300", **gone).has_ended()  # type: ignore[arg-type]
+
+
+# One process that imports once, and a child for each end.
+_ENDS = """
+import os, signal, sys, time
+from pathlib import Path
+from mock_scheduler.remote.service_file import published
+
+path = Path(sys.argv[1])
+for name in ("SIGTERM", "SIGHUP", "SIGKILL", "exit"):
+    child = os.fork()
+    if child == 0:
+        with published(path, url="http://127.0.0.1:1", token="t" * 43):
+            if name == "exit":
+                sys.exit(3)
+            while True:
+                time.sleep(0.01)
+    while name != "exit" and not path.exists():
+        time.sleep(0.01)
+    time.sleep(0.1)  # until the child waits in the block
+    if name != "exit":
+        os.kill(child, getattr(signal, name))
+    status = os.waitpid(child, 0)[1]
+    print(name, os.waitstatus_to_exitcode(status), path.exists())
+    path.unlink(missing_ok=True)
+"""
+
+
+def test_the_file_ends_with_its_service_in_every_way_but_a_kill(tmp_path: Path) -> None:
+    """And the process ends as it would have ended without it: the launcher tells ranks apart by that."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS, str(tmp_path / "service.json")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120.0,
+        check=True,
+    )
+    assert ended.stdout.splitlines() == ["SIGTERM -15 False", "SIGHUP -1 False", "SIGKILL -9 True", "exit 3 False"]
+
+
+def test_the_file_of_another_service_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "service.json"
+    path.write_text("another's")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(FileExistsError), published(path, url=URL, token=make_token()):
+        pass
+    assert path.read_text() == "another's"
+    assert signal.getsignal(signal.SIGTERM) is before

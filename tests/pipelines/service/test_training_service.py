@@ -20,8 +20,11 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError, ServiceError
 from mock_scheduler.recording.step.step_file import decode_step
 from mock_scheduler.remote import TrainingClient, encode_datums, with_values
-from mock_scheduler.remote.service_file import ServiceAccess, read_service_file
+from mock_scheduler.remote.service_file import ServiceAccess, make_token, read_service_file, write_service_file
 from pipelines.config.loading import load_config
+from pipelines.config.schema import PipelineConfig
+from pipelines.config.training import TrainingServiceConfig
+from pipelines.remote import find_service
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_tiny, write_tiny_config
 from tests.programs import run_program
@@ -48,7 +51,7 @@ def serving(
             start_new_session=True,
         )
         try:
-            yield _wait_for_file(folder / "service.json", process)
+            yield wait_for_file(folder / "service.json", process)
             assert process.wait(timeout=120.0) == 0, Path(log.name).read_text()
             assert not (folder / "service.json").exists()
         finally:
@@ -57,7 +60,8 @@ def serving(
                 process.wait(timeout=60.0)
 
 
-def _wait_for_file(path: Path, process: subprocess.Popen[bytes]) -> ServiceAccess:
+def wait_for_file(path: Path, process: subprocess.Popen[bytes]) -> ServiceAccess:
+    """The way to a starting service, once its file is there."""
     ends_s = time.monotonic() + SERVICE_STARTS_S
     while time.monotonic() < ends_s and process.poll() is None:
         if path.is_file():
@@ -92,6 +96,10 @@ def test_a_run_in_a_service_equals_the_run_itself(tiny_alignment: TinyAlignment,
         finished = train_there(configs, folder, recording, service, *dump)
         assert finished.returncode == 0, finished.stderr
     ledger = read_json(folder / "ledger.json")
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(left) > 20
+    assert [path for path in left if service.token.encode() in path.read_bytes()] == []
+    assert service.token not in finished.stdout + finished.stderr + other.stdout + other.stderr
     assert ledger["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
     assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == [
         "datums",
@@ -150,6 +158,52 @@ def test_a_client_is_not_asked_for_what_only_the_service_has(tmp_path: Path, ove
     with pytest.raises(ConfigError) as caught:
         load_config("tiny", config_path=configs, overrides=[*mock, *url, override])
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["training_service.url=http://me:secret@node7:80"], "url: has a user or a password in it"),
+        (["training_service.url='http://node7:80/\x1b[2J'"], "expected http://HOST:PORT"),
+        (["training_service.service_file=x"], "service_file has no effect without url, the address of the service"),
+        (["training_service.token_variable=X"], "token_variable has no effect without url"),
+        (
+            [f"training_service.{key}" for key in ("url=http://h:1", "service_file=x", "token_variable=X")],
+            "service_file and token_variable are two places for one token; give one of them",
+        ),
+        (["training_service.url=http://h:1", "training_service.token_variable='a b'"], "is no name of a variable"),
+    ],
+)
+def test_the_token_of_a_service_has_one_place(tmp_path: Path, overrides: list[str], problem: str) -> None:
+    configs = write_tiny_config(tmp_path)
+    mock = ["rollout_mock.enable=true", "rollout_mock.mode=mock", "rollout_mock.dump_dir=/nowhere"]
+    with pytest.raises(ConfigError) as caught:
+        load_config("tiny", config_path=configs, overrides=[*mock, *overrides])
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "source", "name"),
+    [
+        ({}, "{folder}/service.json", "service"),
+        ({"service_file": "{folder}/other.json"}, "{folder}/other.json", "other"),
+        ({"token_variable": "OUR_TOKEN"}, "the variable OUR_TOKEN", "variable"),
+    ],
+)
+def test_a_client_finds_the_token_where_its_configuration_says(
+    tmp_path: Path, keys: dict[str, str], source: str, name: str
+) -> None:
+    url = "http://127.0.0.1:1"
+    service = {"url": url, **{key: value.format(folder=tmp_path) for key, value in keys.items()}}
+    config = PipelineConfig.model_construct(
+        output_dir=str(tmp_path), training_service=TrainingServiceConfig.model_validate(service)
+    )
+    tokens = {place: make_token() for place in ("service", "other", "variable")}
+    for place in ("service", "other"):
+        write_service_file(tmp_path / f"{place}.json", url=url, token=tokens[place])
+    access = find_service(config, {"OUR_TOKEN": tokens["variable"]}, url=url)
+    assert access.source == source.format(folder=tmp_path)
+    assert access.token == tokens[name]
 
 
 REMOTE_DUMP = (
