@@ -23,6 +23,7 @@ from mock_scheduler.support.text import shorten
 
 #: Too slow a body, and a busy service: the same request may be carried out later.
 _BUSY = (408, 503)
+_GONE = 410
 _PATIENCE_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_ERROR_BYTES = 64 * 2**10
@@ -72,6 +73,7 @@ class _Exchange:
         self._timeout_s = timeout_s
         self._place = f"{access.url}{request.path}"
         self._problem = ""  # the last one
+        self._failing_since_s: float | None = None
 
     async def run(self) -> Answer | None:
         # trust_env=False: a proxy of the environment is not for a service of this machine. The deadline is that of the
@@ -92,39 +94,51 @@ class _Exchange:
             ) from error
 
     async def _repeat(self, client: httpx.AsyncClient) -> Answer | None:
-        failing_since_s: float | None = None
         was_sent = False
         pause_s = _FIRST_PAUSE_S
         while True:
-            answer: Answer | None = None
+            began_s = time.monotonic()
             try:
                 answer = await self._ask(client)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
                 raise self._no_answer(str(error)) from error
+            except httpx.ConnectError as error:
+                if was_sent and self._request.ends_service:
+                    return None
+                self._note(str(error) or type(error).__name__, began_s)
+                self._check_running()
             except httpx.TransportError as error:
-                self._problem = str(error) or type(error).__name__
-                is_over = isinstance(error, httpx.ConnectError) and was_sent
-                was_sent = was_sent or not isinstance(error, httpx.ConnectError)
+                was_sent = True
+                self._note(str(error) or type(error).__name__, began_s)
             else:
-                is_over = answer.status == 410
-                self._problem = f"{error_text(answer.body)} (status {answer.status})"
-            if self._request.ends_service and was_sent and is_over:
-                return None
-            if answer is not None and answer.status not in _BUSY:
-                return answer
-            now_s = time.monotonic()
-            if failing_since_s is None:
-                failing_since_s = now_s
-                logger.warning("%s: %s; trying again", self._place, self._problem)
-            if answer is None and self._access.has_ended():
-                raise self._no_answer(
-                    f"{self._problem}. The service, process {self._access.process_id} of {self._access.source}, has "
-                    "ended; where it was killed, its file is left: remove it"
-                )
-            if now_s - failing_since_s > _PATIENCE_S:
-                raise self._no_answer(f"{self._problem}, for {_PATIENCE_S:g} s")
+                if was_sent and self._request.ends_service and answer.status == _GONE:
+                    return None
+                if answer.status not in _BUSY:
+                    return answer
+                self._note(f"{error_text(answer.body)} (status {answer.status})", began_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _note(self, problem: str, began_s: float) -> None:
+        """Keep the problem of an attempt; raise where patience is over. An attempt that went on begins it anew."""
+        self._problem = problem
+        now_s = time.monotonic()
+        if self._failing_since_s is None or now_s - began_s > _LONGEST_PAUSE_S:
+            self._failing_since_s = now_s
+            logger.warning("%s: %s; trying again", self._place, problem)
+        if now_s - self._failing_since_s > _PATIENCE_S:
+            raise self._no_answer(f"{problem}, for {_PATIENCE_S:g} s")
+
+    def _check_running(self) -> None:
+        """Raise where nobody listens and the service's process has ended.
+
+        Alone the number says little: in another container the same process has another one.
+        """
+        if self._access.has_ended():
+            raise self._no_answer(
+                f"{self._problem}. The service, process {self._access.process_id} of {self._access.source}, has ended; "
+                "where it was killed, its file is left: remove it"
+            )
 
     async def _ask(self, client: httpx.AsyncClient) -> Answer:
         request, token = self._request, self._access.token

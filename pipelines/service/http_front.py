@@ -141,6 +141,8 @@ class _App:
                 await _send(answer, connection, scope, receive, send)
         except TimeoutError:
             connection.abort()
+            while (await receive())["type"] != "http.disconnect":  # else uvicorn would log an error of ours
+                pass
 
     def end(self) -> None:
         """Answer each waiting client that the service has ended; any thread may call it."""

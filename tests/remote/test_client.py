@@ -188,6 +188,12 @@ def test_a_service_whose_process_has_ended_is_not_waited_for() -> None:
         client_of(seen, process_id=int(ended.stdout), timeout_s=30.0).service()
 
 
+def test_a_lost_connection_alone_does_not_mean_that_the_process_has_ended() -> None:
+    """In another container the service's process has another number."""
+    with answering(b"", info()) as seen:
+        assert client_of(seen, process_id=2**31 - 1).service().layout == "tp1"
+
+
 def test_the_service_of_another_run_is_refused_with_every_difference() -> None:
     with answering(info(next_step=2)) as seen, pytest.raises(ServiceError) as caught:
         client_of(seen).check({"seed": 2}, first_step=0)
