@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.base import Decides
-from mock_scheduler.remote import TrainingClient, with_values
+from mock_scheduler.remote.client import TrainingClient
+from mock_scheduler.remote.protocol import with_values
+from mock_scheduler.remote.service_file import ServiceAccess, read_service_file, take_token
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.run_files import SERVICE_FILE
 from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -27,6 +34,14 @@ def _is_shared(facts: Decides) -> bool:
     return Decides.TRAINING in facts and Decides.VALIDATION not in facts
 
 
+def find_service(config: PipelineConfig, environ: Mapping[str, str], *, url: str) -> ServiceAccess:
+    """Find the token of a service; raises ``ServiceError`` where it is not where the configuration says."""
+    service = config.training_service
+    if service.token_variable is not None:
+        return take_token(service.token_variable, environ, url=url)
+    return read_service_file(Path(service.service_file or Path(config.output_dir) / SERVICE_FILE), url=url)
+
+
 class RemoteLearner:
     """Trains step after step in the service of ``training_service.url``; one process has it.
 
@@ -36,7 +51,8 @@ class RemoteLearner:
 
     def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str) -> None:
         """Raises ``ServiceError`` where the service does not answer, or is another run's."""
-        self._client = TrainingClient(url, timeout_s=config.training_service.timeout_s)
+        access = find_service(config, os.environ, url=url)
+        self._client = TrainingClient(access, timeout_s=config.training_service.timeout_s)
         self._values = ValueMaker(config)
         self._score_names = needed_scores(config)
         self.service = self._client.check(service_contract(config, tokenizer), first_step=0)

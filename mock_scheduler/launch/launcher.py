@@ -31,6 +31,7 @@ from mock_scheduler.support.processes import (
     describe_signal,
     ending_signals_as_interrupt,
     meant_exit_code,
+    remove_left_service_file,
 )
 from mock_scheduler.support.terminal_streams import print_message
 from mock_scheduler.support.text import bullet_list
@@ -223,6 +224,8 @@ def _run(
                 raise
             finally:
                 _end_rest(process)
+    if plan.output_dir is not None:
+        remove_left_service_file((cwd or Path()) / plan.output_dir)
     if code < 0:
         for line in _state_signal(plan, code, cwd=cwd):
             _print_line(line, log)

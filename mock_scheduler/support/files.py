@@ -42,14 +42,14 @@ def written_aside(path: Path) -> Iterator[Path]:
     _sync(path.parent)
 
 
-def publish_new(path: Path, data: Buffer | Sequence[Buffer]) -> None:
+def publish_new(path: Path, data: Buffer | Sequence[Buffer], *, mode: int = 0o666) -> None:
     """Write ``data`` to ``path``, never over another file: raises ``FileExistsError`` where the name is taken.
 
-    ``data``: bytes, or pieces in their order, not joined in memory.
+    ``data``: bytes, or pieces in their order, not joined in memory. ``mode``: the file has no other rights at any time.
     """
     pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     with _temporary(path) as aside:
-        _write_pieces(aside, pieces)
+        _write_pieces(aside, pieces, mode)
         # A link, not a rename, since a rename would replace another writer's file.
         _link_new(aside, path)
     _sync(path.parent)
@@ -196,9 +196,9 @@ def _name_aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
-def _write_pieces(path: Path, pieces: Sequence[Buffer]) -> None:
+def _write_pieces(path: Path, pieces: Sequence[Buffer], mode: int) -> None:
     """Write a new file and have it on the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         for piece in pieces:
             _write_all(descriptor, piece)

@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,7 +62,7 @@ def open_regular(path: str | Path, *, inside: Path | None = None) -> int:
 @contextmanager
 def open_foreign(
     path: str | Path, *, inside: Path | None = None, max_bytes: int | None = None, what: str = "such a file"
-) -> Iterator[BinaryIO]:
+) -> Iterator[BufferedReader]:
     """Opens a file as a stream of bytes; raises as ``open_regular``, and where it has more than ``max_bytes``.
 
     ``what``: the file in words, as in ``a JSON document``.

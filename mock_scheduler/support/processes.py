@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.support.files import save_json
-from mock_scheduler.support.run_files import ERROR_FILE
+from mock_scheduler.support.files import load_json_object, save_json
+from mock_scheduler.support.run_files import ERROR_FILE, SERVICE_FILE
 from mock_scheduler.support.terminal_streams import print_message
 
 PARENT_VARIABLE = "MOCK_SCHEDULER_PARENT_PID"
@@ -52,7 +52,7 @@ def end_with_parent(environ: Mapping[str, str]) -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     # The parent may have ended before that call; a wrapper between the two is a living parent of another number.
-    if os.getppid() != int(parent) and not _is_alive(int(parent)):
+    if os.getppid() != int(parent) and not is_alive(int(parent)):
         print_message(f"the launcher (process {parent}) has ended, so this process ends")
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -63,7 +63,8 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _is_alive(process_id: int) -> bool:
+def is_alive(process_id: int) -> bool:
+    """Whether a process of this machine runs, whoever owns it."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
@@ -150,3 +151,16 @@ def write_signal_error(output_dir: Path, message: str, *, code: int, global_rank
     except OSError as error:
         return f"{output_dir / ERROR_FILE} cannot be written: {error.strerror}"
     return None
+
+
+def remove_left_service_file(output_dir: Path) -> None:
+    """Remove the file of a training service whose process ended without doing so; that of a running one stays."""
+    path = output_dir / SERVICE_FILE
+    if not path.is_file() or path.is_symlink():
+        return
+    try:
+        process_id = load_json_object(path).get("process_id")
+        if type(process_id) is int and 0 < process_id < 2**31 and not is_alive(process_id):
+            path.unlink(missing_ok=True)
+    except (OSError, ValueError):  # absent, or no such file: nothing is lost by leaving it
+        return

@@ -13,6 +13,8 @@ METRICS_FILE = "metrics.jsonl"
 RUN_FILE = "run.json"
 #: Why a run failed.
 ERROR_FILE = "error.json"
+#: URL, process and token of a training service, while it is ready; for its owner alone.
+SERVICE_FILE = "service.json"
 #: What was built, answered and suppressed (``ledger.Ledger``).
 LEDGER_FILE = "ledger.json"
 #: The terminal output of a run that an alignment or the doctor started.

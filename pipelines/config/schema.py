@@ -64,6 +64,10 @@ from pipelines.config.training import (
 # The played rollouts, their batches, and the counters of a resumed run.
 _BATCHES = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE
 
+# Of a request to a training service: a token with its values takes 33 bytes, a row's identity, tag and prompt digest
+# about 100, and the head at most 8 MiB. The rest is room for columns of the batch's own.
+_HEAD_BYTES, _ROW_BYTES, _TOKEN_BYTES = 16 * 2**20, 4096, 64
+
 
 class PipelineConfig(ConfigSection):
     """One run of the agentic pipeline; each key, or its section, states its consequences."""
@@ -142,6 +146,14 @@ class PipelineConfig(ConfigSection):
     def sampling(self, mode: Mode) -> GeneratingArgs:
         """How actions are sampled: the manager's own arguments, or else the engine's."""
         return self.env_manager(mode).generating_args or self.actor_infer.generating_args
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The longest body that a training service of this configuration reads."""
+        own = self.training_service.max_request_bytes
+        turns = max(env.max_steps for env in self.custom_envs.values()) if self.rollout_form == "step" else 1
+        row_bytes = _ROW_BYTES + _TOKEN_BYTES * self.sequence_length
+        return own or _HEAD_BYTES + self.rollout_batch_size * turns * row_bytes
 
     @property
     def updates_per_step(self) -> int:

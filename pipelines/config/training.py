@@ -136,25 +136,50 @@ def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequ
 
 
 class TrainingServiceConfig(ConfigSection):
-    """Training in another process, behind HTTP. ``url`` is the client's key, the others are the service's own.
+    """Training in another process, behind HTTP.
 
-    ``url``: the address of a service, as ``http://127.0.0.1:8300``; ``null``: this run trains itself.
-    ``host``, ``port``: a service of this configuration listens there; port 0 takes a free one, to be found in
-    ``{output_dir}/service.json``. ``timeout_s``: how long a client waits for one answer, and a service for the client's
-    next request before it ends.
+    Keys of the client: ``url``: the address of a service, as ``http://127.0.0.1:8300``; ``null``: this run trains
+    itself. ``service_file``: the service's ``service.json``; ``null``: that in ``output_dir``. ``token_variable``: in
+    its place, the name of the variable with the service's token.
+    Keys of the service: ``host``, ``port``: it listens there; port 0 takes a free one, to be found in
+    ``{output_dir}/service.json``. ``max_request_bytes``: the longest body that it reads; ``null``: as batch size and
+    sequence length need, with room for small columns.
+    ``timeout_s``: how long a client waits for one answer, and a service for the client's next request before it ends.
     """
 
     decides: ClassVar = Decides.NOTHING
 
     # The service trains, in a layout of its own; client and service compare their contracts when they meet.
     url: Annotated[str | None, Decides.OUTSIDE] = None
+    service_file: str | None = None
+    token_variable: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
+    max_request_bytes: PositiveInt | None = None
     timeout_s: float = Field(default=600.0, gt=0.0)
 
     @field_validator("url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        if url is not None and not re.fullmatch(r"https?://[^\s/]+(/[^\s]*)?", url):
+        if url is not None and "@" in url:
+            raise ValueError("has a user or a password in it; give http://HOST:PORT as the service prints it")
+        if url is not None and not re.fullmatch(r"https?://[!-.0-~]+(/[!-~]*)?", url):
             raise ValueError(f"is {url!r}, expected http://HOST:PORT as the service prints it; null trains in this run")
         return None if url is None else url.rstrip("/")
+
+    @field_validator("token_variable")
+    @classmethod
+    def _check_variable(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError("is no name of a variable; it takes the name, and the variable has the token")
+        return name
+
+    @model_validator(mode="after")
+    def _check_token(self) -> TrainingServiceConfig:
+        named = {"service_file": self.service_file, "token_variable": self.token_variable}
+        given = [key for key, value in named.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError("service_file and token_variable are two places for one token; give one of them")
+        if given and self.url is None:
+            raise ValueError(f"{given[0]} has no effect without url, the address of the service")
+        return self

@@ -24,9 +24,11 @@ from mock_scheduler.determinism.guard import apply_deterministic_mode, check_too
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
-from mock_scheduler.remote import encode_scores, metrics_as_json
-from mock_scheduler.support.files import save_json, save_text
-from mock_scheduler.support.run_files import METRICS_FILE
+from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
+from mock_scheduler.remote.service_file import published
+from mock_scheduler.support.files import save_text
+from mock_scheduler.support.run_files import METRICS_FILE, SERVICE_FILE
+from pipelines.algorithm.training_values import needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
@@ -35,11 +37,12 @@ from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runt
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.observation import StepObservation, check_trace_ranks
 from pipelines.progress import configure_logging
+from pipelines.service.access import is_loopback
 from pipelines.service.http_front import Answer, Call, Front, listening
-from pipelines.service.service import OutOfOrderError, TrainingService
+from pipelines.service.order import OutOfOrderError, StepOrder, StepRequest
+from pipelines.service.service import TrainingService
 from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir
 
-SERVICE_FILE = "service.json"
 _METRICS_FILE = f"service_{METRICS_FILE}"
 HEARTBEAT_S = 20.0
 _IDLE, _SCORE, _TRAIN, _STOP = range(4)
@@ -93,78 +96,101 @@ def _follow(service: TrainingService, runtime: Runtime) -> None:
 @contextmanager
 def _open_front(config: PipelineConfig) -> Iterator[Front]:
     """Listen, and make the output folder, before a model is built: requests wait until it is."""
-    output_dir = Path(config.output_dir)
+    output_dir, own = Path(config.output_dir), config.training_service
     prepare_output_dir(output_dir, resume=False)
-    if (output_dir / _METRICS_FILE).exists():
+    if any(os.path.lexists(output_dir / name) for name in (_METRICS_FILE, SERVICE_FILE)):
         raise ConfigError(
-            f"output_dir {output_dir} holds the metrics of another service; choose another output_dir, or remove the "
-            "folder"
+            f"output_dir {output_dir} holds the metrics of another service, or its {SERVICE_FILE}; choose another "
+            "output_dir, or remove the folder"
         )
-    with listening(config.training_service.host, config.training_service.port) as front:
+    order: StepOrder[Answer] = StepOrder(max_steps=config.max_steps, score_names=needed_scores(config))
+    with listening(own.host, own.port, order=order, max_body_bytes=config.max_request_bytes) as front:
+        if not is_loopback(front.address):
+            logger.warning(
+                "the training service listens at %s (training_service.host), which other machines reach: nothing that "
+                "it receives or answers is encrypted, and who reads along has its token and can train. Better is "
+                "127.0.0.1 and a tunnel to it",
+                front.url,
+            )
         yield front
 
 
 def _serve(service: TrainingService, front: Front, output_dir: Path) -> None:
     save_text(output_dir / "service_config.yaml", dump_config(service.config))
-    with MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=_METRICS_FILE) as writer:
-        save_json(output_dir / SERVICE_FILE, {"url": front.url, "process_id": os.getpid()})
+    with (
+        MetricsWriter(output_dir, enabled=True, tensorboard=False, file_name=_METRICS_FILE) as writer,
+        published(output_dir / SERVICE_FILE, url=front.url, token=front.token),
+    ):
         logger.info("training service of %s listens at %s", service.config.exp_name, front.url)
-        try:
-            _answer_all(service, front, writer)
-        finally:
-            (output_dir / SERVICE_FILE).unlink(missing_ok=True)
+        _answer_all(service, front, writer)
     logger.info("%d steps trained. Files in %s", service.next_step, output_dir)
 
 
 def _answer_all(service: TrainingService, front: Front, writer: MetricsWriter) -> None:
-    """Answer one call after another. An error after the ranks were told ends the service, since they may differ."""
-    device, timeout_s = service.runtime.device, service.config.training_service.timeout_s
-    heard_s = time.monotonic()
+    """Answer one call after another. An error after the ranks were told ends the service, since they may differ.
+
+    Only a request that is carried out counts as one: refused ones keep no service alive.
+    """
+    timeout_s = service.config.training_service.timeout_s
+    ranks, heard_s = _OtherRanks(service.runtime.device), time.monotonic()
     while True:
-        try:
-            call = front.calls.get(timeout=min(HEARTBEAT_S, timeout_s))
-        except queue.Empty:
-            if time.monotonic() - heard_s > timeout_s:
-                send(Command(operation="stop"), device=device)
-                raise ServiceError(
-                    f"no request came for {timeout_s:g} s (training_service.timeout_s); {service.next_step} steps were "
-                    "trained"
-                ) from None
-            send(Command(operation="idle"), device=device)
-            continue
-        if call.operation == "finish":
-            send(Command(operation="stop"), device=device)
+        call = _next_call(front, timeout_s=min(HEARTBEAT_S, timeout_s))
+        if call is not None and call.operation == "finish":
+            ranks.tell(Command(operation="stop"))
             call.answer(Answer.json({"steps": service.next_step}))
             return
-        call.answer(_refusal(service, call) or _carry_out(service, call, writer))
-        heard_s = time.monotonic()  # the client is silent only after it has its answer
+        if call is not None:
+            answer = _answer(service, front, ranks, call, writer)
+            call.answer(answer)
+            if answer.status == 200:
+                heard_s = time.monotonic()  # the client is silent only after it has its answer
+        if time.monotonic() - heard_s > timeout_s:
+            ranks.tell(Command(operation="stop"))
+            raise ServiceError(
+                f"no request came for {timeout_s:g} s (training_service.timeout_s); {service.next_step} steps were "
+                "trained"
+            )
+        ranks.keep_waiting()
 
 
-def _refusal(service: TrainingService, call: Call) -> Answer | None:
-    """Answer a request that concerns no rank; ``None`` for one to carry out."""
-    if call.operation == "service":
+def _next_call(front: Front, *, timeout_s: float) -> Call | None:
+    try:
+        return front.calls.get(timeout=timeout_s)
+    except queue.Empty:
+        return None
+
+
+def _answer(service: TrainingService, front: Front, ranks: _OtherRanks, call: Call, writer: MetricsWriter) -> Answer:
+    if call.request is None:
         return Answer.json(service.describe())
     try:
-        service.check("train" if call.operation == "train" else "score", call.step, call.body)
+        # Another request may have been carried out since this one was admitted.
+        known = front.order.admit(call.request)
+        if known is not None:
+            return known
+        service.check(call.request, call.body)
     except OutOfOrderError as error:
         return Answer.json({"error": str(error)}, status=409)
     except MockSchedulerError as error:
         return Answer.json({"error": str(error)}, status=400)
-    return None
+    ranks.tell(Command(operation=call.request.operation, step=call.request.step, body=call.body))
+    answer = _carry_out(service, call, call.request, writer)
+    ranks.last_told_s = time.monotonic()
+    front.order.record(call.request, answer)
+    return answer
 
 
-def _carry_out(service: TrainingService, call: Call, writer: MetricsWriter) -> Answer:
-    send(Command(operation=call.operation, step=call.step, body=call.body), device=service.runtime.device)
+def _carry_out(service: TrainingService, call: Call, request: StepRequest, writer: MetricsWriter) -> Answer:
     try:
-        if call.operation == "score":
-            return Answer(status=200, body=encode_scores(service.score(call.step, call.body)))
-        metrics = service.train(call.step, call.body)
+        if request.operation == "score":
+            return Answer(status=200, body=encode_scores(service.score(request.step, call.body)))
+        metrics = service.train(request.step, call.body)
     except Exception as error:
         call.answer(Answer.json({"error": f"the service ends: {error}"}, status=500))
         raise
-    writer.write(call.step, metrics)
-    logger.info("step %d trained", call.step + 1)
-    return Answer.json({"metrics": metrics_as_json(metrics)})
+    writer.write(request.step, metrics)
+    logger.info("step %d trained", request.step + 1)
+    return Answer.json({"step": request.step, "metrics": metrics_as_json(metrics)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +200,24 @@ class Command:
     operation: str
     step: int = 0
     body: bytes = b""
+
+
+class _OtherRanks:
+    """The waiting ranks, by the view of rank 0. ``last_told_s``: when they got, or had done, their last command."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.last_told_s = time.monotonic()
+
+    def tell(self, command: Command) -> None:
+        """Send a command."""
+        send(command, device=self._device)
+        self.last_told_s = time.monotonic()
+
+    def keep_waiting(self) -> None:
+        """Send an empty command where it is time for one."""
+        if time.monotonic() - self.last_told_s >= HEARTBEAT_S:
+            self.tell(Command(operation="idle"))
 
 
 def send(command: Command, *, device: torch.device) -> None:

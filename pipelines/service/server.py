@@ -1,11 +1,11 @@
 """A training service: ``python -m pipelines.service.server --config-path configs --config-name NAME a.b=c ...``.
 
 Trains the Megatron model of the configuration under its layout on the datums of a client, by the protocol of
-``mock_scheduler.remote``. In ``output_dir`` it leaves ``service.json`` with the URL and the process id,
-``service_config.yaml``, ``service_metrics.jsonl`` and the files of ``trace`` and ``debug``. A client with the same
-``output_dir`` adds a run's own files beside them, and ``mock-scheduler compare`` reads both as one run.
+``mock_scheduler.remote``. In ``output_dir`` it has ``service.json`` while it is ready, with its URL, its process id and
+the token of every request, for its owner alone. It leaves ``service_config.yaml``, ``service_metrics.jsonl`` and the
+files of ``trace`` and ``debug`` there. A client with the same ``output_dir`` adds a run's own files beside them, and
+``mock-scheduler compare`` reads both as one run.
 It ends after ``POST /v1/finish``, or with an error where no request came for ``training_service.timeout_s`` seconds.
-There is no authentication: whoever reaches the address, by default on this machine alone, can train.
 """
 
 from __future__ import annotations

@@ -198,6 +198,20 @@ def test_a_single_process_that_was_killed_exits_with_128_and_the_signal(tmp_path
     }
 
 
+@pytest.mark.parametrize(("process", "is_left"), [("os.getpid()", False), ("os.getppid()", True), ("'x'", True)])
+def test_the_file_of_a_training_service_that_was_killed_is_removed(tmp_path: Path, process: str, is_left: bool) -> None:
+    """A running service may have the same folder: that of a client whose launcher this is."""
+    path = tmp_path / "service.json"
+    code = f"""
+import json, os, signal
+with open({str(path)!r}, "w") as file:
+    json.dump({{"process_id": {process}}}, file)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert run_plan(python_plan(code, output_dir=tmp_path), log_path=tmp_path / "log") == 137
+    assert path.exists() == is_left
+
+
 def test_a_signal_is_told_on_stderr_where_error_json_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

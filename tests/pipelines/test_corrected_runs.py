@@ -91,8 +91,8 @@ def test_the_log_says_how_the_correction_was_understood(runs: Path) -> None:
 def test_a_service_trains_the_corrected_run_of_its_client(runs: Path, tmp_path: Path, name: str) -> None:
     configs = write_tiny_config(tmp_path)
     correction = f"algorithm.rollout_correction={CORRECTIONS[name]}"
-    with serving(configs, tmp_path / "remote", [MISMATCH, correction, *TRACE]) as url:
-        finished = train_there(configs, tmp_path / "remote", runs / f"{name}-rec", url, MISMATCH, correction)
+    with serving(configs, tmp_path / "remote", [MISMATCH, correction, *TRACE]) as service:
+        finished = train_there(configs, tmp_path / "remote", runs / f"{name}-rec", service, MISMATCH, correction)
         assert finished.returncode == 0, finished.stderr
     compared = run_command(
         ["-m", "mock_scheduler.cli", "compare", str(runs / f"{name}-mock"), str(tmp_path / "remote")]

@@ -154,7 +154,10 @@ NEUTRAL_SECTIONS = (
 def test_a_change_moves_no_bit_only_the_order_of_sums_or_anything() -> None:
     """The list that alignment had called ``order.emulate`` neutral and each degree in it a change of anything; the
     order of sums is all that follows. It knew nothing of where a training service listens, which moves no bit."""
-    listening = {f"training_service.{name}" for name in ("host", "port", "timeout_s")}
+    listening = {
+        f"training_service.{name}"
+        for name in ("host", "port", "max_request_bytes", "timeout_s", "service_file", "token_variable")
+    }
     for key, facts in EFFECTS.items():
         name = key.removesuffix(".*")
         if name in NEUTRAL | listening or key.startswith(NEUTRAL_SECTIONS):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
+from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.errors import ServiceError
-from mock_scheduler.remote import (
-    TrainingClient,
+from mock_scheduler.remote.protocol import (
     contract_problems,
     decode_datums,
     decode_scores,
@@ -25,6 +21,7 @@ from mock_scheduler.remote import (
     with_values,
 )
 from tests.batches import make_batch
+from tests.remote.forged_datums import with_dtype
 
 BATCH = make_batch(2, 2)
 NUM_TOKENS = len(BATCH.rollout_logprobs)
@@ -53,11 +50,50 @@ def test_datums_without_values_say_what_is_missing() -> None:
     )
 
 
-def test_an_advantage_that_is_no_number_is_refused() -> None:
-    broken = ADVANTAGES.clone()
-    broken[1] = torch.nan
-    with pytest.raises(ServiceError, match="advantages has NaN or infinity"):
-        take_values(with_values(BATCH, broken, RETURNS))
+@pytest.mark.parametrize(
+    ("value", "shown", "dtype"),
+    [
+        (torch.nan, "nan", torch.float64),
+        (-torch.inf, "-inf", torch.float32),
+        (1e308, "1e\\+308", torch.float32),  # finite as it is sent, and infinite as it is trained with
+        (1e30, "1e\\+30", torch.float32),  # its square, of which a gradient's norm is made, is infinite
+        (1e200, "1e\\+200", torch.float64),
+    ],
+)
+@pytest.mark.parametrize("column", ["advantages", "returns", "weights"])
+def test_a_value_that_training_cannot_use_is_refused_by_column_and_row(
+    column: str, value: float, shown: str, dtype: torch.dtype
+) -> None:
+    """Advantages of 1e308 were accepted, and made every weight NaN."""
+    broken = {"advantages": ADVANTAGES.clone(), "returns": RETURNS.clone(), "weights": torch.ones_like(RETURNS)}
+    position = int(BATCH.response_offsets[2])  # the first response token of row 2
+    broken[column][position] = value
+    with pytest.raises(
+        ServiceError, match=f"{column}: row 2 \\(.*\\) has {shown}; expected numbers with a finite square"
+    ):
+        take_values(with_values(BATCH, broken["advantages"], broken["returns"], weights=broken["weights"]), dtype=dtype)
+
+
+def test_values_that_training_can_use_are_taken_as_they_are() -> None:
+    large = torch.full_like(ADVANTAGES, 1e18)
+    assert torch.equal(take_values(with_values(BATCH, large, RETURNS), dtype=torch.float32).advantages, large)
+    assert torch.equal(take_values(with_values(BATCH, large**8, RETURNS)).advantages, large**8)
+
+
+@pytest.mark.parametrize("dtype", ["qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits8"])
+def test_datums_of_a_dtype_without_plain_bytes_are_refused(dtype: str) -> None:
+    """torch ended the process by SIGSEGV where it read a matrix of one."""
+    body = with_dtype(BATCH, dtype)
+    with pytest.raises(ServiceError, match=f"'extras/own' is of dtype {dtype}, which cannot be sent"):
+        decode_datums(body, step=0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float8_e4m3fn"])
+def test_datums_of_plain_bytes_are_read(dtype: str) -> None:
+    datums, _ = decode_datums(with_dtype(BATCH, dtype), step=0)
+    column = datums.extras["own"]
+    assert isinstance(column, TensorColumn)
+    assert column.values.dtype is getattr(torch, dtype)
 
 
 def test_datums_of_another_step_are_refused() -> None:
@@ -86,8 +122,13 @@ def test_metrics_keep_every_bit_and_what_json_lacks() -> None:
     metrics = {"a": 1 / 3, "b": float("inf"), "c": float("-inf"), "d": -0.0}
     assert parse_metrics(json.loads(json.dumps(metrics_as_json(metrics), allow_nan=False))) == metrics
     assert str(parse_metrics({"n": "nan"})["n"]) == "nan"
-    with pytest.raises(ServiceError, match="metric m is 'much', expected a number"):
-        parse_metrics({"m": "much"})
+
+
+@pytest.mark.parametrize("value", ["much", True, None, [1.0], {}, 10**400, 1e999, float("nan"), "NaN"])
+def test_a_metric_that_is_no_number_is_refused_by_name(value: object) -> None:
+    """A truth value was taken for 1, and an integer of 400 digits was a traceback."""
+    with pytest.raises(ServiceError, match=r"the service's metric 'm' is .*, expected a number"):
+        parse_metrics({"a": 1, "m": value})
 
 
 def test_every_differing_field_of_a_contract_is_named_with_both_values() -> None:
@@ -96,59 +137,3 @@ def test_every_differing_field_of_a_contract_is_named_with_both_values() -> None
         "c: 3 here, 'absent' in the service",
         "d: 'absent' here, 4 in the service",
     ]
-
-
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
-    """A server on the loopback that answers everything alike; its URL."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Silent."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "problem"),
-    [
-        (409, b'{"error": "step 3 comes next"}', "step 3 comes next (status 409)"),
-        (502, b"<html>", "b'<html>' (status 502)"),
-        (200, b"<html>", "the answer is no JSON: b'<html>'"),
-        (200, b"[]", "the answer is no object: b'[]'"),
-        (200, b'{"protocol": 9}', "speaks protocol 9, this client 1: run both with one release"),
-    ],
-)
-def test_an_answer_that_is_no_service_is_an_error_with_its_text(status: int, body: bytes, problem: str) -> None:
-    with answering(status, body) as url, pytest.raises(ServiceError) as caught:
-        TrainingClient(url, timeout_s=10.0).service()
-    assert str(caught.value).startswith(url)
-    assert str(caught.value).endswith(problem)
-
-
-def test_a_service_of_another_run_is_refused_with_every_difference() -> None:
-    body = json.dumps({"protocol": 1, "next_step": 2, "layout": "tp2", "contract": {"seed": 1}}).encode()
-    with answering(200, body) as url, pytest.raises(ServiceError) as caught:
-        TrainingClient(url, timeout_s=10.0).check({"seed": 2}, first_step=0)
-    assert str(caught.value) == (
-        f"the service at {url} is not this run's:\n"
-        "  - seed: 2 here, 1 in the service\n"
-        "  - step: this run begins with 0, the service goes on with 2"
-    )
-
-
-def test_no_service_is_an_error_that_says_where() -> None:
-    with answering(200, b"{}") as url:
-        pass
-    with pytest.raises(ServiceError, match=f"{url}/v1/service: no answer: .*refused.*still running"):
-        TrainingClient(url, timeout_s=1.0).service()
