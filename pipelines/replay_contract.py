@@ -1,6 +1,8 @@
 """The contract of an agentic run tells which keys must match in a replay and which may differ.
 
-A recording promises it, and a run that replays the recording must keep it.
+A recording promises it, and a run that replays the recording must keep it. A key must match if rollouts follow from it
+(``Decides.ROLLOUTS`` at its field), and may differ if it decides training, bits, order or execution alone. The keys
+with their rules stand in ``docs/configuration.md``.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.program import check_stored_code, find_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
+from mock_scheduler.support.terminal_streams import print_message
 
 
 def run_launch(
@@ -81,4 +82,4 @@ def _announce(source: ConfigSource, *, run_stored_code: bool) -> None:
     """Say on stderr what code a stored configuration names; raise ``ConfigError`` where nobody asked for it."""
     told = check_stored_code(source.config_name, source.config_path, use=Use.RUN, run_stored_code=run_stored_code)
     if told:
-        print(told, file=sys.stderr)
+        print_message(told)

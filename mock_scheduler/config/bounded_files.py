@@ -12,6 +12,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.yaml_text import load_yaml
 
 
@@ -22,7 +23,7 @@ class _BoundedFileSource(FileConfigSource):
         path = Path(self.path, self._normalize_file_name(config_path))
         if path.is_file():
             try:
-                load_yaml(path.read_text(encoding="utf-8"))
+                load_yaml(read_text(path, what="a configuration"))
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{path} is not UTF-8: {error}") from error
             except ValueError as error:

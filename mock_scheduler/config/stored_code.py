@@ -18,11 +18,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.foreign_files import describe_failure, read_bytes, read_text
 from mock_scheduler.support.run_files import (
     ALIGN_FILE,
     CHECKPOINTS_FOLDER,
@@ -37,6 +37,7 @@ from mock_scheduler.support.run_files import (
     TENSORBOARD_FOLDER,
     TRACE_FOLDER,
 )
+from mock_scheduler.support.yaml_text import load_yaml
 
 #: The top-level key by which a configuration names its program; a schema without this field never sees it.
 PROGRAM_KEY = "program"
@@ -88,7 +89,7 @@ def read_program_name(path: Path) -> str | None:
     """Reads the program that a configuration's file names on a line of its own; ``None`` where it names none."""
     if not path.is_file():
         return None
-    named = _NAMED.search(path.read_text(encoding="utf-8", errors="replace"))
+    named = _NAMED.search(read_bytes(path, what="a configuration").decode("utf-8", errors="replace"))
     return named[1] if named else None
 
 
@@ -123,9 +124,11 @@ def find_stored_code(
         ConfigError: the file cannot be read.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error)!a}") from error
+        content = load_yaml(read_text(path, what="a configuration"))
+    except OSError as error:
+        raise ConfigError(describe_failure(error, path)) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from error
     finder = _Finder(folder=path.parent, settings=frozenset(settings), only=only, seen=set())
     named = read_program_name(path)
     found = [] if named in (None, default_program) else [_code("program", PROGRAM_KEY, named, Use.LOAD)]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.terminal_streams import print_message
 
 
 def find_module(module: str) -> Path | None:
@@ -98,15 +99,15 @@ def main(arguments: Sequence[str]) -> int:
         check_entry(module)
         run_entry(module, others)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_message(f"error: {error}")
         return int(error.exit_code)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
-        print(ended.code, file=sys.stderr)
+        print_message(str(ended.code))
         return int(ExitCode.INTERNAL)
     except Exception:  # noqa: BLE001 - the edge of the process
-        traceback.print_exc()
+        print_message(traceback.format_exc())
         return int(ExitCode.INTERNAL)
     return 0
 

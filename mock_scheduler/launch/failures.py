@@ -5,7 +5,6 @@ Contract: standard library only, besides reading the plan of a session when some
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mock_scheduler.support.processes import (
     meant_exit_code,
     write_signal_error,
 )
+from mock_scheduler.support.terminal_streams import print_message
 
 
 def report_failed_ranks(failures: Sequence[RankExit], told_to: Path) -> int:
@@ -23,9 +23,9 @@ def report_failed_ranks(failures: Sequence[RankExit], told_to: Path) -> int:
     culprit = find_culprit(failures)
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"
-        print(message, file=sys.stderr, flush=True)
+        print_message(message)
         for problem in write_error(told_to, message, code=culprit.code, global_rank=culprit.global_rank):
-            print(problem, file=sys.stderr, flush=True)
+            print_message(problem)
     return meant_exit_code(culprit.code)
 
 

@@ -26,6 +26,7 @@ from mock_scheduler.launch.entry import check_entry, run_entry
 from mock_scheduler.launch.failures import report_failed_ranks
 from mock_scheduler.launch.supervision import Supervision, block_signals
 from mock_scheduler.support.processes import PARENT_VARIABLE, adopt_orphans, end_with_parent, meant_exit_code
+from mock_scheduler.support.terminal_streams import print_message
 
 #: The file in which the ranks of one machine meet.
 STORE_VARIABLE = "MOCK_SCHEDULER_STORE"
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
         check_entry(module)
         rendezvous = _open_rendezvous(place)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_message(f"error: {error}")
         return int(error.exit_code)
     adopt_orphans()
     running = _fork_ranks(place, rendezvous)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mock_scheduler.support.processes import RankExit
+from mock_scheduler.support.terminal_streams import print_message
 
 #: From asking to killing, for ranks.
 GRACE_S = 30.0
@@ -110,7 +111,7 @@ def end_helpers(*, patience_s: float) -> None:
             if not children:
                 return  # not Linux, where only own children are known, and these have been waited for
             if not asked and patience_s:
-                print(f"the run left {len(children)} of its processes, which end now", file=sys.stderr, flush=True)
+                print_message(f"the run left {len(children)} of its processes, which end now")
             if now_s >= kill_at_s:
                 _send(children, signal.SIGKILL)
             else:

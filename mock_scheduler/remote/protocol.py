@@ -42,10 +42,8 @@ from safetensors.torch import load, save
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.errors import MockSchedulerError, ServiceError
-from mock_scheduler.recording.step.header import parse_head, read_head
 from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.recording.storage.byte_sources import MemorySource
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import Count
 from mock_scheduler.support.tensor_bytes import dtype_name, shape_text
@@ -61,12 +59,6 @@ VALUE_NAMES = ("advantages", "returns")
 
 OPTIONAL_VALUE_DTYPES = {"weights": torch.float64, "kept": torch.bool}
 
-# Others, as the quantised ones, are no plain bytes: torch ends the process where it reads some of them.
-_PLAIN_DTYPES = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64}
-    | {torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-)
 _MAX_ROWS_NAMED = 3
 
 
@@ -161,26 +153,12 @@ def decode_datums(body: bytes, *, step: int) -> tuple[RolloutBatch, str]:
     """Decode a document to its datums and ``run_id``; raises ``ServiceError`` for another step, or no document."""
     source = f"the datums of step {step}"
     try:
-        _check_dtypes(body, source)
         datums, info = decode_step(body, source=source)
     except MockSchedulerError as error:
         raise ServiceError(str(error)) from error
     if info.step != step:
         raise ServiceError(f"these are the datums of step {info.step}, sent as those of step {step}")
     return datums, info.run_id
-
-
-def _check_dtypes(body: bytes, source: str) -> None:
-    """Raise ``ServiceError`` for a tensor of another dtype than those with plain bytes."""
-    head = read_head(MemorySource(memoryview(body), path=source), name=source)
-    entries = parse_head(head, size_bytes=len(body), name=source).entries.values()
-    problems = [
-        f"tensor {entry.name!r} is of dtype {dtype_name(entry.dtype)}, which cannot be sent"
-        for entry in entries
-        if entry.dtype not in _PLAIN_DTYPES
-    ]
-    if problems:
-        raise ServiceError(f"{source} cannot be read:{bullet_list(problems)}")
 
 
 def encode_scores(scores: Mapping[str, torch.Tensor]) -> bytes:

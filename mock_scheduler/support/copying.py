@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.foreign_files import open_foreign
 
 
 def is_inside(path: Path, root: Path) -> bool:
@@ -42,15 +42,10 @@ def copy_folder(origin: Path, target: Path, *, root: Path) -> None:
 
 
 def copy_file(path: Path, copy: Path, *, root: Path) -> None:
-    """Copies one regular file; the check holds for the file that is opened, whatever is renamed meanwhile."""
+    """Copies one regular file; raises ``ForeignFileError`` for another one, and where a link leads out of ``root``."""
     check_inside(path, root)
-    # O_NONBLOCK: a pipe that took the file's place is refused below, and would else be waited for.
-    descriptor = os.open(os.path.realpath(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as source:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"{path} is not a regular file: it is not copied")
-        with copy.open("xb") as out:
-            shutil.copyfileobj(source, out)
+    with open_foreign(path, inside=root) as source, copy.open("xb") as out:
+        shutil.copyfileobj(source, out)
 
 
 def _list_files(folder: Path, root: Path, *, seen: frozenset[str]) -> list[Path]:

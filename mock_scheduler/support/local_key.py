@@ -5,7 +5,7 @@ this machine: ``$XDG_STATE_HOME/mock-scheduler/key`` (else below ``~/.local/stat
 else. The mark of an own file, a hidden file beside it, is such a digest of its place and its content: whoever sends,
 moves or changes the file cannot make it.
 
-Contract: standard library only. Equal values have equal digests as long as the key file is there. Where it cannot be
+Contract: equal values have equal digests as long as the key file is there. Where it cannot be
 made or is not this user's alone, the key lives as long as the process: a digest then equals no stored one.
 """
 
@@ -20,6 +20,9 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from mock_scheduler.support.files import save_text
+from mock_scheduler.support.foreign_files import open_foreign, read_bytes
+
 _NUM_BYTES = 32
 
 
@@ -31,13 +34,13 @@ def keyed_digest(value: str) -> str:
 def mark_own(path: Path) -> None:
     """Marks a file, just written, as this user's own; where this cannot be done the file passes for a foreign one."""
     with suppress(OSError):
-        _mark_of(path).write_text(_describe(path), encoding="ascii")
+        save_text(_mark_of(path), _describe(path))
 
 
 def is_own(path: Path) -> bool:
     """Says whether this user wrote the file, in this place and with this content."""
     try:
-        stated = _mark_of(path).read_bytes()[: 2 * hashlib.sha256().digest_size + 1]
+        stated = read_bytes(_mark_of(path), max_bytes=2 * hashlib.sha256().digest_size)
         return hmac.compare_digest(stated, _describe(path).encode("ascii"))
     except OSError:
         return False
@@ -48,7 +51,8 @@ def _mark_of(path: Path) -> Path:
 
 
 def _describe(path: Path) -> str:
-    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    with open_foreign(path) as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
     return keyed_digest(f"{content} {os.path.realpath(path)}")
 
 

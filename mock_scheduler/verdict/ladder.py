@@ -1,8 +1,7 @@
 """From the comparisons of a candidate to its proofs, strongest first.
 
-Contract: pure; the comparisons are there already. A new kind of proof has a name in ``reasons.PROOF_NAMES``, a
-``_judge_`` function here, a consequence in ``final_verdict``, words in ``wording.proofs``, and runs in
-``alignment.prove.proof_runs``.
+Contract: pure; the comparisons are there already. ``docs/architecture.md`` lists the places of a new kind
+of proof ("Where to change things").
 """
 
 from __future__ import annotations

@@ -65,5 +65,5 @@ def test_a_name_with_a_folder_is_no_name_of_a_configuration(name: str, tmp_path:
     (tmp_path / "sub").mkdir()
     for place in (tmp_path / "run.yaml", tmp_path / "sub/run.yaml"):
         place.write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match="is no name of a file; give its folder as --config-path"):
+    with pytest.raises(ConfigError, match="is no name of a file; give its folder as config_path"):
         load_config(name, config_path=tmp_path / "sub")

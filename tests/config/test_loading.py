@@ -117,7 +117,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), m
 @example(text="\\\\${y}\\")
 def test_any_text_survives_dump_and_load(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     """A backslash before ``${x}`` was read as its escape, and the text then as an interpolation."""
-    config = PipelineConfig(exp_name=f"{text}${{x}}", system_envs={"A": text})
+    config = PipelineConfig(exp_name="x", system_envs={"A": text, "B": f"{text}${{x}}"})
     assert load_text(tmp_path_factory.mktemp("dumped"), dump_config(config)) == config
 
 

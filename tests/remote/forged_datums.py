@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import struct
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import TensorColumn
+from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.step.header import _build_entries, _render_header, _render_metadata
-from mock_scheduler.recording.step.stored_tensors import digest_blocks
+from mock_scheduler.recording.step.stored_tensors import TensorEntry, digest_blocks
 from mock_scheduler.remote.protocol import encode_datums
 from mock_scheduler.support.digests import canonical_json
 
@@ -24,8 +27,12 @@ def with_dtype(batch: RolloutBatch, dtype: str, *, run_id: str = "r") -> bytes:
     column = TensorColumn(values=torch.zeros(len(batch), 4, dtype=stored))
     body = encode_datums(replace(batch, extras={**batch.extras, "own": column}), step=0, run_id=run_id)
     content, table, tensors = unseal(body)
+    entries = _build_entries(table, source="forged", start=0)
     table["extras/own"]["dtype"] = dtype
-    return seal(content, table, tensors)
+    # The reader of entries refuses what no file may hold; such a body has the entries of the stored dtype.
+    with suppress(RecordingError):
+        entries = _build_entries(table, source="forged", start=0)
+    return _seal(content, table, entries, tensors)
 
 
 def change_tensor(table: dict[str, Any], tensors: bytes, name: str, chance: random.Random) -> bytes:
@@ -52,6 +59,10 @@ def unseal(body: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 
 def seal(content: dict[str, Any], table: dict[str, Any], tensors: bytes) -> bytes:
     """A body with right digests of its header; the tensors stay as they are."""
+    return _seal(content, table, _build_entries(table, source="forged", start=0), tensors)
+
+
+def _seal(content: dict[str, Any], table: dict[str, Any], entries: Mapping[str, TensorEntry], tensors: bytes) -> bytes:
     metadata, _ = _render_metadata(canonical_json(content), table)
-    head = _render_header(metadata, _build_entries(table, source="forged", start=0))
+    head = _render_header(metadata, entries)
     return struct.pack("<Q", len(head)) + head + tensors

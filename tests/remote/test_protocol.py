@@ -84,7 +84,7 @@ def test_values_that_training_can_use_are_taken_as_they_are() -> None:
 def test_datums_of_a_dtype_without_plain_bytes_are_refused(dtype: str) -> None:
     """torch ended the process by SIGSEGV where it read a matrix of one."""
     body = with_dtype(BATCH, dtype)
-    with pytest.raises(ServiceError, match=f"'extras/own' is of dtype {dtype}, which cannot be sent"):
+    with pytest.raises(ServiceError, match=f"'extras/own' is of dtype '{dtype}', which torch"):
         decode_datums(body, step=0)
 
 

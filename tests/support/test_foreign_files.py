@@ -160,7 +160,6 @@ BESIDE = {
     "trace/full/opening.py": "gives safetensors a descriptor of the door",
     "adapters/nexrl/pt_files.py": "gives torch a copy of entries that came through the door",
     "config/number_traps.py": "the user's configuration",
-    "program.py": "the user's configuration",
     "alignment/extract/entry.py": "the user's code",
     "alignment/extract/extraction.py": "a log that this process writes",
     "alignment/runs/run_store.py": "/proc/cpuinfo",
@@ -169,7 +168,11 @@ BESIDE = {
     "determinism/probes.py": "libraries of this process, and the driver's version",
     "determinism/operations/recorder.py": "a log that this process writes",
     "launch/launcher.py": "a log that this process writes",
-    "commands/launch.py": "a result that a child of this process wrote",
+    "launch/supervision.py": "/proc of its own children",
+    "recording/storage/local.py": "opens a folder, to write in it whatever its name becomes",
+    "remote/service_file.py": "follows no link, and looks at the rights of the file that it opened",
+    "support/copying.py": "makes a new file",
+    "support/local_key.py": "the user's key, whose rights are looked at",
     "megatron/rules/table.py": "a page of this project",
 }
 READERS = {"read_text", "read_bytes", "safe_open", "load_file"}

@@ -1,8 +1,7 @@
 """The further runs for proofs, derived from the planned runs of an alignment.
 
 Contract: every run is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
-mock on the same recording. Nothing is started here. A new kind of proof plans its runs here, ``alignment`` makes them,
-and ``verdict.ladder`` judges each by itself.
+mock on the same recording. Nothing is started here: ``alignment`` makes them, and ``verdict.ladder`` judges them.
 """
 
 from __future__ import annotations

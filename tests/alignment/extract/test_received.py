@@ -62,8 +62,8 @@ def test_the_interpreter_of_a_received_alignment_runs_only_when_asked_for(
     assert not mark.exists()
     assert capsys.readouterr().err == (
         f"error: the stored configuration {alignment.root}/baseline/config.yaml names what this would run or read:\n"
-        f"  - interpreter: align.candidates.1.python = '{evil}'\n"
-        "Nothing has run. If you trust whoever wrote this folder, add --run-stored-code (in Python: "
+        f"    - interpreter: align.candidates.1.python = '{evil}'\n"
+        "  Nothing has run. If you trust whoever wrote this folder, add --run-stored-code (in Python: "
         "run_stored_code=True)\n"
     )
     # Asked for, it does: so the refusal is what kept it from running.
@@ -134,8 +134,8 @@ def test_a_recording_and_a_checkpoint_elsewhere_are_asked_for(
     path.write_text(path.read_text().replace(str(alignment.root / "recording"), str(elsewhere)))
     refused(alignment, "--no-check")
     assert capsys.readouterr().err.splitlines()[1:3] == [
-        f"  - checkpoint: resume_from_checkpoint = '{elsewhere}'",
-        f"  - recording: recording_dir of align.json = '{elsewhere}'",
+        f"    - checkpoint: resume_from_checkpoint = '{elsewhere}'",
+        f"    - recording: recording_dir of align.json = '{elsewhere}'",
     ]
 
 

@@ -54,7 +54,7 @@ def test_honest_datums_are_accepted() -> None:
 @pytest.mark.parametrize("dtype", ["qint8", "quint8", "qint32"])
 def test_a_quantised_column_does_not_end_the_service(operation: Operation, dtype: str) -> None:
     """One request ended it by SIGSEGV, and left its file."""
-    with pytest.raises(ServiceError, match=f"'extras/own' is of dtype {dtype}, which cannot be sent"):
+    with pytest.raises(ServiceError, match=f"'extras/own' is of dtype '{dtype}', which torch"):
         check(with_dtype(DATUMS, dtype, run_id=RUN), operation=operation)
 
 
