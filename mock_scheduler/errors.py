@@ -38,7 +38,7 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"""\b((?:aws_)?(?:secret_access_key|access_key_id|session_token|security_token)|secret_key|account_key"""
-            r"""|sas_token|connection_string|client_secret|password|passwd|api_key|access_token)"""
+            r"""|sas_token|connection_string|client_secret|password|(?<!/)passwd|api_key|access_token)"""
             r"""(['"]?\s*[:=]\s*['"]?)[^\s'",}&;)]+""",
             re.IGNORECASE,
         ),

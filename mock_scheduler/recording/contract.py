@@ -2,7 +2,7 @@
 
 Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true, while a tuple is a list;
 every difference is reported, never only the first. Where both runs know a field, rule and match of the current one
-count. The program chooses the fields and their rules: ours in ``pipelines.replay_contract``.
+count. The program chooses the fields and their rules (``Program``).
 """
 
 from __future__ import annotations

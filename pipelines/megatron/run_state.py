@@ -210,9 +210,7 @@ def read_run_state(folder: Path) -> RunState:
             raise ValueError("files is missing")
         return state
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"resume_from_checkpoint: {path} is broken: {error}; resume from another checkpoint"
-        ) from error
+        raise ConfigError(f"resume_from_checkpoint: {path}: {error}; resume from another checkpoint") from error
 
 
 def _open_document(data: bytes) -> dict[str, JSON]:

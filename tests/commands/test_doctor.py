@@ -181,7 +181,7 @@ def test_what_a_replay_says_about_itself_is_checked(bench: Bench) -> None:
 
     def cut_off(run: PlannedRun) -> int:
         write_replay(run)
-        (run.output_dir / "metrics.jsonl").write_text('{"step": 0, "met')
+        (run.output_dir / "metrics.jsonl").write_text('{"step": 0, "met\n')
         return 0
 
     bench.behave["second"] = without_batches

@@ -312,7 +312,7 @@ def test_a_run_state_without_its_list_of_files_is_broken(checkpoint: Path) -> No
     content = json.loads(path.read_text(encoding="utf-8"))
     del content["files"], content["digest"]
     path.write_bytes(encode_json(seal(content)))
-    with pytest.raises(ConfigError, match=re.escape(f"{path} is broken: files is missing; resume from another")):
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: files is missing; resume from another")):
         check_files(checkpoint, read_run_state(checkpoint))
 
 

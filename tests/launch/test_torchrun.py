@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.cli import main
+from mock_scheduler.comparison.walk.metrics import is_comparable
 from mock_scheduler.determinism.environment import launch_environment
 from pipelines.config.loading import load_config
 
@@ -31,7 +32,9 @@ def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    logs = [{name: value for name, value in json.loads(line).items() if "time" not in name} for line in lines]
+    logs = [
+        {name: value for name, value in json.loads(line)["metrics"].items() if is_comparable(name)} for line in lines
+    ]
     assert len(logs) == 1
     assert logs[0]["grad_norm"] > 0
     return logs

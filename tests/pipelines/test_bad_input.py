@@ -122,10 +122,10 @@ def test_a_layout_that_does_not_divide_is_refused_with_every_rule(capsys: pytest
 def test_a_missing_determinism_setting_is_refused_with_the_line_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused_by_the_launcher(capsys, "~system_envs.NCCL_ALGO", exit_code=4) == (
         "system_envs do not make a deterministic run:\n"
-        "  - NCCL_ALGO is not set; set it to 'Ring'\n"
-        "Write in the configuration:\n"
-        "system_envs:\n"
-        "  NCCL_ALGO: 'Ring'"
+        "    - NCCL_ALGO is not set; set it to 'Ring'\n"
+        "  Write in the configuration:\n"
+        "  system_envs:\n"
+        "    NCCL_ALGO: 'Ring'"
     )
 
 

@@ -24,7 +24,8 @@ def test_a_failing_step_closes_the_real_scheduler_and_tells_of_a_step_that_was_n
     error = read_json(tmp_path / "run" / "error.json")
     assert error["type"] == "RecordingError"
     assert "no space left on device" in error["message"]
-    assert finished.stderr.endswith(
-        f"[rank 0] RecordingError: {error['message']}\nThe run was ending already, with RuntimeError: the step failed\n"
+    told = (
+        f"[rank 0] RecordingError: {error['message']}\n  The run was ending already, with RuntimeError: the step failed"
     )
+    assert finished.stderr.endswith(f"{told}\n")
     assert (tmp_path / "recording" / "train" / "step_000000.safetensors").is_file()

@@ -109,10 +109,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file with its bytes, but those of the terminal, TensorBoard and the session, and those with times."""
+    """Every file with its bytes, but those of the terminal, TensorBoard, the session and its place, and with times."""
     paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {
-        name: b"" if path.name in TIMED or "tensorboard" in name else path.read_bytes()
+        name: b"" if path.name in TIMED or "tensorboard" in name or ".own." in name else path.read_bytes()
         for name, path in paths.items()
         if path.name != STATUS_FILE
     }

@@ -300,17 +300,20 @@ def test_metrics_are_on_the_disk_before_the_checkpoint(tmp_path: Path, monkeypat
     """After a power loss the weights of step 1 were there, and the metrics before it, still in memory, were not."""
     calls: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    monkeypatch.setattr(run, "checkpoint_settings", lambda *_: {})
+    for name in ("vocab_size_in_effect", "fixed_settings", "training_settings", "read_recording_place"):
+        monkeypatch.setattr(run, name, lambda *_, **__: {})
     pipeline = SimpleNamespace(
         _config=SimpleNamespace(
             save_steps=1,
+            output_dir=str(tmp_path),
             checkpoint_config=SimpleNamespace(output_dir=None),
             rollout_mock=SimpleNamespace(effective_mode="mock"),
         ),
         _output_dir=tmp_path,
+        _runtime=SimpleNamespace(is_writer=True),
         _tokenizer=None,
         _clock=Clock(),
-        _scheduler=SimpleNamespace(state_dict=dict, checkpoint_saved=lambda _: None),
+        _scheduler=SimpleNamespace(state_dict=lambda: {"mode": "mock"}, checkpoint_saved=lambda _: None),
         _training=SimpleNamespace(state_dict=dict, save=lambda *_: calls.append("checkpoint")),
     )
     with MetricsWriter(tmp_path, enabled=True, tensorboard=False) as writer:

@@ -122,7 +122,7 @@ def test_other_bytes_of_the_same_content_are_refused(checkpoint: Path, old: byte
     path = checkpoint / "run_state.json"
     assert old in path.read_bytes()
     path.write_bytes(path.read_bytes().replace(old, new))
-    with pytest.raises(ConfigError, match=re.escape(f"{path} is broken: does not match its digest: its bytes")):
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: does not match its digest: its bytes")):
         read_run_state(checkpoint)
 
 
