@@ -19,6 +19,6 @@ fi
 if [[ -f "$output/tp2-pp2/ledger.json" ]]; then
     echo
     echo "What the replay under tp2 pp2 built and called (end of $output/tp2-pp2/run.log):"
-    sed -n '/^Ledger/,$p' "$output/tp2-pp2/run.log"
+    sed -n '/^ *Ledger/,$p' "$output/tp2-pp2/run.log"
 fi
 exit "$status"
