@@ -32,12 +32,15 @@ _WORDS = frozenset(
     | {"LIBRARY", "LIBRARIES", "STARTUP", "PTXAS", "LINKER"}
 )
 # Of the others: what glibc drops for programs with more rights than their user (ld.so(8), secure-execution mode), what
-# shells and compilers run, where temporary files and NCCL's further settings are.
+# shells and compilers run, where temporary files and NCCL's further settings are, and files and folders from which
+# torch loads modules and clients of object stores take a program that tells credentials.
 _NAMES = frozenset(
     {"ENV", "IFS", "PS4", "SHELL", "SHELLOPTS", "PROMPT_COMMAND", "EDITOR", "VISUAL", "PAGER", "BROWSER", "LESSOPEN"}
     | {"LESSCLOSE", "GETCONF_DIR", "HOSTALIASES", "LOCALDOMAIN", "MALLOC_TRACE", "RESOLV_HOST_CONF", "RES_OPTIONS"}
     | {"TZDIR", "TMPDIR", "TMP", "TEMP", "CC", "CXX", "CUDAHOSTCXX", "VIRTUAL_ENV", "CONDA_PREFIX", "NCCL_CONF_FILE"}
-    | {"TRITON_OVERRIDE_DIR"}
+    | {"TRITON_OVERRIDE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CUTLASS_DIR", "MPLBACKEND", "MPLCONFIGDIR"}
+    | {"CFLAGS", "CXXFLAGS", "LDFLAGS", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS", "FSSPEC_CONFIG_DIR"}
+    | {"AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES"}
 )
 # A path of several words without underscores, as in PYTHONPATH and NLSPATH.
 _PATH_SUFFIX = "PATH"
