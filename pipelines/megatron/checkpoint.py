@@ -48,11 +48,20 @@ def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
     """Write a checkpoint: a folder per model. Every rank must call it.
 
     Raises:
-        ConfigError: there is one in that folder already.
-        OSError: a file cannot be written.
+        ConfigError: there is one in that folder already, or a file cannot be written.
     """
     if (folder / RUN_STATE_FILE).exists():
         raise ConfigError(f"checkpoint {folder} exists already; choose another checkpoint_config.output_dir")
+    try:
+        _write(folder, learner, state)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint {folder} cannot be written: {error.strerror or error}. Without {RUN_STATE_FILE} it is no "
+            "checkpoint; make room, or choose another checkpoint_config.output_dir, and resume from the one before"
+        ) from error
+
+
+def _write(folder: Path, learner: Learner, state: RunState) -> None:
     runtime = learner.runtime
     ranks = TorchRankGroup(runtime.device)
     dist.barrier()
