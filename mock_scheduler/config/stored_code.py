@@ -2,7 +2,7 @@
 
 A run leaves its whole configuration as ``config.yaml``, an alignment and a reproduction do too. Such a file may come
 from anybody, and it can name an interpreter, an entry module, a program and variables for every process. A
-configuration of one's own lies elsewhere, under another name or in a folder without a run's files, and is trusted.
+configuration of one's own lies in a folder without a run's files, and is trusted.
 
 Contract: imports no torch, and nothing that a file names. The file is read as plain YAML before Hydra sees it; a part
 that only Hydra could put together (``defaults``, ``hydra``, an interpolation in the place of a section, an override
@@ -94,13 +94,11 @@ def read_program_name(path: Path) -> str | None:
 
 
 def is_stored(path: Path) -> bool:
-    """Says whether a configuration's file was left by a run: ``config.yaml`` among a run's or an alignment's files."""
-    if path.name != CONFIG_FILE:
-        return False
+    """Says whether a configuration's file was left by a run: it lies among a run's or an alignment's files."""
     folder = path.absolute().parent
-    return any((folder / name).exists() for name in _LEFT_BESIDE) or any(
-        (place / name).exists() for place in (folder, folder.parent) for name in _LEFT_ABOVE
-    )
+    if any((folder / name).exists() for name in (*_LEFT_BESIDE, *_LEFT_ABOVE)):
+        return True  # whatever its name: whoever sends the folder chooses that
+    return path.name == CONFIG_FILE and any((folder.parent / name).exists() for name in _LEFT_ABOVE)
 
 
 def find_stored_code(

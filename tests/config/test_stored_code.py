@@ -134,7 +134,8 @@ def test_a_configuration_among_a_runs_files_is_stored(tmp_path: Path, beside: st
     (folder / beside).parent.mkdir(exist_ok=True)
     (folder / beside).write_text("")
     assert is_stored(path)
-    assert not is_stored(folder / "mine.yaml")
+    (folder / "run.json").touch()
+    assert is_stored(folder / "Config.yaml")
 
 
 def test_ones_own_configuration_is_not_asked_about(tmp_path: Path) -> None:
