@@ -89,7 +89,11 @@ def read_program_name(path: Path) -> str | None:
     """Reads the program that a configuration's file names on a line of its own; ``None`` where it names none."""
     if not path.is_file():
         return None
-    named = _NAMED.search(read_bytes(path, what="a configuration").decode("utf-8", errors="replace"))
+    return _find_program_name(read_bytes(path, what="a configuration").decode("utf-8", errors="replace"))
+
+
+def _find_program_name(text: str) -> str | None:
+    named = _NAMED.search(text)
     return named[1] if named else None
 
 
@@ -122,13 +126,14 @@ def find_stored_code(
         ConfigError: the file cannot be read.
     """
     try:
-        content = load_yaml(read_text(path, what="a configuration"))
+        text = read_text(path, what="a configuration")
+        content = load_yaml(text)
     except OSError as error:
         raise ConfigError(describe_failure(error, path)) from error
     except ValueError as error:
         raise ConfigError(f"{path} {error}") from error
     finder = _Finder(folder=path.parent, settings=frozenset(settings), only=only, seen=set())
-    named = read_program_name(path)
+    named = _find_program_name(text)
     found = [] if named in (None, default_program) else [_code("program", PROGRAM_KEY, named, Use.LOAD)]
     return [*found, *finder.walk(content, ""), *finder.of_overrides(overrides, "overrides", Use.ALIGN)]
 

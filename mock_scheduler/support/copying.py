@@ -10,13 +10,7 @@ import shutil
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.support.foreign_files import open_foreign
-
-
-def is_inside(path: Path, root: Path) -> bool:
-    """Says whether a path, with all links followed, lies in a folder, which may be a link itself."""
-    outer = os.path.realpath(root)
-    return os.path.commonpath([outer, os.path.realpath(path)]) == outer
+from mock_scheduler.support.foreign_files import is_inside, open_foreign
 
 
 def check_inside(path: Path, root: Path) -> None:

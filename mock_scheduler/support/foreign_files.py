@@ -150,6 +150,11 @@ def describe_failure(error: OSError, path: str | Path) -> str:
     return str(error) if isinstance(error, ForeignFileError) else f"{path} cannot be read: {error.strerror or error}"
 
 
+def is_inside(path: str | Path, folder: str | Path) -> bool:
+    """Says whether a path, with all links followed, lies in a folder, which may be a link itself, or is that folder."""
+    return is_below(os.path.realpath(path), os.path.realpath(folder))
+
+
 def check_inside(path: Path, folder: Path) -> None:
     """Raises ``ForeignFileError`` where a path leads out of a folder by a link."""
     _resolve_inside(str(path), str(folder))
@@ -169,7 +174,7 @@ def _open_inside(path: str, folder: str) -> int:
     descriptor = os.open(target, _FLAGS | os.O_NOFOLLOW)
     # Looked up once more, since a link may have been put in between the look and the opening.
     name = f"/proc/self/fd/{descriptor}"
-    if os.path.exists(name) and not _is_below(os.readlink(name), root):
+    if os.path.exists(name) and not is_below(os.readlink(name), root):
         os.close(descriptor)
         raise ForeignFileError(f"{path} was replaced while it was opened, and leads out of {folder}")
     return descriptor
@@ -177,12 +182,13 @@ def _open_inside(path: str, folder: str) -> int:
 
 def _resolve_inside(path: str, folder: str) -> tuple[str, str]:
     target, root = os.path.realpath(path), os.path.realpath(folder)
-    if not _is_below(target, root):
+    if not is_below(target, root):
         raise ForeignFileError(f"{path} is a link to {target}, outside of {folder}: it is not followed")
     return target, root
 
 
-def _is_below(path: str, root: str) -> bool:
+def is_below(path: str, root: str) -> bool:
+    """Says whether a path is a folder or lies in it; both have no links left (``os.path.realpath``)."""
     return path == root or path.startswith(root.rstrip(os.sep) + os.sep)
 
 

@@ -21,6 +21,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.documents import Count, Document
 from mock_scheduler.support.files import encode_json, save_json
+from mock_scheduler.support.foreign_files import read_bytes
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.schema import PipelineConfig
 from pipelines.keys import effect_of, keys_in_effect
@@ -33,8 +34,6 @@ RUN_STATE_FILE = "run_state.json"
 _FORMAT = "mock_scheduler.checkpoint"
 _VERSION = 2
 _VERSION_WITHOUT_SEALS = 1
-# The file has a few kilobytes, and a line for each file of the checkpoint.
-_MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,11 +200,7 @@ def read_run_state(folder: Path) -> RunState:
             f"as {{output_dir}}/checkpoints/step_000010"
         )
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"has more than {_MAX_BYTES} bytes")
-        state = _STATE.load(_open_document(data))
+        state = _STATE.load(_open_document(read_bytes(path)))
         if not state.files:
             raise ValueError("files is missing")
         return state

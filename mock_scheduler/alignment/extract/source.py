@@ -33,9 +33,10 @@ from mock_scheduler.program import (
 )
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.support.copying import check_inside, is_inside
+from mock_scheduler.support.copying import check_inside
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.foreign_files import is_inside
 from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE

@@ -36,6 +36,7 @@ from mock_scheduler.support.files import (
     rename_away,
     written_aside,
 )
+from mock_scheduler.support.foreign_files import is_below
 
 _DESCRIPTORS = "/proc/self/fd"
 # Other systems have no path to an open folder; a path that was looked at is used again there.
@@ -193,9 +194,9 @@ class LocalStorage:
         descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             pinned = f"{_DESCRIPTORS}/{descriptor}"
-            root, target = os.path.realpath(self._root), os.readlink(pinned)
-            if os.path.commonpath([root, target]) != root:
-                raise RecordingError(f"{parent} is a link to {target}, outside the recording: it is not followed")
+            target = os.readlink(pinned)
+            if not is_below(target, os.path.realpath(self._root)):
+                raise self._leads_out(parent, target)
             yield Path(pinned, name)
         finally:
             os.close(descriptor)
@@ -206,6 +207,9 @@ class LocalStorage:
             return
         with self._pinned(folder) as pinned:
             make_folder(pinned)
+
+    def _leads_out(self, path: str, target: str) -> RecordingError:
+        return RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
 
     def _inside(self, name: str) -> str:
         """The path of a name; raises ``RecordingError`` where it leads out of the folder."""
@@ -224,9 +228,9 @@ class LocalStorage:
                 return path, False
             # A name has no "..", so that only a link can lead out; without one nothing need be resolved.
             if stat.S_ISLNK(mode):
-                root, target = os.path.realpath(self._root), os.path.realpath(path)
-                if os.path.commonpath([root, target]) != root:
-                    raise RecordingError(f"{path} is a link to {target}, outside the recording: it is not followed")
+                target = os.path.realpath(path)
+                if not is_below(target, os.path.realpath(self._root)):
+                    raise self._leads_out(path, target)
                 return path, os.path.exists(path)
         return path, True
 
