@@ -40,10 +40,10 @@ from benchmarks.layouts.options import merge_changes
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceConfig
+from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
-from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
 
 MODES: dict[str, TraceConfig | None] = {

@@ -34,7 +34,7 @@ from mock_scheduler.config.stored_code import (
 )
 from mock_scheduler.determinism.settings import environment_settings
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.megatron.order_plan import OrderPlan
+from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.support.local_key import is_own
 
 #: The program of every configuration that names none.

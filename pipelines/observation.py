@@ -13,20 +13,21 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.determinism.operations import OperationLogHeader, recorder
 from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
+from mock_scheduler.megatron.probe.interface import TrainingProbe, combine
+from mock_scheduler.megatron.probe.step_probe import StepProbe
+from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.selection import TraceSelection, describe_unmatched
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.graft import GraftProbe, GraftSource
-from pipelines.megatron.probing.interface import TrainingProbe, combine
-from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.tracking import Clock
 
 
 class StepObservation:
@@ -49,13 +50,13 @@ class StepObservation:
         self._graft = _open_graft(config)
 
     @contextmanager
-    def step(self, step: int) -> Iterator[TrainingProbe]:
-        """Gives the probe of the block, in which one step is trained; its files are whole when the block has succeeded.
+    def step(self, step: int, batch: RolloutBatch) -> Iterator[TrainingProbe]:
+        """Gives the probe of the block, in which one step is trained on a batch; its files are whole behind the block.
 
         Raises:
             TraceError, RecordingError: a file cannot be written, a pattern selects nothing, or a graft was not put in.
         """
-        dump = self._dump.probe(self._runtime, self._ranks, step=step)
+        dump = self._dump.probe(self._runtime, self._ranks, batch, step=step)
         graft = None
         if self._graft is not None and self._graft.config.step == step:
             graft = GraftProbe(self._runtime, self._graft)

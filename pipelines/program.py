@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.megatron.layout import emulation_limits
-from mock_scheduler.megatron.order_plan import OrderPlan, plan_order
+from mock_scheduler.layouts.layout import emulation_limits
+from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
 from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig
 from pipelines.config.loading import build_loader, load_clip_rule
 from pipelines.config.schema import PipelineConfig
@@ -70,12 +70,12 @@ class PipelineProgram:
         return 2 * (model.num_layers * by_layer + vocabulary)
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:
-        """Says the limits of the run's own layout, as ``mock_scheduler.megatron.layout`` does."""
+        """Says the limits of the run's own layout, as ``mock_scheduler.layouts.layout`` does."""
         own = own_config(config)
         return emulation_limits(own.parallel, own.model, own.training)
 
     def plan_order(self, config: RunConfig) -> OrderPlan:
-        """Plans the order, as ``mock_scheduler.megatron.order_plan`` does."""
+        """Plans the order, as ``mock_scheduler.layouts.order_plan`` does."""
         return plan_order(own_config(config))
 
     def load_clip_rule(self, config_path: Path) -> ClipRule:

@@ -29,10 +29,12 @@ from mock_scheduler.determinism.guard import (
     read_node_values,
 )
 from mock_scheduler.determinism.settings import is_deterministic_mode
+from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.megatron.rules import check_conflicts, find_conflicts
+from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
@@ -41,7 +43,6 @@ from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_le
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
@@ -58,7 +59,7 @@ from pipelines.resuming import (
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from pipelines.tracking import Clock, MetricsWriter, prepare_output_dir, remove_unfinished_files
+from pipelines.tracking import MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")

@@ -15,6 +15,7 @@ from mock_scheduler.adapters.nexrl.remote import RemoteDump, build_datums
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import SchedulerError
+from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.full.files import remove_steps_from
@@ -28,7 +29,6 @@ from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.run_state import RunState
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.observation import StepObservation, record_operations
-from pipelines.tracking import Clock
 
 if TYPE_CHECKING:
     from pipelines.remote import RemoteLearner
@@ -118,7 +118,7 @@ class OwnTraining:
         """All updates of one rollout step; traced, dumped and logged as configured."""
         with (
             record_operations(self._config, self._output_dir, self.learner, step=step),
-            self._observation.step(step) as probe,
+            self._observation.step(step, batch) as probe,
         ):
             return self.learner.train_step(batch, step=step, probe=probe)
 

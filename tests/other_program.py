@@ -17,7 +17,7 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import ConfigForm, ConfigSource, build_loader
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import AlignmentError
-from mock_scheduler.megatron.order_plan import OrderPlan
+from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig
 
 

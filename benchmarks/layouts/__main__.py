@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks.layouts.cases import LAYOUTS, OPTION_CASES, PRECISIONS, layout_cases, option_cases, refused_cases
 from benchmarks.layouts.comparison import build_results, render
 from benchmarks.layouts.training import run_cases
-from mock_scheduler.megatron.rules.known_wrong import MEGATRON, installed_megatron
+from mock_scheduler.layouts.rules.known_wrong import MEGATRON, installed_megatron
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _WIDTH_OF_FILES = 160

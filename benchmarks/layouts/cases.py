@@ -16,7 +16,7 @@ from benchmarks.layouts.options import (
     values_options,
 )
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
-from mock_scheduler.megatron.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
+from mock_scheduler.layouts.rules.known_wrong import find_known_wrong, installed_megatron, layout_values
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import LOSS_VALUES
 

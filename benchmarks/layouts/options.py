@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG
+from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG
 
 PLAIN = "plain"
 SEPARATOR = "+"

@@ -19,10 +19,10 @@ from benchmarks.layouts.cases import GROUP_SIZE, LONGEST_ROW, NUM_GROUPS, SEED, 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.launch.ranks import Place, ranks_command
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.text import count_of
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.seeds import derive_seed
 

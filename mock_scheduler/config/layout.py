@@ -1,6 +1,6 @@
 """The ``parallel`` section, whose degrees are named as in Megatron's arguments; importing this imports no torch.
 
-``mock_scheduler.megatron.layout`` has the rules for layouts.
+``mock_scheduler.layouts.layout`` has the rules for layouts.
 """
 
 from __future__ import annotations

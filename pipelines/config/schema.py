@@ -30,8 +30,8 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.problems import raise_keyed
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig, combination_problems
-from mock_scheduler.megatron.layout import Workload, describe_layout_problems, emulation_limits, layout_problems
-from mock_scheduler.megatron.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
+from mock_scheduler.layouts.layout import Workload, describe_layout_problems, emulation_limits, layout_problems
+from mock_scheduler.layouts.rules.known_wrong import check_known_wrong, installed_megatron, layout_values
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.algorithm import (
     AdvantageEstimator,

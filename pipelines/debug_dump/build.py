@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mock_scheduler.adapters.nexrl.config import PARAMETER_OPTIONS, TrainerDump, read_trainer_dump
 from mock_scheduler.adapters.nexrl.names import DUMP_KINDS, find_files_in, remove_steps_from
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
@@ -24,7 +25,7 @@ class DebugDump:
     trainer: TrainerDump | None
     parameters: ParameterDump | None
 
-    def probe(self, runtime: Runtime, ranks: RankGroup, *, step: int) -> DebugProbe | None:
+    def probe(self, runtime: Runtime, ranks: RankGroup, batch: RolloutBatch, *, step: int) -> DebugProbe | None:
         """The probe of a step; None where nothing is dumped of it. Every rank must ask, and save it."""
         targets = self.targets(step)
         if not targets:
@@ -32,6 +33,7 @@ class DebugDump:
         correction = self.config.algorithm.rollout_correction
         return DebugProbe(
             runtime,
+            batch,
             step=step,
             targets=targets,
             parameters=self.parameters,

@@ -25,12 +25,13 @@ from mock_scheduler.adapters.nexrl.parameters import (
     piece_content,
 )
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.parameters import iterate_parameters
+from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.probing.state import read_state
-from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.weights import parameter_shapes
 
 
@@ -187,7 +188,7 @@ class ParameterDump:
     pattern: str
     layout: ModelLayout
 
-    def content(self, model: TrainedModel, kind: DumpKind) -> Content | None:
+    def content(self, model: ObservedModel, kind: DumpKind) -> Content | None:
         """Lists this rank's parts of the chosen tensors; None where it has none.
 
         The first is under NexRL's keys as well: ``param_name``, ``param`` or ``gradient``, ``shape``, ``dtype``,
@@ -228,11 +229,11 @@ def build_parameter_dump(config: PipelineConfig, *, vocab_size: int) -> Paramete
     return ParameterDump(pattern=config.debug.target_param_pattern, layout=layout)
 
 
-def _values(model: TrainedModel, kind: DumpKind) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
+def _values(model: ObservedModel, kind: DumpKind) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
     """Yields the parameters as the model computes with them, or its main gradients: with the distributed optimizer only
     the ranges reduced on this rank.
     """
     if kind == "param":
-        yield from ((local.spec, local.parameter) for local in model.parameters())
+        yield from ((local.spec, local.parameter) for local in iterate_parameters(model))
     else:
         yield from ((piece.spec, piece.tensor) for piece in read_state(model, "gradient"))

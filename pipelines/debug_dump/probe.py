@@ -23,6 +23,10 @@ from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.megatron.micro_batches import MicroBatchTokens
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.probe.interface import TrainingProbe
+from mock_scheduler.trace.entries import RowTable
 from pipelines.batching.plan import MicroBatch
 from pipelines.debug_dump.content import (
     ParameterDump,
@@ -35,9 +39,7 @@ from pipelines.debug_dump.content import (
     token_table,
 )
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.probing.interface import TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.trained_model import TrainedModel
 
 Maker = Callable[[], Content]
 """Makes what a file holds, where anybody wants it."""
@@ -62,6 +64,7 @@ class DebugProbe(TrainingProbe):
     def __init__(
         self,
         runtime: Runtime,
+        batch: RolloutBatch,
         *,
         step: int,
         targets: Sequence[DumpTarget],
@@ -77,7 +80,8 @@ class DebugProbe(TrainingProbe):
         self._divides_by_kept = divides_by_kept
         self._holds_losses = runtime.is_last_stage and runtime.tp_rank == 0
         self._kinds = frozenset().union(*(target.kinds for target in targets))
-        self._batch: RolloutBatch | None = None
+        self._batch = batch
+        self._has_begun = False
         self._owned: dict[int, OwnBatch] = {}
         self._scores: dict[int, torch.Tensor] = {}
         self._advantages: dict[int, torch.Tensor] = {}
@@ -86,20 +90,28 @@ class DebugProbe(TrainingProbe):
         self._num_passes: dict[int, int] = {}
         self._num_update_tokens = 0
 
-    def start_step(self, batch: RolloutBatch, batches: Sequence[OwnBatch], models: Sequence[TrainedModel]) -> None:
+    def start_step(self, rows: RowTable, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
         """Write the trajectories, so that they are there whatever becomes of the step."""
-        self._batch = batch
-        self._owned = {own.batch.index: own for own in batches}
+        batch = self._batch
+        self._has_begun = True
+        self._owned = {own.index: own for own in batches if isinstance(own, OwnBatch)}
         if self._ranks.global_rank == 0:
             self._write("trajectory", FileKey(step=self._step), lambda: trajectory_content(batch, step=self._step))
 
     def tokens(
-        self, kind: TraceKind, own: OwnBatch, values: Mapping[str, torch.Tensor], *, update: int = 0, prefix: str = ""
+        self,
+        kind: TraceKind,
+        own: MicroBatchTokens,
+        values: Mapping[str, torch.Tensor],
+        *,
+        update: int = 0,
+        prefix: str = "",
+        of_responses: bool = True,
     ) -> None:
         """Keep scores and advantages; write outputs and losses of the policy."""
-        if prefix or not self._holds_losses:
+        if prefix or not self._holds_losses or not isinstance(own, OwnBatch):
             return
-        index = own.batch.index
+        index = own.index
         if kind == "score" and "old_logprobs" in values:
             self._scores[index] = values["old_logprobs"].detach().cpu().clone()
         elif kind == "advantage":
@@ -110,13 +122,14 @@ class DebugProbe(TrainingProbe):
         elif kind == "loss":
             self._write_losses(own, values, update)
 
-    def start_update(self, update: int, micro_batches: Sequence[MicroBatch]) -> None:
+    def start_update(self, update: int, micro_batches: Sequence[MicroBatchTokens]) -> None:
         """Numbers this rank's micro-batches of the update, and writes the model's inputs."""
         runtime = self._runtime
+        own_type = [batch for batch in micro_batches if isinstance(batch, MicroBatch)]
         own = [batch.index for batch in micro_batches[runtime.dp_rank :: runtime.dp_size]]
         self._micros = {index: micro for micro, index in enumerate(own)}
         self._num_update_tokens = sum(
-            batch.num_kept_tokens if self._divides_by_kept else batch.num_tokens for batch in micro_batches
+            batch.num_kept_tokens if self._divides_by_kept else batch.num_tokens for batch in own_type
         )
         for index in own:
             self._num_passes[index] = self._num_passes.get(index, 0) + 1
@@ -125,10 +138,10 @@ class DebugProbe(TrainingProbe):
                 share = self._owned[index]
                 self._write_micro("batch_inputs", share, update, partial(batch_inputs, share))
 
-    def state(self, model: TrainedModel, update: int, kind: TraceKind) -> None:
+    def state(self, model: ObservedModel, update: int, kind: TraceKind) -> None:
         """Write the chosen gradients after their reduction, or parameters after the update."""
         dump_kind: DumpKind = "param" if kind == "parameter" else "gradient"
-        if self._parameters is None or model.shape.prefix or dump_kind not in self._kinds:
+        if self._parameters is None or model.prefix or dump_kind not in self._kinds:
             return
         content = self._parameters.content(model, dump_kind)
         if content is not None:
@@ -138,7 +151,7 @@ class DebugProbe(TrainingProbe):
     def save(self) -> None:
         """Writes the files of the whole batch. Collective."""
         batch = self._batch
-        if batch is None or not self._kinds & {"trajectory", "old_log_probs"}:
+        if not self._has_begun or not self._kinds & {"trajectory", "old_log_probs"}:
             return
         values = ResponseValues(batch)
         parts = self._ranks.gather(self._own_part() if self._holds_losses else b"")
@@ -188,7 +201,6 @@ class DebugProbe(TrainingProbe):
         key = FileKey(step=self._step, global_rank=self._runtime.global_rank, micro=micro, update=update)
 
         def content() -> Content:
-            assert self._batch is not None  # start_step comes first
             place = {
                 "micro_idx": micro,
                 "micro_batch_index": batch.index,

@@ -21,11 +21,8 @@ import torch.distributed as dist
 
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import ConfigError
-from pipelines.megatron.file_seals import FileSeal
-from pipelines.megatron.learner import Learner
-from pipelines.megatron.model import unwrapped
-from pipelines.megatron.old_checkpoint import load_old_states
-from pipelines.megatron.optimizer_state import (
+from mock_scheduler.megatron.observed_model import unwrapped
+from mock_scheduler.megatron.optimizer_state import (
     WIDE_COPY,
     ParameterState,
     count_updates,
@@ -34,7 +31,10 @@ from pipelines.megatron.optimizer_state import (
     state_names,
     write_states,
 )
-from pipelines.megatron.perturbation import Perturbation
+from mock_scheduler.megatron.perturbation import Perturbation
+from pipelines.megatron.file_seals import FileSeal
+from pipelines.megatron.learner import Learner
+from pipelines.megatron.old_checkpoint import load_old_states
 from pipelines.megatron.random_states import load_random_states, save_random_states
 from pipelines.megatron.run_state import RUN_STATE_FILE, ModelCounters, RunState, write_run_state
 from pipelines.megatron.stored_boxes import LocalTensor, StoredTensors, write_tensors
@@ -76,7 +76,7 @@ def _write(folder: Path, learner: Learner, state: RunState) -> None:
         written = write_tensors(folder / name, list(_tensors_of(model)), ranks)
         seals |= {f"{name}/{file}": seal for file, seal in written.items()}
         counters[name] = ModelCounters(
-            num_updates=count_updates(model, device=runtime.device), lr_steps=model.lr_schedule.num_steps
+            num_updates=count_updates(model.observed, device=runtime.device), lr_steps=model.lr_schedule.num_steps
         )
     written = save_random_states(folder / _RANDOM_STATES, runtime, layout=learner.config.parallel.describe())
     seals |= {f"{_RANDOM_STATES}/{file}": seal for file, seal in written.items()}
@@ -94,7 +94,7 @@ def _gather_seals(seals: Mapping[str, FileSeal], ranks: TorchRankGroup) -> dict[
 
 def _tensors_of(model: TrainedModel) -> Iterator[LocalTensor]:
     """Yields all tensors of this rank. Collective, over dp."""
-    states = read_states(model)
+    states = read_states(model.observed)
     for local in model.parameters():
         name = local.spec.name
         yield LocalTensor(key=f"{_PARAMETER}/{name}", spec=local.spec, tensor=local.parameter)
@@ -121,7 +121,7 @@ def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
             counters, states = load_old_states(folder / name, model)
         if perturbation is not None:
             _perturb(model, states, perturbation)
-        write_states(model, states, num_updates=counters.num_updates)
+        write_states(model.observed, states, num_updates=counters.num_updates)
         model.lr_schedule.num_steps = 0  # its step adds to it
         model.lr_schedule.step(increment=counters.lr_steps)
     load_random_states(folder / _RANDOM_STATES, learner.runtime, layout=learner.config.parallel.describe())

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from mock_scheduler.megatron.execution import LossSums
+from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.value_loss import (
     VALUE_METRIC_SUMS,
@@ -17,12 +19,10 @@ from pipelines.algorithm.value_loss import (
 )
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 
@@ -75,11 +75,11 @@ class CriticTrainer:
             probe.tokens("loss", own, terms, update=number, prefix=prefix)
             return sums
 
-        prefix, num_shares = self.model.shape.prefix, self.model.execution.num_shares
+        prefix, num_shares = self.model.prefix, self.model.execution.num_shares
         sums = accumulate_gradients(self.model, batches, loss, update=number, probe=probe)
         result = self.model.update()
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number, prefix=prefix)
-        probe.state(self.model, number, "parameter")
+        probe.state(self.model.observed, number, "parameter")
         width = len(VALUE_METRIC_SUMS)
         rows = exchange_rows(micro_batches, sums, self._runtime, width=width, num_shares=num_shares)
         totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))

@@ -13,7 +13,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.comparable import valid_logprobs
+from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.trace.entries import RowTable
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
 from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.batching.placement import place_step
@@ -23,7 +25,6 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows, exchange_tokens, own_batch
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
@@ -55,6 +56,26 @@ class ScoredStep:
     plan: StepPlan
     batches: Sequence[OwnBatch]
     scores: Scores
+
+
+def row_table(batch: RolloutBatch) -> RowTable:
+    """The rows of a batch as a trace has them."""
+    return RowTable(
+        identities=tuple(str(identity) for identity in batch.identities), lengths=tuple(batch.lengths.tolist())
+    )
+
+
+def show_inputs(probe: TrainingProbe, batches: Sequence[OwnBatch]) -> None:
+    """Shows a probe the input of each token.
+
+    ``tokens`` (int64) and ``response_mask`` (bool) are of all tokens, ``rollout_logprobs`` (float32) of those with
+    a response token to predict: mask and log-probability at position p of a row are those of its token p + 1.
+    """
+    for own in batches:
+        inputs = own.batch
+        everywhere = {"tokens": inputs.tokens, "response_mask": inputs.response_mask}
+        probe.tokens("input", own, everywhere, of_responses=False)
+        probe.tokens("input", own, {"rollout_logprobs": inputs.rollout_logprobs})
 
 
 class Learner:
@@ -95,7 +116,8 @@ class Learner:
         """Makes the first half of a step: the models' scores of its tokens."""
         plan = self._place(batch)
         batches = self._owned_of_step(plan)
-        probe.start_step(batch, batches, list(self.models.values()))
+        probe.start_step(row_table(batch), batches, [model.observed for model in self.models.values()])
+        show_inputs(probe, batches)
         scores = self._score(batches)
         for own in batches:
             probe.tokens("score", own, scores.of(own.batch.index))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from mock_scheduler.megatron.emulation.parts import Context, cut_graph
 from pipelines.config.environments import GeneratingArgs
-from pipelines.megatron.emulation.parts import Context, cut_graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -21,15 +21,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.full_precision import widen_rotary
+from mock_scheduler.megatron.host_device import has_cuda
+from mock_scheduler.megatron.perturbation import perturb_embedding
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.layers.experts import expert_mlp_spec
 from pipelines.megatron.layers.repairs import TorchNorm, ValueHead, repair_layers
-from pipelines.megatron.perturbation import perturb_embedding
-from pipelines.megatron.process.full_precision import widen_rotary
-from pipelines.megatron.process.host_device import has_cuda
 from pipelines.megatron.process.runtime import Runtime
 
 Head = Literal["logits", "value"]
@@ -228,11 +228,3 @@ def _let_communication_overlap(
         functions["grad_sync_func"] = [chunk.start_grad_sync for chunk in wrapped]
     for name, per_chunk in functions.items():
         setattr(transformer_config, name, per_chunk if len(wrapped) > 1 else per_chunk[0])
-
-
-def unwrapped(model: torch.nn.Module) -> GPTModel:
-    """The ``GPTModel`` inside its wrappers."""
-    inner: Any = model
-    while not isinstance(inner, GPTModel):
-        inner = inner.module
-    return inner

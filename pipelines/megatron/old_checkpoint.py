@@ -24,11 +24,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.observed_model import unwrapped
+from mock_scheduler.megatron.optimizer_state import ParameterState, state_dtype, state_names
 from mock_scheduler.support.pickled_data import MAX_PICKLE_BYTES, Name, PickledDataError, Record, read_pickled_data
 from mock_scheduler.support.tensor_bytes import from_bytes
 from mock_scheduler.trace.geometry import Rectangle, intersect
-from pipelines.megatron.model import unwrapped
-from pipelines.megatron.optimizer_state import ParameterState, state_dtype, state_names
 from pipelines.megatron.run_state import ModelCounters
 from pipelines.megatron.trained_model import TrainedModel
 

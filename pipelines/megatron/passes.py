@@ -14,12 +14,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pipelines.megatron.execution import Execution, LossFunction, LossSums
+from mock_scheduler.megatron.execution import Execution, LossFunction, LossSums
+from mock_scheduler.megatron.observed_model import unwrapped
+from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.experts import padding_mask_argument
-from pipelines.megatron.model import unwrapped
 from pipelines.megatron.places import ModelInputs, OwnBatch
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 
@@ -168,7 +168,7 @@ def accumulate_gradients(
     """
     model.zero_grad()
     by_batch: dict[int, torch.Tensor] = {}
-    with probe.watching(model, update):
+    with probe.watching(model.observed, update):
         for own_batches in model.execution.rounds(batches):
             sums = get_forward_backward_func()(
                 forward_step_func=_loss_step(loss, model.execution, probe),
@@ -181,7 +181,7 @@ def accumulate_gradients(
             if model.runtime.is_last_stage:
                 for own, metrics in zip(own_batches, sums, strict=True):
                     by_batch |= model.execution.metrics_of_parts(own, metrics)
-    probe.state(model, update, "gradient")
+    probe.state(model.observed, update, "gradient")
     return by_batch
 
 

@@ -46,6 +46,26 @@ class OwnBatch:
     inputs: ModelInputs
     columns: torch.Tensor | None = None
 
+    @property
+    def index(self) -> int:
+        """The micro-batch's number within the step."""
+        return self.batch.index
+
+    @property
+    def row_ids(self) -> torch.Tensor:
+        """int64 ``[b, s]``, as ``MicroBatch`` has them."""
+        return self.batch.row_ids
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[b, s]``, as ``MicroBatch`` has them."""
+        return self.batch.positions
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """bool ``[b, s]``, as ``MicroBatch`` has it."""
+        return self.batch.response_mask
+
 
 def context_columns(length: int, *, cp_rank: int, cp_size: int) -> torch.Tensor:
     """int64 ``[length / cp]``: the columns of a line that a cp rank holds, in its order."""

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.host_device import has_cuda
 from pipelines.megatron.file_seals import FileSeal, write_sealed
-from pipelines.megatron.process.host_device import has_cuda
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.stored_boxes import encode_tensors, rank_path
 

@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.emulation.engine import build_execution
-from pipelines.megatron.model import Head, build_chunks, unwrapped, wrap_data_parallel
-from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.process.full_precision import prepare_optimizer
-from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.transformer_config import DTYPES, build_transformer_config
-from pipelines.megatron.weights import (
+from mock_scheduler.megatron.emulation.engine import build_execution
+from mock_scheduler.megatron.full_precision import prepare_optimizer
+from mock_scheduler.megatron.observed_model import ObservedModel, unwrapped
+from mock_scheduler.megatron.parameters import (
     LocalBuffer,
     LocalParameter,
-    ModelShape,
     iterate_parameters,
     iterate_state_buffers,
-    load_initial_weights,
 )
+from mock_scheduler.megatron.perturbation import Perturbation
+from pipelines.config.schema import PipelineConfig
+from pipelines.megatron.model import Head, build_chunks, wrap_data_parallel
+from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.transformer_config import DTYPES, build_transformer_config
+from pipelines.megatron.weights import load_initial_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,8 @@ class TrainedModel:
     ) -> None:
         self.runtime = runtime
         self.execution = build_execution(config, runtime)
-        self.shape = ModelShape(model=config.model, vocab_size=vocab_size, prefix=f"{name}." if name else "")
+        self.vocab_size = vocab_size
+        self.prefix = f"{name}." if name else ""
         self.transformer_config = build_transformer_config(config)
         self.chunks = build_chunks(
             config,
@@ -75,7 +76,7 @@ class TrainedModel:
             head=head,
         )
         perturbation = Perturbation.build(config.perturbation)
-        load_initial_weights(self.chunks, self.shape, runtime, seed=config.seed, perturbation=perturbation)
+        load_initial_weights(self.observe(self.chunks), config.model, seed=config.seed, perturbation=perturbation)
         self.data_parallel: list[DistributedDataParallel] = wrap_data_parallel(
             self.chunks, self.transformer_config, config.training
         )
@@ -84,30 +85,32 @@ class TrainedModel:
         self.lr_schedule = build_lr_schedule(own_rate, self.optimizer, first_step=first_step)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
         self.execution.start(unwrapped(self.chunks[0]), self.optimizer)
+        #: The model as the instruments see it.
+        self.observed = self.observe(self.data_parallel, self.optimizer)
+
+    def observe(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None = None) -> ObservedModel:
+        """Gives chunks of this model's shape, with their optimizer, to the instruments."""
+        return ObservedModel(
+            chunks=chunks,
+            ranks=self.runtime,
+            vocab_size=self.vocab_size,
+            num_replicas=self.execution.num_replicas,
+            optimizer=optimizer,
+            prefix=self.prefix,
+        )
 
     @property
     def vocab_parts(self) -> int:
         """Counts the tp ranks' parts of the vocabulary, an emulated layout's included."""
         return self.execution.vocab_parts
 
-    @property
-    def num_replicas(self) -> int:
-        """Counts the ranks whose gradients of a parameter's part are summed: dp × cp, of an emulated layout too."""
-        return self.execution.num_replicas
-
-    @property
-    def optimizers(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers one by one, whether it chained several or not."""
-        is_chained = isinstance(self.optimizer, ChainedOptimizer)
-        return list(self.optimizer.chained_optimizers) if is_chained else [self.optimizer]
-
     def parameters(self) -> Iterator[LocalParameter]:
         """Every parameter of this rank with its canonical name and shard."""
-        return iterate_parameters(self.chunks, self.shape, self.runtime)
+        return iterate_parameters(self.observed)
 
     def state_buffers(self) -> Iterator[LocalBuffer]:
         """Every buffer of this rank that belongs to the model's state, with its canonical name and shard."""
-        return iterate_state_buffers(self.chunks, self.shape, self.runtime)
+        return iterate_state_buffers(self.observed)
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers before an update."""
@@ -118,9 +121,7 @@ class TrainedModel:
 
     def gather_parameters(self) -> None:
         """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
-        if self.data_parallel[0].ddp_config.overlap_param_gather:
-            for chunk in self.data_parallel:
-                chunk.start_param_sync(force_sync=True)
+        self.observed.gather_parameters()
 
     def update(self) -> UpdateResult:
         """Clip, update the parameters and move the schedule on; gradients must have been reduced."""
@@ -138,12 +139,12 @@ def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.M
     chunks = build_chunks(
         config,
         transformer_config,
-        vocab_size=model.shape.vocab_size,
+        vocab_size=model.vocab_size,
         vocab_parts=model.vocab_parts,
         runtime=model.runtime,
     )
     perturbation = Perturbation.build(config.perturbation)
-    load_initial_weights(chunks, model.shape, model.runtime, seed=config.seed, perturbation=perturbation)
+    load_initial_weights(model.observe(chunks), config.model, seed=config.seed, perturbation=perturbation)
     build_execution(config, model.runtime).start(unwrapped(chunks[0]), None)
     return [chunk.requires_grad_(False) for chunk in chunks]
 

@@ -12,6 +12,9 @@ import torch
 from megatron.core import parallel_state
 
 from mock_scheduler.correction import CorrectionSpec
+from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph
+from mock_scheduler.megatron.execution import LossSums
+from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.geometric_loss import VERL_ZERO_WEIGHT_FLOOR, compute_geometric_loss
 from pipelines.algorithm.losses import (
@@ -25,14 +28,11 @@ from pipelines.algorithm.losses import (
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import correction_of
-from pipelines.megatron.emulation.parts import cut_graph, join_graph
-from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
 
@@ -201,7 +201,7 @@ class PolicyTrainer:
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
         result = self.policy.update()
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number)
-        probe.state(self.policy, number, "parameter")
+        probe.state(self.policy.observed, number, "parameter")
         metrics = self._merge_metrics(micro_batches, sums)
         probe.scalars("loss", {f"mean.{name}": value for name, value in metrics.items()}, update=number)
         return metrics | {

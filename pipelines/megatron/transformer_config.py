@@ -16,13 +16,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from mock_scheduler.determinism.probes import gpu_capability, installed_versions
-from mock_scheduler.megatron.rules.rule import Setup
+from mock_scheduler.layouts.rules.rule import Setup
+from mock_scheduler.megatron.full_precision import finalize_wide
 from mock_scheduler.support.tensor_bytes import dtype_name
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import LOSS_VALUES, TrainingConfig
 from pipelines.megatron.layers.experts import moe_config_fields
-from pipelines.megatron.process.full_precision import finalize_wide
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ServiceError
+from mock_scheduler.megatron.probe.interface import NO_PROBE
 from mock_scheduler.remote.protocol import PROTOCOL_VERSION, decode_datums, number_problems, take_values
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import bullet_list
@@ -26,7 +27,6 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.learner import Learner, ScoredStep
-from pipelines.megatron.probing.interface import NO_PROBE
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.observation import StepObservation
@@ -153,7 +153,7 @@ class TrainingService:
     def _start(self, step: int, body: bytes) -> ScoredStep:
         datums, _ = decode_datums(body, step=step)
         with ExitStack() as stack:
-            self._probe = stack.enter_context(self._observation.step(step))
+            self._probe = stack.enter_context(self._observation.step(step, datums))
             scored = self._learner.score(datums, probe=self._probe)
             self._open_step = stack.pop_all()
         return scored

@@ -278,7 +278,7 @@ def test_torch_alone_is_late_only_for_what_its_import_reads() -> None:
 
 def test_environment_and_rules_import_no_torch() -> None:
     modules = (
-        "mock_scheduler.determinism.environment, mock_scheduler.megatron.rules.table, mock_scheduler.launch.launcher"
+        "mock_scheduler.determinism.environment, mock_scheduler.layouts.rules.table, mock_scheduler.launch.launcher"
     )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

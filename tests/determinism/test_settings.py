@@ -18,7 +18,7 @@ from mock_scheduler.determinism.settings import (
     required_lines,
 )
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.megatron.rules.table import render_rules, render_settings, update_page
+from mock_scheduler.layouts.rules.table import render_rules, render_settings, update_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "determinism.md"
 
@@ -82,7 +82,7 @@ def test_the_longest_prefix_decides_how_a_member_is_treated(name: str, read_at: 
 
 def test_the_page_is_current() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert update_page(text) == text, "run: python -m mock_scheduler.megatron.rules.table docs/determinism.md"
+    assert update_page(text) == text, "run: python -m mock_scheduler.layouts.rules.table docs/determinism.md"
 
 
 def test_the_tables_name_every_setting_family_and_rule() -> None:

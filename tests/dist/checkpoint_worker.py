@@ -39,13 +39,12 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.run_state import RunState, check_contents, check_files, fixed_settings, read_run_state
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.model import layers_of_chunk, unwrapped
-from pipelines.megatron.perturbation import Perturbation
-from pipelines.megatron.probing.state import owned_range
-from pipelines.megatron.probing.step_probe import StepProbe
+from mock_scheduler.megatron.perturbation import Perturbation
+from mock_scheduler.megatron.probe.state import owned_range
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
-from pipelines.megatron.weights import LocalParameter
+from mock_scheduler.megatron.parameters import LocalParameter, layer_offset
 
 SEED = 42
 LONGEST_ROW = 56
@@ -180,7 +179,7 @@ def _entry(update: int, spec: ShardSpec, tensor: torch.Tensor) -> TraceEntry:
 
 def _moments(model: TrainedModel, local: LocalParameter) -> Iterator[TraceEntry]:
     """Of the part that this rank owns; zeros before the first update."""
-    for optimizer in model.optimizers:
+    for optimizer in model.observed.optimizers:
         spec = local.spec
         if isinstance(optimizer, DistributedOptimizer):
             owned = owned_range(optimizer, local)
@@ -203,9 +202,9 @@ def _moments(model: TrainedModel, local: LocalParameter) -> Iterator[TraceEntry]
 
 
 def _expert_biases(model: TrainedModel, runtime: Runtime) -> Iterator[tuple[ShardSpec, torch.Tensor]]:
-    for index, chunk in enumerate(model.chunks):
-        offset = layers_of_chunk(model.shape.model.num_layers, runtime, index).start
-        for name, buffer in unwrapped(chunk).named_buffers():
+    for gpt in model.observed.gpts():
+        offset = layer_offset(gpt)
+        for name, buffer in gpt.named_buffers():
             if name.endswith("expert_bias"):
                 yield whole(canonical_parameter_name(name, layer_offset=offset), tuple(buffer.shape)), buffer
 

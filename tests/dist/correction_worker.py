@@ -24,7 +24,8 @@ from mock_scheduler.batch import RolloutBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.probing.interface import TrainingProbe
+from mock_scheduler.megatron.micro_batches import MicroBatchTokens
+from mock_scheduler.megatron.probe.interface import TrainingProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -71,9 +72,16 @@ class Recorder(TrainingProbe):
         self.values: dict[str, dict[str, float]] = {}
 
     def tokens(
-        self, kind: str, own: OwnBatch, values: Mapping[str, torch.Tensor], *, update: int = 0, prefix: str = ""
+        self,
+        kind: str,
+        own: MicroBatchTokens,
+        values: Mapping[str, torch.Tensor],
+        *,
+        update: int = 0,
+        prefix: str = "",
+        of_responses: bool = True,
     ) -> None:
-        batch = own.batch
+        batch = own
         for name in {"weights", "kept", "advantages"} & values.keys():
             table = self.values.setdefault(f"{kind}/{update}/{name}", {})
             for line, column in batch.response_mask.nonzero().tolist():

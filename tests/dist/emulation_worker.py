@@ -29,8 +29,8 @@ from pipelines.algorithm.losses import PolicyLossOutput, compute_policy_loss
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import logprobs, trainer
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
+from mock_scheduler.megatron.probe.step_probe import StepProbe
+from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist.emulation_cases import EmulationCase
 

@@ -36,8 +36,8 @@ from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.router_ledger import all_reduce_router_sums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields, padding_mask_argument
-from pipelines.megatron.process.full_precision import prepare_optimizer
-from pipelines.megatron.process.host_device import use_host_device
+from mock_scheduler.megatron.full_precision import prepare_optimizer
+from mock_scheduler.megatron.host_device import use_host_device
 from pipelines.megatron.layers.repairs import TorchNorm
 from pipelines.megatron.process.runtime import COLLECTIVE_TIMEOUT, leave_layout
 

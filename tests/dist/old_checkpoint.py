@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.model import unwrapped
-from pipelines.megatron.optimizer_state import ParameterState, count_updates, read_states
+from mock_scheduler.megatron.observed_model import unwrapped
+from mock_scheduler.megatron.optimizer_state import ParameterState, count_updates, read_states
 from pipelines.megatron.random_states import save_random_states
 from pipelines.megatron.run_state import RunState
 from pipelines.megatron.trained_model import TrainedModel
@@ -59,8 +59,8 @@ def write_old_run_state(folder: Path, state: RunState) -> None:
 
 def _sharded_state(model: TrainedModel) -> dict[str, Any]:
     chunks = {f"model{index}": unwrapped(chunk).sharded_state_dict() for index, chunk in enumerate(model.chunks)}
-    states = _sharded_optimizer(chunks, read_states(model))
-    num_updates = count_updates(model, device=model.runtime.device)
+    states = _sharded_optimizer(chunks, read_states(model.observed))
+    num_updates = count_updates(model.observed, device=model.runtime.device)
     further = {"optimizer": states, "num_updates": num_updates, "lr_schedule": model.lr_schedule.state_dict()}
     return {**chunks, **further}
 

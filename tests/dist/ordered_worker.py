@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.launch.process_group import join_process_group
-from pipelines.megatron.process.host_device import use_host_device
-from pipelines.megatron.process.ordered_collectives import OrderedReductions
+from mock_scheduler.megatron.host_device import use_host_device
+from mock_scheduler.megatron.ordered_collectives import OrderedReductions
 from pipelines.megatron.process.runtime import COLLECTIVE_TIMEOUT
-from pipelines.megatron.probing.ledgers import CallLedger
+from mock_scheduler.megatron.probe.ledgers import CallLedger
 
 SIZE = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

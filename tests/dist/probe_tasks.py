@@ -33,8 +33,8 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import trainer
 from pipelines.megatron.learner import Learner, Scores
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.probing.interface import NO_PROBE, TrainingProbe
-from pipelines.megatron.probing.step_probe import StepProbe
+from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout
 
 STEP_PROBE_KINDS: tuple[TraceKind | LedgerKind, ...] = (
@@ -149,7 +149,7 @@ def _state_digests(learner: Learner) -> dict[str, str]:
     for local in model.parameters():
         parameter: Any = local.parameter  # Megatron gives it a gradient of its own
         tensors |= {local.spec.name: parameter, f"gradient of {local.spec.name}": parameter.main_grad}
-    for index, optimizer in enumerate(model.optimizers):
+    for index, optimizer in enumerate(model.observed.optimizers):
         for group in optimizer.optimizer.param_groups:
             for place, inner in enumerate(group["params"]):
                 state = {name: value for name, value in optimizer.optimizer.state[inner].items() if name != "step"}

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.layouts.cases import KNOWN_WRONG_CASES, Case, allowing, build_config, refused_cases
 from benchmarks.layouts.comparison import is_first_update, merged_pairs, read_metrics, relative_difference
 from benchmarks.layouts.options import PLAIN
-from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
+from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
 from tests.dist.case_runs import train
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches

@@ -20,7 +20,7 @@ from pipelines.batching.placement import place_rows
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.transformer_config import build_transformer_config
 from pipelines.megatron.model import wrap_data_parallel
-from pipelines.megatron.process.host_device import has_cuda
+from mock_scheduler.megatron.host_device import has_cuda
 from tests.dist.case_runs import describe_unaligned, train_and_compare
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mock_scheduler.config.instruments import OrderConfig
-from pipelines.megatron.process.ordered_collectives import fold_in_order, use_ordered_reductions
+from mock_scheduler.megatron.ordered_collectives import fold_in_order, use_ordered_reductions
 from tests.dist.conftest import launch
 from tests.dist.ordered_worker import DTYPES, SIZE, part_of
 

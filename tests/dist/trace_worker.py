@@ -21,8 +21,8 @@ from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import LedgerKind, TraceConfig, TraceKind
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.model import unwrapped
-from pipelines.megatron.probing.step_probe import StepProbe
+from mock_scheduler.megatron.observed_model import unwrapped
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist import probe_tasks
 from tests.pipelines.plain_forward import forward_by_row

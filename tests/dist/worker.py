@@ -31,7 +31,7 @@ from mock_scheduler.scheduler import RolloutRequest
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
-from pipelines.megatron.probing.step_probe import StepProbe
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from tests.faults import norm_gradients_not_reduced

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 
+from mock_scheduler.megatron import parameters
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.parameters import iterate_parameters
+from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.batching.plan import MicroBatch
+from pipelines.config.model import ModelConfig
 from pipelines.megatron import learner, trained_model, weights
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch, own_batch
-from pipelines.megatron.process.runtime import Runtime
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
 from tests.faults.patching import dp_rank, dp_size, ep_size, pp_rank, replacing, tp_rank
@@ -81,30 +86,30 @@ stage_off_by_one = _renaming(_of_layer_before)
 experts_without_offset = _renaming(_of_local_number)
 
 
-def _on_loaded(harm: Callable[[str, torch.nn.Parameter, Runtime], bool]) -> Injector:
+def _on_loaded(harm: Callable[[str, torch.nn.Parameter, ModelRanks], bool]) -> Injector:
     """Something is done to parameters after they were loaded; ``harm`` says whether it was to this one."""
 
     def wrap(fired: Fired, load: Callable[..., None]) -> Callable[..., None]:
         @torch.no_grad()
-        def load_and_harm(chunks: Any, shape: Any, runtime: Runtime, **options: object) -> None:
-            load(chunks, shape, runtime, **options)
-            for local in weights.iterate_parameters(chunks, shape, runtime):
-                fired.count += harm(local.spec.name, local.parameter, runtime)
+        def load_and_harm(observed: ObservedModel, model: ModelConfig, **options: object) -> None:
+            load(observed, model, **options)
+            for local in iterate_parameters(observed):
+                fired.count += harm(local.spec.name, local.parameter, observed.ranks)
 
         return load_and_harm
 
     return replacing(trained_model, "load_initial_weights", wrap)
 
 
-def _stretch_norm(name: str, parameter: torch.nn.Parameter, runtime: Runtime) -> bool:
-    is_meant = name == "decoder.layers.0.input_layernorm.weight" and runtime.tp_rank == 1
+def _stretch_norm(name: str, parameter: torch.nn.Parameter, ranks: ModelRanks) -> bool:
+    is_meant = name == "decoder.layers.0.input_layernorm.weight" and ranks.tp_rank == 1
     if is_meant:
         parameter.mul_(1.01)
     return is_meant
 
 
-def _stretch_tied_copy(name: str, parameter: torch.nn.Parameter, runtime: Runtime) -> bool:
-    is_meant = name == "embedding.word_embeddings.weight" and runtime.pp_rank > 0
+def _stretch_tied_copy(name: str, parameter: torch.nn.Parameter, ranks: ModelRanks) -> bool:
+    is_meant = name == "embedding.word_embeddings.weight" and ranks.pp_rank > 0
     if is_meant:
         parameter.mul_(1.01)
     return is_meant
@@ -114,17 +119,16 @@ norm_of_one_rank = _on_loaded(_stretch_norm)
 tied_copy_of_its_own = _on_loaded(_stretch_tied_copy)
 
 
-def _order_layers_in_blocks(fired: Fired, layers: Callable[..., range]) -> Callable[..., range]:
-    def in_blocks(num_layers: int, runtime: Runtime, chunk: int) -> range:
+def _order_layers_in_blocks(fired: Fired, _: Callable[..., int]) -> Callable[..., int]:
+    def in_blocks(gpt: GPTModel) -> int:
         fired.count += 1
-        per_chunk = num_layers // (runtime.pp_size * runtime.num_chunks)
-        start = (runtime.pp_rank * runtime.num_chunks + chunk) * per_chunk
-        return range(start, start + per_chunk)
+        num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        return (pp_rank() * num_chunks + (gpt.vp_stage or 0)) * len(gpt.decoder.layers)
 
     return in_blocks
 
 
-virtual_stages_in_blocks = replacing(weights, "layers_of_chunk", _order_layers_in_blocks)
+virtual_stages_in_blocks = replacing(parameters, "layer_offset", _order_layers_in_blocks)
 
 
 def own_batches(change: Callable[[Fired, OwnBatch], OwnBatch]) -> Injector:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 
-from mock_scheduler.megatron.rules.known_wrong import KNOWN_WRONG
+from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG
 from pipelines.megatron import learner, logprobs, places, trained_model, trainer, weights
 from pipelines.megatron.layers import attention
 from pipelines.megatron.layers.attention import RowAttention

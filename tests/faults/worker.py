@@ -22,9 +22,9 @@ from benchmarks.layouts.cases import parallel_of
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceConfig, TraceKind
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.step_probe import StepProbe
-from pipelines.megatron.process.ordered_collectives import use_ordered_reductions
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.faults.cases import LONGEST_ROW, SEED, build_config
 from tests.faults.catalogue import find_fault

@@ -19,10 +19,10 @@ from benchmarks.layouts.cases import GROUP_SIZE, NUM_GROUPS
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.guard import apply_deterministic_mode
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, fixed_settings, read_run_state
 
@@ -98,7 +98,7 @@ def main() -> None:
         "metrics": metrics,
         "is_deterministic": torch.are_deterministic_algorithms_enabled(),
         "device": runtime.device.type,
-        "optimizer": type(learner.policy.policy.optimizers[0].optimizer).__module__.split(".")[0],
+        "optimizer": type(learner.policy.policy.observed.optimizers[0].optimizer).__module__.split(".")[0],
     }
     (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
     stop_runtime()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import GraftConfig, LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
+from mock_scheduler.megatron.probe.interface import combine
+from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.probing.graft import GraftProbe, GraftSource
-from pipelines.megatron.probing.interface import combine
-from pipelines.megatron.probing.step_probe import StepProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 
 KINDS: list[TraceKind | LedgerKind] = ["activation", "router", "logits", "activation_gradient"]

@@ -9,11 +9,12 @@ import json
 import sys
 from pathlib import Path
 
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.parameters import iterate_parameters
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.model import build_chunks
 from pipelines.megatron.process.runtime import start_runtime, stop_runtime
 from pipelines.megatron.transformer_config import build_transformer_config
-from pipelines.megatron.weights import ModelShape, iterate_parameters
 
 
 def main() -> None:
@@ -31,8 +32,8 @@ def main() -> None:
             vocab_parts=runtime.tp_size,
             runtime=runtime,
         )
-        shape = ModelShape(model=config.model, vocab_size=vocab_size)
-        specs = [parameter.spec for parameter in iterate_parameters(chunks, shape, runtime)]
+        model = ObservedModel(chunks=chunks, ranks=runtime, vocab_size=vocab_size, num_replicas=1)
+        specs = [parameter.spec for parameter in iterate_parameters(model)]
         print(json.dumps([[spec.name, list(spec.global_shape)] for spec in specs]))
     stop_runtime()
 

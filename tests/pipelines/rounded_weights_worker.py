@@ -18,12 +18,12 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.ledger import Ledger
+from mock_scheduler.megatron.optimizer_state import read_states
 from mock_scheduler.support.digests import compute_tensor_digest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import process_logits
-from pipelines.megatron.optimizer_state import read_states
 from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.process.runtime import Runtime, stop_runtime
@@ -181,7 +181,7 @@ def train_with_and_without(folder: Path, optimizer: str, runtime: Runtime) -> No
             learner.train_step(batch, step=step)
         moments = [
             compute_tensor_digest(value)
-            for state in read_states(learner.policy.policy).values()
+            for state in read_states(learner.policy.policy.observed).values()
             for value in state.values()
         ]
         states.append(bits(learner.policy.policy) + moments)

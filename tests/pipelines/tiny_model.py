@@ -12,10 +12,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch.utils.checkpoint import checkpoint
 
+from mock_scheduler.megatron.observed_model import ObservedModel
 from pipelines.batching.plan import MicroBatch
-from pipelines.config.model import ModelConfig
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.weights import ModelShape
 
 HIDDEN, HEADS, FFN, VOCAB = 8, 2, 6, 10
 
@@ -123,12 +122,18 @@ class Embedding(torch.nn.Embedding):
 class TinyGpt(GPTModel):
     """First and last stage in one; of Megatron's class in name only."""
 
-    def __init__(self, *, recomputes: bool = False) -> None:
+    def __init__(self, config: Any, *, recomputes: bool = False) -> None:
         torch.nn.Module.__init__(self)
+        self.config = config
+        self.vocab_size = VOCAB
+        self.share_embeddings_and_output_weights = False
         torch.manual_seed(3)
         self.pre_process = self.post_process = True
         self.embedding = Embedding(VOCAB, HIDDEN, dtype=torch.float64)
         self.decoder = Decoder(2, recomputes=recomputes)
+        for number, layer in enumerate(self.decoder.layers):
+            of_megatron: Any = layer
+            of_megatron.config, of_megatron.layer_number = config, number + 1
         self.output_layer = Linear(HIDDEN, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -148,25 +153,20 @@ def tiny_model(
     implementation: Literal["local", "transformer_engine"] = "local",
     runtime: Runtime | None = None,
     **config: Any,
-) -> Any:
+) -> ObservedModel:
     """The model as a probe sees it."""
-    model = ModelConfig(
-        num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=FFN, swiglu=False,
-        transformer_impl=implementation,
-    )  # fmt: skip
     values = {
         "transformer_impl": implementation, "num_query_groups": HEADS, "num_attention_heads": HEADS,
         "kv_channels": HIDDEN // HEADS, "ffn_hidden_size": FFN, "gated_linear_unit": False, "hidden_size": HIDDEN,
-        "sequence_parallel": False, "calculate_per_token_loss": True, **config,
+        "sequence_parallel": False, "calculate_per_token_loss": True, "qk_layernorm": False, "num_layers": 2,
+        "num_moe_experts": None, "moe_layer_freq": 1, **config,
     }  # fmt: skip
     place = runtime or one_rank()
-    return SimpleNamespace(
-        chunks=[TinyGpt(recomputes=recomputes)],
-        runtime=place,
-        vocab_parts=place.tp_size,
+    return ObservedModel(
+        chunks=[TinyGpt(SimpleNamespace(**values), recomputes=recomputes)],
+        ranks=place,
+        vocab_size=VOCAB,
         num_replicas=place.dp_size * place.cp_size,
-        shape=ModelShape(model=model, vocab_size=VOCAB),
-        transformer_config=SimpleNamespace(**values),
     )
 
 

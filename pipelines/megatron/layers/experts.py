@@ -23,9 +23,9 @@ from megatron.core.transformer import ModuleSpec, transformer_layer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.megatron.host_device import define_router_gemm
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
-from pipelines.megatron.process.host_device import define_router_gemm
 
 ROUTER_DTYPES = {torch.float32: None, torch.bfloat16: "fp32", torch.float64: "fp64"}
 """``moe_router_dtype``: no router computes in less than float32, and none in less than its model."""

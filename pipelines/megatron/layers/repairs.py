@@ -6,13 +6,13 @@ hooks are for megatron-core 0.16.1, and change no other value.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
+
+from mock_scheduler.megatron.marks import mark_sequence_parallel
 
 
 def repair_layers(gpt: GPTModel) -> None:
@@ -103,30 +103,3 @@ class ValueHead(torch.nn.Linear):
         if self._splits_sequence:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
-
-
-def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Returns the buffer that accumulates a parameter's gradient, in the accumulator's dtype."""
-    marked: Any = parameter
-    grad: torch.Tensor = marked.main_grad
-    return grad
-
-
-def main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Returns the wide copy that ``Float16OptimizerWithFloat16Params`` updates in the parameter's place."""
-    marked: Any = parameter
-    wide: torch.Tensor = marked.main_param
-    return wide
-
-
-def partition_dim(parameter: torch.nn.Parameter) -> int:
-    """Returns the dimension that tp ranks split a parameter along; -1 where they do not."""
-    marked: Any = parameter
-    return int(marked.partition_dim)
-
-
-def mark_sequence_parallel(module: torch.nn.Module, is_parallel: bool) -> None:
-    """Says whether a module's gradients are of a part of the sequence, to be summed over tp."""
-    for parameter in module.parameters():
-        marked: Any = parameter
-        marked.sequence_parallel = is_parallel

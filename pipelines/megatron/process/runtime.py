@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
 import torch
@@ -17,46 +17,21 @@ from torch.distributed import distributed_c10d
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.launch.process_group import join_process_group
-from pipelines.megatron.process.host_device import compute_device, has_cuda, use_host_device
+from mock_scheduler.megatron.host_device import compute_device, has_cuda, use_host_device
+from mock_scheduler.megatron.ranks import ModelRanks, read_ranks
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Runtime:
+class Runtime(ModelRanks):
     """Where this process stands in the layout, and the device it computes on.
 
-    ``num_chunks``: model chunks of each stage. ``replica_group``: the ranks that compute one replica of the model
-    (tp × cp × pp), this one included; the first is their leader.
+    ``replica_group``: the ranks that compute one replica of the model (tp × cp × pp), this one included; the first is
+    their leader.
     """
 
-    global_rank: int
-    world_size: int
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    dp_rank: int
-    dp_size: int
-    device: torch.device
-    cp_rank: int = 0
-    cp_size: int = 1
-    ep_rank: int = 0
-    ep_size: int = 1
-    etp_rank: int = 0
-    etp_size: int = 1
-    num_chunks: int = 1
     replica_group: dist.ProcessGroup | None = field(default=None, repr=False)
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this process holds the embedding."""
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this process holds the output layer, and so logits and losses."""
-        return self.pp_rank == self.pp_size - 1
 
     @property
     def is_leader(self) -> bool:
@@ -72,21 +47,6 @@ class Runtime:
     def micro_batch_multiple(self) -> int:
         """The divisor of an update's number of micro-batches: dp, and pp for the interleaved schedule."""
         return self.dp_size * (self.pp_size if self.num_chunks > 1 else 1)
-
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Rank on each axis, for messages and trace files; cp, ep and etp where the layout has them."""
-        further = {
-            "cp": (self.cp_rank, self.cp_size),
-            "ep": (self.ep_rank, self.ep_size),
-            "etp": (self.etp_rank, self.etp_size),
-        }
-        return {
-            "tp": self.tp_rank,
-            "pp": self.pp_rank,
-            "dp": self.dp_rank,
-            **{axis: rank for axis, (rank, size) in further.items() if size > 1},
-        }
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
@@ -166,25 +126,9 @@ def build_layout(parallel: ParallelConfig, *, seed: int) -> Runtime:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    return Runtime(
-        global_rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        device=compute_device(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        num_chunks=parallel.num_chunks,
-        replica_group=_replica_group(parallel),
-    )
+    ranks = read_ranks(device=compute_device(), num_chunks=parallel.num_chunks)
+    places = {place.name: getattr(ranks, place.name) for place in fields(ranks)}
+    return Runtime(**places, replica_group=_replica_group(parallel))
 
 
 def _replica_group(parallel: ParallelConfig) -> dist.ProcessGroup | None:

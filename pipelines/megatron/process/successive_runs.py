@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import distributed_c10d
 
-from pipelines.megatron.process.host_device import compute_device
+from mock_scheduler.megatron.host_device import compute_device
 
 # How long a rank waits for the others at the end of a run: one that failed alone holds its peers in a collective, and
 # its end is what ends them; one that is done waits for the files that rank 0 still writes.

@@ -16,9 +16,9 @@ from mock_scheduler.adapters.nexrl.files import load_content, save_content
 from mock_scheduler.adapters.nexrl.names import FileKey, find_files
 from mock_scheduler.compare_debug_dumps import main as compare
 from mock_scheduler.errors import ConfigError, StepExistsError
+from mock_scheduler.megatron.probe.interface import NO_PROBE, CompositeProbe, TrainingProbe, combine
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
-from pipelines.megatron.probing.interface import NO_PROBE, CompositeProbe, TrainingProbe, combine
 from tests.pipelines.tiny_runs import read_json, run_cli, write_tiny_config
 from tests.programs import run_program
 

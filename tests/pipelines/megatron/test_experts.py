@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.megatron.host_device import define_router_gemm
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, attach_router_ledger
 from pipelines.megatron.layers.experts import (
@@ -24,7 +25,6 @@ from pipelines.megatron.layers.experts import (
     padding_mask_argument,
 )
 from pipelines.megatron.layers.router_ledger import RouterLedger, RouterSums, all_reduce_router_sums
-from pipelines.megatron.process.host_device import define_router_gemm
 from tests.plain_experts import choose, router_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")

@@ -10,8 +10,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.megatron.probe.state import read_state
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.probing.state import read_state
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.weights import ModelShape, iterate_state_buffers
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mock_scheduler.megatron.probe.shares import TokenIndex, TokenPlaces
 from mock_scheduler.trace.shards import Block, Split
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.places import OwnBatch, own_batch
-from pipelines.megatron.probing.shares import TokenIndex, TokenPlaces
 from pipelines.megatron.process.runtime import Runtime
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan

@@ -1,0 +1,128 @@
+"""Self-attention of virtual ranks: each one's heads, over its tokens and the keys of all its replica's cp ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+
+from mock_scheduler.megatron.emulation.modules import EmulatedModules
+from mock_scheduler.megatron.emulation.parts import copies_graph, cut_graph, join_graph
+from pipelines.megatron.layers.attention import RowAttention
+
+_Parts = list[torch.Tensor]
+
+
+def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> None:
+    """Let a layer's attention compute rank by rank."""
+    modules.column_linear(attention.linear_qkv)
+    modules.row_linear(attention.linear_proj)
+    for norm in (attention.q_layernorm, attention.k_layernorm):
+        if norm is not None and not isinstance(norm, IdentityOp):
+            modules.norm_of_heads(norm)
+    core = attention.core_attention
+    _emulate_core(core, modules)
+
+    def forward(
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor | None = None,
+        **unused: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mixed, _ = attention.linear_qkv(hidden)
+        queries, keys, values = _split_heads(attention, modules, mixed)
+        if rotary_pos_emb is not None:
+            angles = _angles_by_rank(rotary_pos_emb, mixed.shape[0], modules)
+            queries = [_turn(part, own, attention) for part, own in zip(queries, angles, strict=True)]
+            keys = [_turn(part, own, attention) for part, own in zip(keys, angles, strict=True)]
+        context = core(queries, keys, values, attention_mask)
+        return attention.linear_proj(context)
+
+    modules.replace(attention, forward)
+
+
+def _split_heads(
+    attention: SelfAttention, modules: EmulatedModules, mixed: torch.Tensor
+) -> tuple[_Parts, _Parts, _Parts]:
+    """Queries, keys and values of every rank, share by share, of ``[s, b, groups · (heads per group + 2) · head]``."""
+    size, plan = attention.hidden_size_per_attention_head, modules.plan
+    groups = attention.num_query_groups_per_partition // plan.tp
+    per_group = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
+    queries, keys, values = [], [], []
+    for tokens in cut_graph(mixed, 0, plan.shares):
+        for part in cut_graph(tokens, -1, plan.tp):
+            # Megatron's order: of each group its queries, then its key, then its value.
+            heads = part.view(*part.shape[:-1], groups, (per_group + 2) * size)
+            query, key, value = torch.split(heads, [per_group * size, size, size], dim=3)
+            queries.append(query.reshape(*query.shape[:2], -1, size))
+            keys.append(key)
+            values.append(value)
+    if attention.q_layernorm is not None and not isinstance(attention.q_layernorm, IdentityOp):
+        queries = modules.cut_heads(attention.q_layernorm(queries))
+    if attention.k_layernorm is not None and not isinstance(attention.k_layernorm, IdentityOp):
+        keys = modules.cut_heads(attention.k_layernorm(keys))
+    return queries, keys, values
+
+
+def _angles_by_rank(angles: torch.Tensor, length: int, modules: EmulatedModules) -> _Parts:
+    by_share = angles[:length].chunk(modules.plan.shares)
+    return [own for own in by_share for _ in range(modules.plan.tp)]
+
+
+def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) -> torch.Tensor:
+    return apply_rotary_pos_emb(tensor, angles, config=attention.config, cp_group=attention.pg_collection.cp)
+
+
+def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
+    """Lets the core attention take lists of the ranks' tensors, and give the whole context ``[s, b, heads · head]``."""
+    tp, cp, shares = modules.plan.tp, modules.plan.cp, modules.plan.shares
+    of_rank = _with_heads(core, tp)
+
+    def forward(
+        query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **unused: object
+    ) -> torch.Tensor:
+        all_keys, all_values = (_gathered_by_lane(parts, tp, cp) for parts in (key, value))
+        # A mask is cut by the rows of queries alone; the keys of a replica are gathered over its cp ranks.
+        masks = [None] * shares if attention_mask is None else list(attention_mask.chunk(shares, dim=2))
+        contexts = [
+            of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp]) for rank in range(shares * tp)
+        ]
+        return modules.join_heads(contexts)
+
+    modules.replace(core, forward)
+
+
+def _with_heads(core: RowAttention, tp: int) -> Callable[..., torch.Tensor]:
+    """Megatron's attention over a tp-th of the heads, as one process computes it."""
+    # A shallow copy: scale, softmax and dropout stay the layer's, and only the numbers of heads are a rank's.
+    part = copy.copy(core)
+    part.num_attention_heads_per_partition = core.num_attention_heads_per_partition // tp
+    part.num_query_groups_per_partition = core.num_query_groups_per_partition // tp
+    part.hidden_size_per_partition = core.hidden_size_per_partition // tp
+
+    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return DotProductAttention.forward(part, query, key, value, mask)
+
+    return compute
+
+
+def _gathered_by_lane(parts: _Parts, tp: int, cp: int) -> _Parts:
+    """``_gathered`` of each of the replicas that compute together."""
+    size = tp * cp
+    return [one for start in range(0, len(parts), size) for one in _gathered(parts[start : start + size], tp, cp)]
+
+
+def _gathered(parts: _Parts, tp: int, cp: int) -> _Parts:
+    """Keys or values of all cp ranks, for each rank, cp by cp; gradients come back added in the order of cp ranks."""
+    if cp == 1:
+        return parts
+    whole = [join_graph([parts[rank * tp + part].contiguous() for rank in range(cp)], 0) for part in range(tp)]
+    # The all-gather's backward pass is a reduce-scatter: each rank's gradient of all keys is added, in rank order.
+    copies = [copies_graph(tensor, cp) for tensor in whole]
+    return [copies[part][rank] for rank in range(cp) for part in range(tp)]

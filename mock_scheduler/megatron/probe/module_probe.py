@@ -1,0 +1,188 @@
+"""Traces the modules' outputs: activations, routers, logits, and the gradients of the loss with respect to them.
+
+Hooks are on a model's modules only within ``watching``. An output is taken when it is computed, in the forward pass
+announced by ``computing``; its gradient when the backward pass reaches it. With recomputation a module runs again in
+the backward pass: values come from the first run, and the gradient from the run with a graph. Nobody names the
+micro-batch of a second run, but the backward passes of a chunk come in the order of its forward passes, so the first
+waiting one is meant.
+
+A gradient is of the loss whose gradients all ranks add up: with ``calculate_per_token_loss`` the sum over the update's
+response tokens, undivided, so micro-batches do not show; without it the mean over the update's micro-batches of each
+one's mean over its tokens. Tensor parallelism leaves none of them partial: a column-parallel layer reduces its input's
+gradient before the hook on the module before it sees it; heads, channels and vocabulary on one rank alone have all of
+theirs there. Under context parallelism keys and values get theirs back by reduce-scatter, and under expert parallelism
+tokens come back to their rank. Losses of routers are part of it, from ``mlp.router.logits`` on; with ``moe_router_impl:
+megatron`` some releases scale them by tp and cp, and the trace shows it (``docs/layouts.md``).
+
+Reading changes no bit: outputs are detached and copied, and wrapped methods return their own results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.errors import TraceError
+from mock_scheduler.megatron.micro_batches import MicroBatchTokens
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs, unobserved_outputs
+from mock_scheduler.megatron.probe.shares import Share, ShareBook, TokenIndex, gradient_scale, select_tokens
+from mock_scheduler.megatron.probe.watches import Gather, See
+from mock_scheduler.megatron.ranks import ModelRanks
+from mock_scheduler.support.text import bullet_list
+from mock_scheduler.trace.entries import TraceEntry, Unobserved
+from mock_scheduler.trace.selection import TraceSelection
+
+_GRADIENT: TraceKind = "activation_gradient"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tap:
+    """An output under observation, its traced tensors (value, gradient), and the passes that wait for a second run."""
+
+    output: ObservedOutput
+    has_value: bool
+    has_gradient: bool
+    waiting: deque[Share]
+
+
+class ModuleProbe:
+    """The probe of one rank; it never communicates. ``emit`` takes each piece at once and copies all it keeps.
+
+    selection: kinds and names. ``watching`` names an update's model, ``computing`` its micro-batches. aside: a context
+    around all computation for the trace alone, such as its timing.
+    """
+
+    def __init__(
+        self,
+        ranks: ModelRanks,
+        selection: TraceSelection,
+        emit: Callable[[TraceEntry], None],
+        *,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._ranks = ranks
+        self._selection = selection
+        self._emit = emit
+        self._aside = aside
+        self._shares: ShareBook | None = None
+        self._unobserved: dict[Unobserved, None] = {}
+        self._update = 0
+        self._gradient_scale = 1.0
+        self._current: Share | None = None
+        self._open: Counter[str] = Counter()
+
+    @property
+    def unobserved(self) -> tuple[Unobserved, ...]:
+        """Lists the selected outputs that the watched models do not show; the same on every rank."""
+        return tuple(self._unobserved)
+
+    def start_step(self, index: TokenIndex) -> None:
+        """A step with these tokens begins; the indices of its micro-batches are unique within it."""
+        self._shares = ShareBook(self._ranks, index)
+
+    @contextmanager
+    def watching(self, model: ObservedModel, update: int) -> Iterator[None]:
+        """Traces the model in the block: all forward and backward passes of one update.
+
+        Raises:
+            TraceError: the model is not as the tables say, or the backward passes did not give all of the gradients.
+        """
+        taps = self._taps(model)
+        self._update = update
+        self._gradient_scale = gradient_scale(model)
+        self._open.clear()
+        with ExitStack() as stack:
+            for tap in taps:
+                stack.enter_context(tap.output.row.watch(tap.output.watched, self._see(tap)))
+            yield
+        lost = sorted(name for name, count in self._open.items() if count)
+        if lost:
+            raise TraceError(
+                f"update {update} ended without the gradient of every pass through these modules:{bullet_list(lost)}"
+            )
+
+    @contextmanager
+    def computing(self, own: MicroBatchTokens) -> Iterator[None]:
+        """The block is one forward pass of one chunk over this share."""
+        if self._shares is None:
+            raise TraceError("a forward pass was announced before the step: call start_step first")
+        with self._aside():
+            self._current = self._shares.share(own)
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def _taps(self, model: ObservedModel) -> list[_Tap]:
+        wants = self._selection.wants
+        for absent in unobserved_outputs(model):
+            if wants(absent.kind, absent.name):
+                self._unobserved[absent] = None
+        taps = []
+        for output in observed_outputs(model):
+            has_value = wants(output.row.kind, output.name)
+            has_gradient = output.row.has_gradient and wants(_GRADIENT, output.name)
+            if has_value or has_gradient:
+                taps.append(_Tap(output=output, has_value=has_value, has_gradient=has_gradient, waiting=deque()))
+        return taps
+
+    def _see(self, tap: _Tap) -> See:
+        """Builds the receiver of a tap's tensors, of a first pass and of one that recomputes it."""
+
+        def see(tensor: torch.Tensor, gather: Gather | None) -> None:
+            # A layer's output requires a gradient in any case: Megatron adds its residual with gradients enabled.
+            share, has_graph = self._current, tensor.requires_grad and torch.is_grad_enabled()
+            if share is not None:
+                if tap.has_value:
+                    self._add(tap.output, tap.output.row.kind, share, tensor, gather)
+                if tap.has_gradient:
+                    self._open[tap.output.name] += 1
+                    if not has_graph:
+                        tap.waiting.append(share)
+            elif tap.has_gradient and has_graph:
+                if not tap.waiting:
+                    raise TraceError(f"{tap.output.name}: a pass that no forward pass was announced for")
+                share = tap.waiting.popleft()
+            if tap.has_gradient and has_graph and share is not None:
+                self._await_gradient(tap.output, share, tensor, gather)
+
+        return see
+
+    def _await_gradient(
+        self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None
+    ) -> None:
+        scale = self._gradient_scale
+
+        def take(gradient: torch.Tensor) -> None:
+            self._open[output.name] -= 1
+            self._add(output, _GRADIENT, share, gradient, gather, scale=scale)
+
+        tensor.register_hook(take)
+
+    def _add(
+        self,
+        output: ObservedOutput,
+        kind: TraceKind,
+        share: Share,
+        tensor: torch.Tensor,
+        gather: Gather | None,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """Hands on a tensor's part for the share's tokens; nothing where it is all padding."""
+        tokens = share.of(output.form)
+        with self._aside(), torch.no_grad():
+            local = select_tokens(output, tensor.detach(), gather, tokens)
+            if local is None:
+                return
+            local = local if scale == 1.0 else local * scale
+            assert self._shares is not None
+            spec = self._shares.spec(output, tokens)
+            dims = ("token", *output.form.dims)
+            self._emit(TraceEntry(update=self._update, kind=kind, spec=spec, tensor=local, dims=dims))
