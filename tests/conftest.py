@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 LONGEST_FIRST = (
     "tests/pipelines/test_end_to_end.py",
     "tests/pipelines/test_session.py",
-    "tests/pipelines/megatron/test_module_probe.py",
+    "tests/megatron/test_module_probe.py",
     "tests/dist/test_layouts.py",
     "tests/dist/test_ordered_collectives.py",
     "tests/pipelines/environments/test_workers.py",
