@@ -98,11 +98,12 @@ def save_content_trace(
             for entry in _entries(batch, rows, rank, step, kinds):
                 sink.add(entry)
         weights = torch.ones(WIDTH)
-        for kind, tensor in (
-            ("initial", weights),
-            ("gradient", step.gradient),
-            ("parameter", weights - 0.25 * step.gradient),
-        ):
+        state: Mapping[TraceKind, torch.Tensor] = {
+            "initial": weights,
+            "gradient": step.gradient,
+            "parameter": weights - 0.25 * step.gradient,
+        }
+        for kind, tensor in state.items():
             if kind in kinds:
                 sink.add(TraceEntry(update=0, kind=kind, spec=whole(NORM, (WIDTH,)), tensor=tensor, dims=("channel",)))
         for more in step.more:
