@@ -36,6 +36,7 @@ from mock_scheduler.verdict.reasons import (
     NotReadable,
     OtherBatches,
     OtherData,
+    OtherDraws,
     OtherRecordings,
     OtherRollouts,
     UnknownRollouts,
@@ -64,6 +65,9 @@ def judge_runs(
     other_rollouts = _find_other_rollouts(baseline, candidate)
     if other_rollouts is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=_name_other_rows(baseline, candidate, other_rollouts))
+    other_draws = _find_other_draws(baseline, candidate)
+    if other_draws is not None:
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
     try:
         verdict = compare_runs(
             baseline.output_dir,
@@ -79,6 +83,10 @@ def judge_runs(
     is_by_content = verdict.tensors is not None and verdict.tensors.is_by_content
     if verdict.passes and not is_by_content and not baseline.batches.keys() & candidate.batches.keys():
         return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=UnknownRollouts())
+    if verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
+        draws = baseline.draws or candidate.draws
+        if draws:
+            return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
     if is_deterministic or verdict.kind is VerdictKind.IDENTICAL:
         return verdict
     return replace(verdict, kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=verdict.why))
@@ -160,6 +168,23 @@ def _name_other_rows(
     if is_by_content:
         return OtherBatches(first_step=other.first_step, num_steps=other.num_steps, num_shared=other.num_shared)
     return other
+
+
+def _find_other_draws(baseline: RunSummary, candidate: RunSummary) -> OtherDraws | None:
+    """Whether two layouts cannot draw the same: Megatron's random states follow the rank, and micro-batches the layout.
+
+    ``None`` where nothing draws, or both have one layout: they may draw alike.
+    """
+    draws = baseline.draws or candidate.draws
+    if not draws or baseline.layout == candidate.layout:
+        return None
+    return OtherDraws(draws=draws, layouts=(baseline.layout, candidate.layout))
+
+
+def _drew_otherwise(verdict: Verdict) -> bool:
+    """Whether a traced ledger of random draws differs."""
+    ledgers = () if verdict.tensors is None else verdict.tensors.ledgers
+    return any(ledger.kind == "random" and ledger.difference is not None for ledger in ledgers)
 
 
 def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:
