@@ -11,6 +11,8 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 #: What a completed run says about itself; there only where it completed.
 RUN_FILE = "run.json"
+#: What the instruments do in a run of a command; ``MOCK_SCHEDULER_RUN`` names it.
+ATTACHED_FILE = "attached_run.json"
 #: Why a run failed.
 ERROR_FILE = "error.json"
 #: URL, process and token of a training service, while it is ready; for its owner alone.

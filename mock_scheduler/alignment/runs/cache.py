@@ -7,7 +7,8 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
   for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
   project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
   ``environ.*`` (of a value that no file may show the ``keyed_digest``), and a digest of each folder it reads: the
-  ``recording`` it replays, the ``checkpoint`` it goes on from, the trace whose tensors are put into it (``graft``);
+  ``recording`` it replays, the ``checkpoint`` it goes on from, the traces whose tensors are put into it (``graft``,
+  ``initial_state``);
 - ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
   every tensor has its own digest there. A recording run has the recording among them.
 
@@ -29,7 +30,7 @@ from typing import Annotated
 from pydantic import Field
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.config.base import Decides, effects_of
+from mock_scheduler.config.base import Decides
 from mock_scheduler.determinism.settings import is_documented
 from mock_scheduler.program import RunConfig
 from mock_scheduler.support.digests import (
@@ -116,7 +117,7 @@ def compute_fingerprint(
         read: digests of the folders it reads, by their use.
     """
     values = dict(iterate_leaves(run.config.model_dump(mode="json")))
-    effects = effects_of(run.program.schema)
+    effects = run.program.effects(run.config)
     # The text of a label decides nothing; the content of a folder that is read is in ``read``.
     leaves = {
         f"config.{key}": keyed_digest(canonical_json(value)) if key in secret_keys(run.config) else value
