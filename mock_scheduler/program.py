@@ -223,9 +223,10 @@ class Program(Protocol):
     ``session_entry``: the one for several runs in one process group, ``None`` where each run has processes of its own;
     ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none. ``packages``:
     their sources decide the bits of a run, beside the library's. ``initial_state_key``: the key for the folder of a
-    trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by themselves. ``quiet_keys``: values of keys to leave out work
-    without a change of training: validation, checkpoints, trackers. ``folder_keys``: values of keys to put all files of
-    a run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
+    trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by themselves.
+    ``quiet_keys``: values of keys to leave out work without a change of training: validation, checkpoints, trackers.
+    ``folder_keys``: values of keys to put all files of a run into its ``output_dir``. ``reductions``: ``None`` where
+    runs cannot be made smaller.
     """
 
     @property

@@ -50,6 +50,9 @@ _OPTIONS, _PARALLEL = "options", "parallel"
 # At these values a key's arguments are left out: a degree of 1 is what every training has without being told.
 _NEUTRAL = {_PARALLEL: ("1", "null", "false"), _OPTIONS: ("null", "false"), "precision": ("float32",)}
 
+# Kernels of several streams reach a GPU in the order in which they were launched, as Megatron asks for.
+_ORDERED_LAUNCHES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
 
 def value_text(value: Scalar) -> str:
     """Writes a value as YAML does: ``true``, ``null``, ``2``."""
@@ -79,13 +82,13 @@ def _by_value(key: str, item: object) -> object:
         return {value_text(value): words for value, words in item.items()}
     # A list is for every value at which the key says something.
     left_out = () if key == "precision" else _NEUTRAL.get(key.partition(".")[0], ())
-    return {**dict.fromkeys(left_out, []), ANY_VALUE: item} if isinstance(item, list) else item
+    return {**{text: [] for text in left_out}, ANY_VALUE: item} if isinstance(item, list) else item
 
 
 def _with_deterministic(value: object) -> object:
     """Lays the given variables over those of a deterministic run."""
     required = {setting.name: setting.recommended for setting in environment_settings() if setting.required}
-    return {**required, **value} if isinstance(value, Mapping) else value
+    return {**required, **_ORDERED_LAUNCHES, **value} if isinstance(value, Mapping) else value
 
 
 def _as_texts(value: object) -> object:
@@ -149,7 +152,7 @@ class CommandConfig(ConfigSection):
         default={}, validate_default=True
     )
     parallel: ParallelConfig = ParallelConfig()
-    rollout_mock: RolloutMockConfig | None = None
+    rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None
     trace: TraceConfig = TraceConfig()
     align: AlignConfig = AlignConfig()
     order: OrderConfig = OrderConfig()
@@ -244,7 +247,10 @@ def _field_problems(config: CommandConfig) -> Iterator[Problem]:
         )
     for word in config.launcher:
         if set(list_fields([word])) & {COMMAND_FIELD, ENV_FIELD} and word not in ("{command}", "{env}"):
-            yield "launcher", f"has {word!r}: {{command}} and {{env}} stand for several words, so each is one of its own"
+            yield (
+                "launcher",
+                f"has {word!r}: {{command}} and {{env}} stand for several words, so each is one of its own",
+            )
 
 
 def _unknown_fields(key: str, texts: Iterable[str], known: set[str]) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mock_scheduler.command_program.config import EFFECTS, CommandConfig
 from mock_scheduler.command_program.loading import build_loader
 from mock_scheduler.command_program.reductions import CommandReductions, own_config
-from mock_scheduler.config.base import ConfigSection, Decides, KeyEffects, effects_of
+from mock_scheduler.config.base import ConfigSection, KeyEffects, effects_of
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.order_plan import OrderPlan

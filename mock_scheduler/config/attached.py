@@ -44,4 +44,4 @@ class AttachedRun(ConfigSection):
     initial_state: Annotated[str | None, Decides.BITS | Decides.LABEL] = None
     vocab_size: int | None = None
     pad_token_id: int | None = None
-    rollout_mock: RolloutMockConfig | None = None
+    rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None

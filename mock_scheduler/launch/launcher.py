@@ -94,9 +94,9 @@ def plan_launch(
     """Plans one node's part of a run.
 
     ``config``: the run's. ``arguments``: of Python, as ``Program.arguments`` gives them. ``num_processes``: of all
-    nodes, as ``Program.num_processes`` gives them; ``None``: one for each rank of the layout. With several nodes, each runs
-    its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow ``node_rank``, so
-    that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not divide over the
+    nodes, as ``Program.num_processes`` gives them; ``None``: one for each rank of the layout. With several nodes, each
+    runs its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow ``node_rank``,
+    so that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not divide over the
     nodes, or the node's rank or the endpoint do not fit.
     """
     world_size = config.parallel.world_size if num_processes is None else num_processes

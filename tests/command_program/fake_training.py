@@ -198,7 +198,7 @@ def _train_steps(training: FakeTraining, num_steps: int, world_size: int) -> Ite
     for step in range(num_steps):
         metrics = training.step(step)
         training.write_trace(step, world_size)
-        yield json.dumps({"step": step, **metrics}) + "\n"
+        yield json.dumps({"step": step, "metrics": metrics}) + "\n"
 
 
 def refuse(folder: Path, message: str) -> int:
