@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -35,6 +35,9 @@ from mock_scheduler.support.text import join_words
 #: The configuration of the run, for whoever wants to start it again.
 COMMAND_FILE = "command.yaml"
 
+#: Runs a command to its end, within so many seconds; returns its exit code, minus a signal's number.
+Start = Callable[[Command, float | None], int]
+
 _NAME = "mock_scheduler.command_program.entry"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The supervisor kills this process 30 s after it asked it to end.
@@ -49,13 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command(config, folder=Path(source.config_path).absolute())
 
 
-def run_command(config: CommandConfig, *, folder: Path) -> int:
-    """Writes the run file, runs the command to its end, and checks its files."""
+def run_command(config: CommandConfig, *, folder: Path, start: Start | None = None) -> int:
+    """Writes the run file, runs the command to its end, and checks its files.
+
+    ``start`` runs it to its end within so many seconds; ``None``: as processes.
+    """
     command = build_command(config, folder=folder, python=sys.executable)
     output_dir = command.run_file.parent
     try:
         _prepare(config, command, output_dir)
-        code = _run_to_end(command, timeout_s=config.timeout_s)
+        code = (start or _run_to_end)(command, config.timeout_s)
         if code != 0:
             return _report_failure(command, output_dir, code)
         check_finished(config, output_dir)
@@ -112,7 +118,7 @@ def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:
         raise ConfigError(f"output_dir {output_dir} cannot be written: {error.strerror}; set another one") from error
 
 
-def _run_to_end(command: Command, *, timeout_s: float | None) -> int:
+def _run_to_end(command: Command, timeout_s: float | None) -> int:
     """Starts the command and waits; returns its exit code, minus a signal's number."""
     print_message(f"{command.working_dir}$ {join_words(list(command.words))}")
     try:

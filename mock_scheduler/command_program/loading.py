@@ -13,7 +13,7 @@ from pathlib import Path
 from mock_scheduler.command_program.config import CommandConfig, value_text
 from mock_scheduler.config import loading
 from mock_scheduler.config.loading import ConfigForm
-from mock_scheduler.config.problems import Problem, raise_problems
+from mock_scheduler.errors import ConfigError
 
 #: How the configuration of a command is loaded.
 FORM = ConfigForm(schema=CommandConfig)
@@ -34,20 +34,20 @@ def build_loader(
         config = load_any(overrides)
         problems = list(_find_lost_changes(load_stated(), config)) if overrides else []
         if problems:
-            raise_problems(f"the command of {path}", problems)
+            raise ConfigError(f"{path}: {'; '.join(problems)}")
         return config
 
     return load
 
 
-def _find_lost_changes(stated: CommandConfig, config: CommandConfig) -> Iterator[Problem]:
+def _find_lost_changes(stated: CommandConfig, config: CommandConfig) -> Iterator[str]:
     before = stated.passed_keys()
     for key, value in config.passed_keys().items():
         # The instruments end a run after its last step, whatever the command was told.
         if key == "max_steps" or before.get(key) == value or config.reaches_command(key):
             continue
         yield (
-            key,
-            f"is {value_text(value)} here and {value_text(before.get(key))} in the file, and nothing passes it to the "
-            f"command; add arguments.{key}, as in [--name, '{{}}'], or the field {{{key}}}",
+            f"nothing passes {key} to the command, which is {value_text(value)} here and "
+            f"{value_text(before.get(key))} in the file; add arguments.{key}, as in [--name, '{{}}'], or the field "
+            f"{{{key}}}"
         )

@@ -74,7 +74,7 @@ class FakeTraining:
         self.entries = []
         for name, value in self.weights.items():
             self._note("initial", name, value)
-        rows = torch.split(self.inputs, ROWS.lengths)
+        rows = torch.split(self.inputs, list(ROWS.lengths))
         groups = [self.inputs] if self.num_replicas == 1 else list(rows)
         gradients: dict[str, torch.Tensor] = {}
         outputs: list[torch.Tensor] = []
