@@ -96,7 +96,7 @@ def test_every_run_begins_with_the_baselines_initial_state(tmp_path: Path, runs:
 
 def test_a_fault_is_found_and_localised_with_grafts(tmp_path: Path, runs: Runs) -> None:
     path = write_config(tmp_path, {"fault": [TP2, "options.fault=scale"]}, align=FEW)
-    code, result, text = align(path, runs)
+    code, result, _ = align(path, runs)
     assert code == 1
     found = candidate(result, "fault")
     assert found["verdict"] == "diverged"
