@@ -45,7 +45,7 @@ from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away, save_text
 from mock_scheduler.support.local_key import keyed_digest
-from mock_scheduler.support.run_files import RUN_FILE
+from mock_scheduler.support.run_files import RUN_FILE, START_FOLDER
 from mock_scheduler.support.version import VERSION
 from mock_scheduler.verdict.results import AlignmentTimes
 
@@ -124,6 +124,7 @@ class RunCache:
         read = {"recording": digest_folder(self.recording_dir)} if self.recording_dir and is_replayed else {}
         if run.begins_from is not None:
             read["initial_state"] = digest_folder(run.begins_from)
+            read["start"] = digest_folder(run.begins_from.parent / START_FOLDER)
         if checkpoint is not None:
             read["checkpoint"] = digest_checkpoint(Path(checkpoint))
         if grafted is not None:
