@@ -30,7 +30,7 @@ from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.agentic import apply_environment, attempt_run, check_replay_is_deterministic
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.tracking import report_failure
+from mock_scheduler.support.run_output import report_failure
 
 _TERMINAL = (1, 2)
 

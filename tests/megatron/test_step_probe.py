@@ -29,7 +29,8 @@ from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.learner import row_table, show_inputs
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.observation import StepObservation, check_patterns, check_trace_ranks
+from mock_scheduler.megatron.probe.selection_checks import check_patterns, check_trace_ranks
+from pipelines.observation import StepObservation
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan
 
@@ -305,7 +306,7 @@ def test_ranks_beyond_the_layout_are_refused_before_anything_is_built(ranks: lis
     parallel = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
     config = PipelineConfig.model_validate({"exp_name": "x", "parallel": parallel, "trace": {"ranks": ranks}})
     with pytest.raises(ConfigError) as caught:
-        check_trace_ranks(config)
+        check_trace_ranks(config.trace, config.parallel)
     assert str(caught.value) == (
         f"trace.ranks has {named}, but layout {config.parallel.describe()} has 4 processes: its global ranks are 0 "
         "to 3. Remove them from trace.ranks, or set it to null for all ranks"
@@ -313,8 +314,8 @@ def test_ranks_beyond_the_layout_are_refused_before_anything_is_built(ranks: lis
 
 
 def test_ranks_of_the_layout_are_accepted() -> None:
-    check_trace_ranks(PipelineConfig.model_validate({"exp_name": "x", "trace": {"ranks": [0]}}))
-    check_trace_ranks(PipelineConfig.model_validate({"exp_name": "x"}))
+    check_trace_ranks(PipelineConfig.model_validate({"exp_name": "x", "trace": {"ranks": [0]}}).trace, ParallelConfig())
+    check_trace_ranks(PipelineConfig.model_validate({"exp_name": "x"}).trace, ParallelConfig())
 
 
 def test_a_pattern_may_select_names_of_another_stage_alone() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, TraceError
 from pipelines import run
-from pipelines.tracking import (
+from mock_scheduler.support.run_output import (
     Clock,
     MetricsWriter,
     failure_exit_code,
