@@ -40,6 +40,7 @@ from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -59,7 +60,6 @@ from pipelines.resuming import (
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")

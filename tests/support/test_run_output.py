@@ -17,7 +17,6 @@ import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, TraceError
 from mock_scheduler.support.clock import Clock
-from pipelines import run
 from mock_scheduler.support.run_output import (
     MetricsWriter,
     failure_exit_code,
@@ -25,6 +24,7 @@ from mock_scheduler.support.run_output import (
     remove_unfinished_files,
     report_failure,
 )
+from pipelines import run
 
 
 def write_metrics(

@@ -16,7 +16,9 @@ T = TypeVar("T")
 _MAX_LISTED_RANKS = 8
 
 
-def share(ranks: RankGroup, content: Mapping[str, Any], error: MockSchedulerError | None = None) -> list[dict[str, Any]]:
+def share(
+    ranks: RankGroup, content: Mapping[str, Any], error: MockSchedulerError | None = None
+) -> list[dict[str, Any]]:
     """Gathers every rank's JSON content, by rank. Collective.
 
     Raises:

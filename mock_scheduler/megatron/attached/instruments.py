@@ -65,13 +65,22 @@ class StepInstruments:
 
     def pass_ends(self, output: object, *, has_loss: bool) -> None:
         """It gave this output; a chunk with the output layer gives logits, or the loss of each token."""
-        assert self._computing is not None and self._current is not None  # its beginning was told
+        assert self._computing is not None  # its beginning was told
+        assert self._current is not None
         computing, self._computing = self._computing, None
         computing.__exit__(None, None, None)
         loss = token_loss(output) if has_loss else None
         if loss is not None and loss.shape == self._current.row_ids.shape:
             values = {"lm_loss": loss.detach()}
             self._probe.tokens("loss", self._current, values, update=self._update, of_responses=False)
+
+    def _show_inputs(self, batch: TokenBatch, call: CallInputs) -> None:
+        """Shows the inputs of rows that the step has not shown; each call of a micro-batch may have others of them."""
+        named = {name: value for name, value in call.named.items() if value.shape == batch.row_ids.shape}
+        for name, value in named.items():
+            new = self.finder.take_new(name, batch)
+            if new is not None:
+                self._probe.tokens("input", new, {name: value}, of_responses=False)
 
     def bypass(self) -> AbstractContextManager[None]:
         """The block is a pass that no update trains on."""

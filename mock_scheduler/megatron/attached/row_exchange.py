@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from mock_scheduler.megatron.attached.rows import FoundRows, Ints, Slice
 from mock_scheduler.megatron.ranks import ModelRanks
@@ -40,7 +41,7 @@ class MicroBatchRows:
 class RowExchange:
     """One rank's end of the exchange. store: shared by all ranks, with a prefix that no other run has."""
 
-    def __init__(self, store: dist.Store, ranks: ModelRanks) -> None:
+    def __init__(self, store: Store, ranks: ModelRanks) -> None:
         self._store = store
         self._ranks = ranks
         self._own_keys: list[str] = []
@@ -123,13 +124,13 @@ def name_found(found: FoundRows, names: tuple[str, ...]) -> MicroBatchRows:
     )
 
 
-def _pack(header: dict[str, Sequence[str] | Sequence[int]], *arrays: Ints) -> bytes:
+def _pack(header: Mapping[str, object], *arrays: Ints) -> bytes:
     """One line of JSON with the shape of the arrays, then their numbers."""
     line = json.dumps({**header, "shape": list(arrays[0].shape)}).encode()
     return b"\n".join([line, b"".join(array.astype("<i8").tobytes() for array in arrays)])
 
 
-def _unpack(message: bytes) -> tuple[dict[str, list[str] | list[int]], list[Ints]]:
+def _unpack(message: bytes) -> tuple[dict[str, Any], list[Ints]]:
     line, _, numbers = message.partition(b"\n")
     header = json.loads(line)
     shape = tuple(header["shape"])

@@ -53,11 +53,13 @@ class Slice:
 
 
 def name_row(tokens: Ints) -> str:
-    """The name of a row by its content: 16 hexadecimal digits of the BLAKE2b of its token ids as int64, little endian."""
+    """Names a row by its content: 16 hexadecimal digits of the BLAKE2b of its token ids, as int64 in little endian."""
     return hashlib.blake2b(tokens.astype("<i8").tobytes(), digest_size=_NAME_BYTES).hexdigest()
 
 
-def slice_call(tokens: Ints, positions: Ints | None, bounds: PackedBounds | None, *, cp_rank: int, cp_size: int) -> Slice:
+def slice_call(
+    tokens: Ints, positions: Ints | None, bounds: PackedBounds | None, *, cp_rank: int, cp_size: int
+) -> Slice:
     """Says the row and position of each place of a call.
 
     Args:

@@ -43,7 +43,7 @@ class TokenFinder:
         #: By their numbers within the update; micro-batches of earlier updates of the step come before.
         self._batches: dict[int, TokenBatch] = {}
         self._num_earlier = 0
-        self._shown: set[int] = set()
+        self._shown: dict[str, set[int]] = {}
 
     @property
     def batches(self) -> list[TokenBatch]:
@@ -61,15 +61,16 @@ class TokenFinder:
             self._batches[number] = self._number_rows(number, rows)
         return self._batches[number]
 
-    def take_new(self, batch: TokenBatch) -> TokenBatch | None:
-        """Gives the part of a micro-batch with rows that the step has not shown; ``None`` where there is none.
+    def take_new(self, name: str, batch: TokenBatch) -> TokenBatch | None:
+        """Gives the part of a micro-batch with rows whose input ``name`` was not taken; ``None`` where there is none.
 
         An update may train again on rows of an earlier one. A step's inputs are traced once.
         """
-        new = {int(row) for row in batch.row_ids.unique().tolist() if row >= 0} - self._shown
+        shown = self._shown.setdefault(name, set())
+        new = {int(row) for row in batch.row_ids.unique().tolist() if row >= 0} - shown
         if not new:
             return None
-        self._shown |= new
+        shown |= new
         is_new = torch.isin(batch.row_ids, torch.tensor(sorted(new), device=batch.row_ids.device))
         return TokenBatch(
             index=batch.index,
@@ -93,14 +94,14 @@ class TokenFinder:
         Raises:
             TraceError: with both numbers.
         """
-        if self._ids is not None and self._num_ids_used and self._is_naming:
+        if self._ids is not None and self._num_ids_used and self.is_naming:
             raise TraceError(
                 f"run.step({self._step}, rows=...) gave {len(self._ids)} ids, but the last update's forward passes met "
                 f"{self._num_ids_used} rows: give one id for each row of this replica, in their order"
             )
 
     @property
-    def _is_naming(self) -> bool:
+    def is_naming(self) -> bool:
         """Whether this rank names rows: on the first stage at tp 0 and cp 0."""
         ranks = self._ranks
         return ranks.is_first_stage and ranks.tp_rank == 0 and ranks.cp_rank == 0
