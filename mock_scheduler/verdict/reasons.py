@@ -61,6 +61,18 @@ class UnknownRollouts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherDraws:
+    """Training draws random numbers, and the two runs drew others: they trained under other masks.
+
+    draws: what draws, as ``hidden_dropout``. layouts: of baseline and candidate, where these differ; ``None`` where one
+    layout drew otherwise, as the ledger of draws shows.
+    """
+
+    draws: tuple[str, ...]
+    layouts: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TracedOtherThings:
     """The two runs were told to trace different things, and nothing else differs."""
 
@@ -130,6 +142,22 @@ class BeyondBounds:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRollouts:
     """The two runs trained on other rollouts, from ``first_step`` on in ``num_steps`` of ``num_shared`` steps."""
+
+    first_step: int
+    num_steps: int
+    num_shared: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherData:
+    """Two runs with data of their own trained on other rows, or on other tokens of a row; ``finding``: the first."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherBatches:
+    """Two runs with data of their own trained on other rows in steps that they did not trace; as ``OtherRollouts``."""
 
     first_step: int
     num_steps: int
@@ -227,6 +255,7 @@ Reason = (
     | KindsMissing
     | NotFound
     | UnknownRollouts
+    | OtherDraws
     | TracedOtherThings
     | NothingTrained
     | NothingJudged
@@ -237,6 +266,8 @@ Reason = (
     | NotExplainedByNoise
     | BeyondBounds
     | OtherRollouts
+    | OtherData
+    | OtherBatches
     | NotReadable
     | RunFailed
     | StillOpen
