@@ -18,10 +18,10 @@ RUN_FILE_VARIABLE = "MOCK_SCHEDULER_RUN"
 class AttachedRun(ConfigSection):
     """One run of a training that the instruments are attached to.
 
-    ``output_dir``: where its files go. ``parallel``: the layout that was asked for; attach refuses another one. ``None``:
-    whatever it finds. ``first_step``, ``last_step``: steps to observe, from 0, the last one included; behind it the run
-    ends itself. ``None``: it ends by itself. ``initial_state``: a trace of level ``full`` whose initial parameters and
-    optimizer state are put in their place. ``vocab_size``: without padding; ``None`` is the model's own.
+    ``output_dir``: where its files go. ``parallel``: the layout that was asked for; attach refuses another one.
+    ``None``: whatever it finds. ``first_step``, ``last_step``: steps to observe, from 0, the last one included; behind
+    it the run ends itself. ``None``: it ends by itself. ``initial_state``: a trace of level ``full`` whose initial
+    parameters and optimizer state are put in their place. ``vocab_size``: without padding; ``None`` is the model's own.
     ``pad_token_id``: cut from the ends of rows before they are told apart.
     """
 

@@ -66,7 +66,9 @@ def iterate_state_buffers(model: ObservedModel) -> Iterator[LocalBuffer]:
 
 def has_value_head(gpt: GPTModel) -> bool:
     """Whether a chunk's last layer gives a value instead of logits."""
-    return bool(gpt.post_process) and not isinstance(gpt.output_layer, ColumnParallelLinear)
+    if not gpt.post_process or isinstance(gpt.output_layer, ColumnParallelLinear):
+        return False
+    return int(gpt.output_layer.weight.shape[0]) == 1
 
 
 def _canonical_name(local_name: str, gpt: GPTModel, model: ObservedModel) -> str:

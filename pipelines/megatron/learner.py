@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction.comparable import valid_logprobs
@@ -60,9 +61,9 @@ class ScoredStep:
 
 def row_table(batch: RolloutBatch) -> RowTable:
     """The rows of a batch as a trace has them."""
-    return RowTable(
-        identities=tuple(str(identity) for identity in batch.identities), lengths=tuple(batch.lengths.tolist())
-    )
+    with _disable_current_modes():  # made for probes alone, so in no log of the step's operations
+        lengths = tuple(batch.lengths.tolist())
+    return RowTable(identities=tuple(str(identity) for identity in batch.identities), lengths=lengths)
 
 
 def show_inputs(probe: TrainingProbe, batches: Sequence[OwnBatch]) -> None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 
 from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG
+from mock_scheduler.megatron import parameters
 from pipelines.megatron import learner, logprobs, places, trained_model, trainer, weights
 from pipelines.megatron.layers import attention
 from pipelines.megatron.layers.attention import RowAttention
@@ -30,7 +31,7 @@ from tests.faults.runs import without_allowance
 
 #: Everything that an injector may reach into.
 _OWNERS: tuple[Any, ...] = (
-    *(attention, learner, logprobs, places, trained_model, trainer, weights),
+    *(attention, learner, logprobs, parameters, places, trained_model, trainer, weights),
     *(gradients._finalize, moe_utils, clip_grads, megatron_optimizer, megatron_random),
     *(learner.Learner, trainer.PolicyTrainer, RowAttention, LayoutInvariantRouter, MLP, torch.optim.AdamW),
     *(DistributedDataParallel, _ParamAndGradBucketGroup, megatron_random.CheckpointFunction),

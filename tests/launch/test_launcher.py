@@ -316,7 +316,8 @@ def test_ending_the_launcher_ends_its_child(ending: signal.Signals) -> None:
     """
     child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
     code = (
-        "import sys; from mock_scheduler.launch.launcher import LaunchPlan, run_plan\n"
+        "import signal, sys; from mock_scheduler.launch.launcher import LaunchPlan, run_plan\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # ignored where the tests run under nohup
         f"run_plan(LaunchPlan(argv=(sys.executable, '-c', {child!r}), env={{}}, num_processes=1, world_size=1))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -25,11 +25,12 @@ from mock_scheduler.trace.shards import whole
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.observation import StepObservation
+from tests.batches import make_batch
 from tests.dist.conftest import launch
 from tests.dist.traced_steps import SHORT
+from tests.megatron.tiny_model import VOCAB, micro_batch, one_rank, tiny_model
 from tests.merged_traces import Merged, different_bits, distances, merge_step, tensor_of
 from tests.pipelines.graft_worker import AFTER, grafted_names
-from tests.pipelines.tiny_model import VOCAB, micro_batch, one_rank, tiny_model
 
 # Two rows of four tokens, in two ways of batching; padding is -1.
 IDENTITIES = ("train/0/a", "train/0/b")
@@ -54,8 +55,8 @@ class OneRank:
         return [payload]
 
 
-def batch_of(identities: Sequence[str] = IDENTITIES, lengths: Sequence[int] = (4, 4)) -> Any:
-    return SimpleNamespace(identities=identities, lengths=torch.tensor(lengths))
+def batch_of(identities: Sequence[str] = IDENTITIES, lengths: Sequence[int] = (4, 4)) -> RowTable:
+    return RowTable(identities=tuple(identities), lengths=tuple(lengths))
 
 
 def train(
@@ -64,7 +65,7 @@ def train(
     batches: Sequence[OwnBatch] = PADDED,
     *,
     graft: TrainingProbe | None = None,
-    batch: Any = None,
+    batch: RowTable | None = None,
 ) -> Merged:
     """One update, traced as the pipeline does it, with ``graft`` before the trace; the whole trace."""
     batch, graft = batch or batch_of(), graft or TrainingProbe()
@@ -85,8 +86,7 @@ def train(
     for name, parameter in model.chunks[0].named_parameters():
         spec = whole(name, tuple(parameter.shape))
         sink.add(TraceEntry(update=0, kind="gradient", spec=spec, tensor=parameter.grad))
-    rows = RowTable(identities=tuple(batch.identities), lengths=tuple(batch.lengths.tolist()))
-    sink.close(StepFooter(rows=rows, update_rows=((0, 1),), ranks=(0,)))
+    sink.close(StepFooter(rows=batch, update_rows=((0, 1),), ranks=(0,)))
     return merge_step(folder)
 
 
@@ -294,7 +294,10 @@ def test_a_step_whose_graft_never_fired_fails_and_leaves_no_trace(
     reference: tuple[Path, Merged], tmp_path: Path
 ) -> None:
     observation = observation_of(tmp_path, reference[0])
-    with pytest.raises(TraceError, match=r"^graft: nothing was put in at step 0, update 0"), observation.step(0):
+    with (
+        pytest.raises(TraceError, match=r"^graft: nothing was put in at step 0, update 0"),
+        observation.step(0, make_batch(1, 2)),
+    ):
         pass
     assert not list(tmp_path.rglob("*.safetensors"))
 

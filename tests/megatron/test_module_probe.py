@@ -33,8 +33,8 @@ from mock_scheduler.trace.selection import TraceSelection
 from mock_scheduler.trace.shards import place_shard
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from tests.dist.traced_steps import DENSE, EXPERTS, traced_steps
+from tests.megatron.tiny_model import HIDDEN, VOCAB, Scale, micro_batch, one_rank, tiny_model
 from tests.merged_traces import Merged, different_bits, distances, merge_step, tensor_of
-from tests.pipelines.tiny_model import HIDDEN, VOCAB, Scale, micro_batch, one_rank, tiny_model
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launch
 
@@ -97,7 +97,7 @@ class Collected:
 def build_probe(collected: Collected, **config: Any) -> ModuleProbe:
     kinds = {"kinds": ["activation", "router", "logits", "activation_gradient"], **config}
     probe = ModuleProbe(one_rank(), TraceSelection(TraceConfig(level="full", **kinds)), collected)
-    probe.start_step(TokenIndex(torch.tensor([4, 4])))
+    probe.start_step(TokenIndex([4, 4]))
     return probe
 
 

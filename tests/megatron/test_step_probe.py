@@ -17,6 +17,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.megatron.probe.interface import TrainingProbe
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.trace.entries import TraceKey
@@ -25,6 +26,7 @@ from mock_scheduler.trace.selection import TraceSelection
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
+from pipelines.megatron.learner import row_table, show_inputs
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.observation import StepObservation, check_patterns, check_trace_ranks
@@ -71,12 +73,18 @@ def number_of(row_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return (100 * row_ids + positions).double()
 
 
+def start(probe: TrainingProbe, batch: RolloutBatch, batches: list[OwnBatch]) -> None:
+    """The step begins as the learner begins it."""
+    probe.start_step(row_table(batch), batches, [])
+    show_inputs(probe, batches)
+
+
 def write(folder: Path, training: dict[str, object], runtime: Runtime, *, count_multiple: int = 1) -> None:
     """The trace of one rank in a step whose values tell where they are from."""
     updates = micro_batches_of(training, count_multiple=count_multiple)
     with StepProbe(runtime, folder, step=3, config=trace_of(kinds=["input", "output", "gradient_norm"])) as probe:
         batches = own_of(updates, runtime)
-        probe.start_step(BATCH, batches, [])
+        start(probe, BATCH, batches)
         for number, update in enumerate(updates):
             probe.start_update(number, update)
             for own in own_of([update], runtime):
@@ -189,7 +197,7 @@ def test_the_footer_says_what_was_selected(tmp_path: Path) -> None:
     config = trace_of(kinds=["input", "random"], patterns=["tok*", "res*"], exclude=["x"], ranks=[1, 0])
     for global_rank in range(2):
         with StepProbe(runtime_of(global_rank, 2), tmp_path, step=0, config=config) as probe:
-            probe.start_step(BATCH, own_of(micro_batches_of(FIXED), runtime_of()), [])
+            start(probe, BATCH, own_of(micro_batches_of(FIXED), runtime_of()))
             torch.rand(3)
             probe.end_step()
             torch.rand(5)
@@ -206,7 +214,7 @@ def test_a_rank_that_is_not_chosen_writes_nothing(tmp_path: Path) -> None:
     runtime = runtime_of(1, 2)
     with StepProbe(runtime, tmp_path, step=0, config=trace_of(ranks=[0])) as probe:
         own = own_of(micro_batches_of(FIXED), runtime)
-        probe.start_step(BATCH, own, [])
+        start(probe, BATCH, own)
         probe.start_update(0, [own[0].batch])
         probe.tokens("output", own[0], {"logprobs": torch.zeros(2, 8)})
         probe.scalars("loss", {"mean.total_loss": 1.0}, update=0)
@@ -218,7 +226,7 @@ def test_a_rank_that_is_not_chosen_writes_nothing(tmp_path: Path) -> None:
 def test_a_step_that_fails_leaves_no_trace_and_no_thread(tmp_path: Path, level: str) -> None:
     def step() -> None:
         with StepProbe(runtime_of(), tmp_path, step=0, config=trace_of(level=level)) as probe:
-            probe.start_step(BATCH, own_of(micro_batches_of(FIXED), runtime_of()), [])
+            start(probe, BATCH, own_of(micro_batches_of(FIXED), runtime_of()))
             raise RuntimeError("out of memory")
 
     threads = set(threading.enumerate())
@@ -245,7 +253,7 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
 
     def step() -> None:
         with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
-            probe.start_step(batch, own_of(micro_batches_of(training, batch=batch), runtime_of()), [])
+            start(probe, batch, own_of(micro_batches_of(training, batch=batch), runtime_of()))
             assert probe._sink is not None
             probe._sink._jobs.flush()  # type: ignore[attr-defined]
             assert list(tmp_path.rglob("*.safetensors"))
@@ -261,7 +269,7 @@ def test_a_step_that_failed_leaves_no_part_and_can_be_traced_again(
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     with StepProbe(runtime_of(), tmp_path, step=0, config=config) as probe:
-        probe.start_step(batch, own_of(micro_batches_of(training, batch=batch), runtime_of()), [])
+        start(probe, batch, own_of(micro_batches_of(training, batch=batch), runtime_of()))
     with open_trace(tmp_path) as reader:
         assert torch.equal(reader.merge(TraceKey(step=0, update=0, kind="input", name="tokens")).tensor, batch.tokens)
 
@@ -278,7 +286,7 @@ def test_what_a_probe_computes_is_in_no_log_of_operations(tmp_path: Path) -> Non
     own = own_of(micro_batches_of(FIXED), runtime_of())
     values = torch.zeros(own[0].batch.tokens.shape, dtype=torch.float64)
     with StepProbe(runtime_of(), tmp_path, step=0, config=trace_of()) as probe, Log():
-        probe.start_step(BATCH, own, [])
+        start(probe, BATCH, own)
         probe.tokens("output", own[0], {"logprobs": values})
         probe.scalars("loss", {"mean.total_loss": 1.0}, update=0)
     assert names == []
@@ -287,7 +295,7 @@ def test_what_a_probe_computes_is_in_no_log_of_operations(tmp_path: Path) -> Non
 def test_tracing_takes_seconds_of_its_own(tmp_path: Path) -> None:
     clock = Clock()
     with StepProbe(runtime_of(), tmp_path, step=0, config=trace_of(kinds=["input"]), clock=clock) as probe:
-        probe.start_step(BATCH, own_of(micro_batches_of(FIXED), runtime_of()), [])
+        start(probe, BATCH, own_of(micro_batches_of(FIXED), runtime_of()))
     assert list(clock.total) == ["trace"]
     assert clock.total["trace"] > 0.0
 
@@ -338,7 +346,7 @@ def test_a_rank_that_writes_nothing_checks_the_same_globs_as_all_others(tmp_path
     config = trace_of(kinds=["input"], patterns=["tok*"], ranks=[0])
     probes = [StepProbe(runtime_of(rank, 2), tmp_path, step=0, config=config) for rank in range(2)]
     for rank, probe in enumerate(probes):
-        probe.start_step(BATCH, own_of(micro_batches_of(FIXED), runtime_of(rank, 2)), [])
+        start(probe, BATCH, own_of(micro_batches_of(FIXED), runtime_of(rank, 2)))
     for rank, probe in enumerate(probes):
         ranks = Together(selections=[one.selection for one in probes], global_rank=rank)
         check_patterns(probe.selection, ranks)
@@ -363,9 +371,9 @@ def observe(folder: Path, *, steps: str, patterns: list[str], last: int = 4) -> 
     dump = build_debug_dump(config, {}, vocab_size=10)
     observation = StepObservation(config, runtime_of(), OneRank(), dump=dump, clock=Clock())
     for step in range(last):
-        with observation.step(step) as probe:
+        with observation.step(step, BATCH) as probe:
             own = own_of(micro_batches_of(FIXED), runtime_of())
-            probe.start_step(BATCH, own, [])
+            start(probe, BATCH, own)
             if step >= 2:
                 probe.tokens("output", own[0], {"logprobs": torch.zeros(own[0].batch.tokens.shape)})
         yield step + 1

@@ -16,9 +16,9 @@ from typing import cast
 import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, TraceError
+from mock_scheduler.support.clock import Clock
 from pipelines import run
 from pipelines.tracking import (
-    Clock,
     MetricsWriter,
     failure_exit_code,
     prepare_output_dir,

@@ -145,6 +145,7 @@ path = Path(sys.argv[1])
 for name in ("SIGTERM", "SIGHUP", "SIGKILL", "exit"):
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
         with published(path, url="http://127.0.0.1:1", token="t" * 43):
             if name == "exit":
                 sys.exit(3)

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.parameters import iterate_state_buffers
 from mock_scheduler.megatron.probe.state import read_state
-from pipelines.config.model import ModelConfig
-from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.weights import ModelShape, iterate_state_buffers
-
-MODEL = ModelConfig.model_validate({"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2})
+from mock_scheduler.megatron.ranks import ModelRanks
 
 
 class Model(GPTModel):
     """The second stage's layers of a model of four: one router and a norm with statistics; nothing of Megatron's."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(num_moe_experts=2, params_dtype=dtype)
+        self.share_embeddings_and_output_weights = False
         router = torch.nn.Module()
         router.register_buffer("expert_bias", torch.tensor([0.5, -0.5]))
         router.register_buffer("local_tokens_per_expert", torch.ones(2), persistent=False)
@@ -30,10 +29,11 @@ class Model(GPTModel):
         norm = torch.nn.Module()
         norm.register_buffer("running_mean", torch.tensor([0.1], dtype=torch.bfloat16))
         layer = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": router}), "input_layernorm": norm})
+        layer.layer_number = 2
         self.decoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
 
 
-RUNTIME = Runtime(
+RANKS = ModelRanks(
     global_rank=1,
     world_size=4,
     device=torch.device("cpu"),
@@ -49,8 +49,8 @@ RUNTIME = Runtime(
 @pytest.mark.parametrize("prefix", ["", "critic."])
 def test_persistent_buffers_of_floats_are_state_under_their_canonical_names(prefix: str) -> None:
     """No counter of a step, which is not persistent, and no integers."""
-    shape = ModelShape(model=MODEL, vocab_size=16, prefix=prefix)
-    found = {item.spec.name: item for item in iterate_state_buffers([Model()], shape, RUNTIME)}
+    model = model_of(torch.float32, prefix=prefix)
+    found = {item.spec.name: item for item in iterate_state_buffers(model)}
     assert {name: item.buffer.tolist() for name, item in found.items()} == {
         f"{prefix}decoder.layers.1.mlp.router.expert_bias": [0.5, -0.5],
         f"{prefix}decoder.layers.1.input_layernorm.running_mean": [torch.tensor(0.1).bfloat16().item()],
@@ -59,14 +59,8 @@ def test_persistent_buffers_of_floats_are_state_under_their_canonical_names(pref
     assert all(item.spec.splits == () and item.spec.flat_range is None for item in found.values())
 
 
-def model_of(dtype: torch.dtype) -> Any:
-    shape = ModelShape(model=MODEL, vocab_size=16)
-    return SimpleNamespace(
-        shape=shape,
-        transformer_config=SimpleNamespace(params_dtype=dtype),
-        parameters=lambda: iter(()),
-        state_buffers=lambda: iterate_state_buffers([Model()], shape, RUNTIME),
-    )
+def model_of(dtype: torch.dtype, *, prefix: str = "") -> ObservedModel:
+    return ObservedModel(chunks=[Model(dtype)], ranks=RANKS, vocab_size=16, num_replicas=1, prefix=prefix)
 
 
 @pytest.mark.parametrize("kind", ["initial", "parameter"])
