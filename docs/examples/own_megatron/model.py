@@ -31,7 +31,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     options: dict[str, Any] = {}
     if args.experts:
-        options |= {"num_moe_experts": args.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+        options |= {"num_moe_experts": args.experts, "moe_router_topk": 2, "moe_aux_loss_coeff": args.aux_loss_coeff}
         options |= {"moe_ffn_hidden_size": args.hidden_size, "moe_shared_expert_intermediate_size": args.hidden_size}
     if args.recompute == "full":
         options |= {"recompute_method": "uniform", "recompute_num_layers": 1}

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from model import build_config, build_model
 
+from mock_scheduler import megatron
 from mock_scheduler.megatron.host_device import use_host_device
 
 Batch = dict[str, torch.Tensor]
@@ -31,7 +32,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("sp", "distributed-optimizer", "bf16", "packed", "tied"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--recompute", choices=("full", "selective"))
-    parser.add_argument("--lr", type=float, default=1e-3)
+    for name, value in {"lr": 1e-3, "aux-loss-coeff": 0.01}.items():
+        parser.add_argument(f"--{name}", type=float, default=value)
     return parser.parse_args()
 
 
@@ -117,12 +119,12 @@ def main() -> None:
     )
     optimizer = get_megatron_optimizer(adam, model)
     config.grad_scale_func = optimizer.scale_loss
-    own_rows = mpu.get_data_parallel_rank() * args.micro_batch_size
-    rows_per_round = mpu.get_data_parallel_world_size() * args.micro_batch_size
+    megatron.attach(model, optimizer)
+    dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
 
     for step in range(args.steps):
-        rounds = range(step * args.global_batch_size, (step + 1) * args.global_batch_size, rows_per_round)
-        batches = [make_batch(args, first + own_rows) for first in rounds]
+        firsts = range(step * args.global_batch_size, (step + 1) * args.global_batch_size, args.micro_batch_size)
+        batches = [make_batch(args, first) for first in firsts[dp_rank::dp_size]]
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
