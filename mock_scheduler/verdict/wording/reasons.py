@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import Finding, RowsOnlyIn
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_causes
 from mock_scheduler.verdict.divergences import Divergence
@@ -23,6 +25,8 @@ from mock_scheduler.verdict.reasons import (
     NothingJudged,
     NothingTrained,
     NotReadable,
+    OtherBatches,
+    OtherData,
     OtherDraws,
     OtherRecordings,
     OtherRollouts,
@@ -54,9 +58,15 @@ from mock_scheduler.verdict.wording.findings import describe_finding, describe_s
 from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
+#: A row's copy in one step of one rank.
+_REPEATED = re.compile(r"~\d+$")
 _WITHOUT_REWARD = (
     "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rollouts whose "
     "rewards differ within a group, or with an entropy or KL term"
+)
+_WITHOUT_LOSS = (
+    "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rows with a "
+    "loss: tokens that the loss mask keeps"
 )
 _STILL = "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
 _TOO_SMALL = "every update changes less than parameters can be stored with; raise training.lr"
@@ -128,7 +138,8 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
         case NotFound():
             return [describe_unmatched(why.unmatched)]
         case NothingTrained():
-            return [_WITHOUT_REWARD if why.still == "gradient" else _STILL]
+            is_by_content = verdict.tensors is not None and verdict.tensors.is_by_content
+            return [_describe_still(why, is_by_content=is_by_content)]
         case NothingJudged():
             return _list_unjudged(verdict, why)
         case BaselineConflict():
@@ -141,8 +152,25 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
             return [_describe_failure(why)]
 
 
+def _describe_still(why: NothingTrained, *, is_by_content: bool) -> str:
+    if why.still == "parameter":
+        return _STILL
+    return _WITHOUT_LOSS if is_by_content else _WITHOUT_REWARD
+
+
 def _describe_failure(why: Reason) -> str:
     match why:
+        case OtherData():
+            return (
+                f"the two runs trained on other data: {describe_finding(why.finding)}; give both the same rows in "
+                f"every step, whatever the layout{_describe_repeated(why.finding)}"
+            )
+        case OtherBatches():
+            return (
+                f"the two runs trained on other rows from step {why.first_step} on ({why.num_steps} of "
+                f"{why.num_shared} steps; batches in run.json), so nothing in their training can be compared; trace "
+                "these steps to see the rows"
+            )
         case OtherRollouts():
             return (
                 f"the two runs trained on other rollouts from step {why.first_step} on ({why.num_steps} of "
@@ -173,6 +201,14 @@ def _describe_draws(why: OtherDraws) -> str:
     else:
         drew = f"{what} other random numbers under another layout ({why.layouts[0]} and {why.layouts[1]})"
     return f"{drew}, so the two trained under other masks; set {'it' if is_one else 'them'} to 0 to compare them"
+
+
+def _describe_repeated(found: Finding) -> str:
+    """Advises ids where one side alone counts a row's copies, as ranks cannot tell them apart by their content."""
+    fact = found.fact
+    if not isinstance(fact, RowsOnlyIn) or not any(_REPEATED.search(name) for name in fact.first):
+        return ""
+    return "; rows of equal content, ~2 and so on, need ids: run.step(number, rows=...)"
 
 
 def _describe_nothing(verdict: Verdict, why: NothingCompared) -> str:
