@@ -155,6 +155,21 @@ def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRo
     return OtherRollouts(first_step=int(different[0]), num_steps=len(different), num_shared=len(shared))
 
 
+def _name_other_rows(
+    baseline: RunSummary, candidate: RunSummary, other: OtherRollouts
+) -> OtherRollouts | OtherData | OtherBatches:
+    """Names the first other row where both runs have data of their own and traced it."""
+    try:
+        is_by_content, found = find_other_rows(baseline.output_dir / TRACE_FOLDER, candidate.output_dir / TRACE_FOLDER)
+    except TraceError:
+        return other  # without a readable trace the digests say all there is to say
+    if found is not None:
+        return OtherData(finding=found)
+    if is_by_content:
+        return OtherBatches(first_step=other.first_step, num_steps=other.num_steps, num_shared=other.num_shared)
+    return other
+
+
 def _find_other_draws(baseline: RunSummary, candidate: RunSummary) -> OtherDraws | None:
     """Whether two layouts cannot draw the same: Megatron's random states follow the rank, and micro-batches the layout.
 
@@ -170,21 +185,6 @@ def _drew_otherwise(verdict: Verdict) -> bool:
     """Whether a traced ledger of random draws differs."""
     ledgers = () if verdict.tensors is None else verdict.tensors.ledgers
     return any(ledger.kind == "random" and ledger.difference is not None for ledger in ledgers)
-
-
-def _name_other_rows(
-    baseline: RunSummary, candidate: RunSummary, other: OtherRollouts
-) -> OtherRollouts | OtherData | OtherBatches:
-    """Names the first other row where both runs have data of their own and traced it."""
-    try:
-        is_by_content, found = find_other_rows(baseline.output_dir / TRACE_FOLDER, candidate.output_dir / TRACE_FOLDER)
-    except TraceError:
-        return other  # without a readable trace the digests say all there is to say
-    if found is not None:
-        return OtherData(finding=found)
-    if is_by_content:
-        return OtherBatches(first_step=other.first_step, num_steps=other.num_steps, num_shared=other.num_shared)
-    return other
 
 
 def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:

@@ -76,7 +76,8 @@ def decide(
     return Verdict(
         kind=kind,
         why=why,
-        first=None if first is None else count_before(first, tensors),
+        # On other data nothing that follows is a divergence of the computation.
+        first=None if first is None or isinstance(why, OtherData) else count_before(first, tensors),
         metrics=metrics,
         tensors=tensors,
         bounds=bounds,
