@@ -74,6 +74,7 @@ class HostDeviceMode(TorchFunctionMode):
 class _HostStream:
     """A stream on a device that has none: everything is in order already."""
 
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
     def synchronize(self) -> None: ...
@@ -112,7 +113,7 @@ def _install_cuda_functions() -> None:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": _host_stream_context,
-        "Stream": lambda *args, **kwargs: _HostStream(),
+        "Stream": _HostStream,  # a class: annotations of other packages have it in a union
         "Event": _HostEvent,
         "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
