@@ -3,13 +3,16 @@
 Contract: plain data without files. Token tensors: the first dimension is all tokens of the step's batch, row after row
 in the batch's canonical order, without padding; token t of row r has index ``offset[r] + t``. So neither padding,
 micro-batches, packing nor data parallelism are in a trace, and two runs are aligned by the rows' identities.
+Where no rank knows the batch's rows beforehand, a row's offset follows from its identity alone (``virtual_start``).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +24,13 @@ DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", 
 """The unit that a dimension counts: ``slot`` is the place among a token's chosen experts, ascending by expert;
 ``row`` and ``column`` are those of a weight that has no better name."""
 
+
+#: The most tokens of a row whose first place follows from its identity.
+ROW_PLACES = 1 << 22
+#: The size of a token dimension of such rows: their places are spread over it, and most belong to no token.
+VIRTUAL_TOKENS = 1 << 62
+_HASH_BITS = 64
+_START_BITS = 40
 
 #: Kinds that are there once in a step; all others are there once in each of its updates.
 STEP_KINDS: frozenset[TraceKind] = frozenset({"initial", "input", "score", "advantage"})
@@ -122,25 +132,52 @@ class RankPlace:
         return tuple(axis for axis, place in self.coordinates.items() if place != other.coordinates.get(axis))
 
 
+def virtual_start(identity: str) -> int:
+    """Gives the place of a row's first token in a token dimension of ``VIRTUAL_TOKENS``: equal in every layout.
+
+    The upper 40 bits of the identity's BLAKE2b of 64 bits (big endian), times ``ROW_PLACES``.
+    """
+    digest = hashlib.blake2b(identity.encode(), digest_size=_HASH_BITS // 8).digest()
+    return (int.from_bytes(digest, "big") >> (_HASH_BITS - _START_BITS)) * ROW_PLACES
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowTable:
-    """The rows of a step's batch in canonical order: identities as text, and tokens of each."""
+    """The rows of a step's batch in canonical order: identities as text, and tokens of each.
+
+    starts: the place of each row's first token, by ``virtual_start``, where no rank knows the whole batch; each rank's
+    table then has its own rows alone, in its own order. Empty: rows lie one after another.
+    """
 
     identities: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+
+    @classmethod
+    def by_content(cls, identities: Sequence[str], lengths: Sequence[int]) -> RowTable:
+        """Makes the table of rows whose places follow from their identities."""
+        return cls(identities=tuple(identities), lengths=tuple(lengths), starts=tuple(map(virtual_start, identities)))
 
     @property
     def num_tokens(self) -> int:
-        """The size of a token dimension."""
+        """The tokens of all rows."""
         return sum(self.lengths)
 
+    @property
+    def num_places(self) -> int:
+        """The size of a token dimension."""
+        return VIRTUAL_TOKENS if self.starts else self.num_tokens
+
+    @property
+    def first_places(self) -> tuple[int, ...]:
+        """The place of each row's first token."""
+        return self.starts or tuple(accumulate(self.lengths, initial=0))[:-1]
+
     def find(self, token: int) -> tuple[int, int]:
-        """Row and position within it of a token index; raises ``IndexError`` where the token is missing."""
-        position = token
-        for row, length in enumerate(self.lengths):
-            if position < length:
-                return row, position
-            position -= length
+        """Row and position within it of a token's place; raises ``IndexError`` where no token is there."""
+        for row, (start, length) in enumerate(zip(self.first_places, self.lengths, strict=True)):
+            if start <= token < start + length:
+                return row, token - start
         raise IndexError(f"token {token} of {self.num_tokens}")
 
 
@@ -171,9 +208,9 @@ class LedgerCall:
 class StepFooter:
     """A rank's statements about a whole step, made when it has written all of it.
 
-    rows: of the step's batch. update_rows: by update, the rows it trains on. ranks: the global ranks that
-    write this trace. kinds, patterns, exclude: the selection, as configured. unobserved: tensors that are
-    selected and not shown by the model. ledgers: calls in order, of the selected kinds.
+    rows: of the step's batch; of this rank alone where they have ``starts``. update_rows: by update, the rows it
+    trains on. ranks: the global ranks that write this trace. kinds, patterns, exclude: the selection, as configured.
+    unobserved: tensors that are selected and not shown by the model. ledgers: calls in order, of the selected kinds.
     """
 
     rows: RowTable = RowTable()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
+from mock_scheduler.trace.rows import open_gaps, spread_tokens
 from mock_scheduler.trace.sketch.reader import MergedSketch
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
 
@@ -47,18 +49,27 @@ class FullAsSketches:
         self.merge = reader.merge
         self.is_complete = reader.is_complete
         self.keys = reader.keys
-        self.footers = reader.footers
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The traced steps, ascending."""
         return self._reader.steps
 
+    def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
+        """Returns the footer of each rank of a step; rows by content are at the places that sketches have them at."""
+        footers = self._reader.footers(step)
+        if not self._reader.is_by_content(step):
+            return footers
+        return tuple((place, replace(footer, rows=open_gaps(footer.rows))) for place, footer in footers)
+
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """Returns the sketch of the merged tensor; the merge finds unequal copies."""
         merged = self._reader.merge(key, may_lack_tokens=may_lack_tokens)
+        spec = None
+        if merged.dims[:1] == ("token",) and self._reader.is_by_content(key.step):
+            spec = spread_tokens(key.name, tuple(merged.tensor.shape), self._reader.footer(key.step).rows)
         return MergedSketch(
-            sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets),
+            sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets, spec=spec),
             dtype=merged.tensor.dtype,
             global_shape=tuple(merged.tensor.shape),
             conflicts=(),

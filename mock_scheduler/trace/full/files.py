@@ -27,7 +27,9 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
   one header seals a rank's whole step; and ``footer`` with
 
   - ``rows``: ``identities`` and ``lengths`` of the batch's rows in canonical order; ``update_rows``: by update, the
-    positions of the rows it trains on;
+    positions of the rows it trains on. Where no rank knows the batch, ``rows`` are the rank's own in any order, with
+    ``starts``, the place of each one's first token (``entries.virtual_start``); a token dimension then has the size
+    2^62, and readers close the gaps between the rows (``trace.rows``);
   - ``ranks``: the global ranks that write the trace, empty for all; ``kinds``, ``patterns``, ``exclude``: the tensors
     selected;
   - ``unobserved``: ``[kind, name, reason]`` of selected tensors not shown by the model; ``ledgers``:

@@ -20,6 +20,7 @@ import torch
 from pydantic import Field
 
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import JSON, compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype
@@ -33,6 +34,7 @@ from mock_scheduler.trace.entries import (
     TraceKey,
     Unobserved,
 )
+from mock_scheduler.trace.rows import check_rows, is_virtual
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
 #: No tensor is larger: what a damaged or forged header may make a reader allocate.
@@ -40,8 +42,6 @@ MAX_TENSOR_BYTES = 1 << 40
 #: Most pieces that one shard's blocks may cut a tensor into, where it stores fewer elements than that.
 _MIN_REGIONS = 256
 _MAX_DIMS = 32
-#: Tokens of a step's batch; a token tensor of more has more than 1 TB in int64.
-_MAX_TOKENS = 1 << 37
 
 #: A canonical name. A longer one could hold a number that Python does not read.
 TensorName = Annotated[str, Field(max_length=1000)]
@@ -321,9 +321,11 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         raise ValueError(f"{spec.name}: {len(piece.dims)} names of {len(spec.global_shape)} dimensions")
     # A bound of its own, since a sealed header may still be a forged one.
     # Before anything is allocated from it. A size of 0 must not hide the others: torch computes strides from those.
-    for shape in (spec.global_shape, spec.local_shape):
-        if math.prod(size or 1 for size in shape) * dtype.itemsize > MAX_TENSOR_BYTES:
-            raise ValueError(f"{spec.name}: shape {list(shape)} has more than {MAX_TENSOR_BYTES} bytes")
+    # Where rows are by content, the number of tokens is known when all tables are united, and looked at again.
+    whole = spec.global_shape
+    if is_virtual(piece.dims, whole):
+        whole = (spec.local_shape[0], *whole[1:])
+    check_size(spec.name, dtype, whole, spec.local_shape)
     return PieceRecord(
         key=TraceKey(step=step, update=piece.update, kind=piece.kind, name=piece.name),
         stored_name=name,
@@ -334,6 +336,13 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         sha256=piece.sha256,
         crc32=piece.crc32,
     )
+
+
+def check_size(name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
+    """Raises ``ValueError`` for a shape that nobody may make a reader allocate."""
+    for shape in shapes:
+        if math.prod(size or 1 for size in shape) * dtype.itemsize > MAX_TENSOR_BYTES:
+            raise ValueError(f"{name}: shape {list(shape)} has more than {MAX_TENSOR_BYTES} bytes")
 
 
 def _check_regions(spec: ShardSpec) -> None:
@@ -355,17 +364,27 @@ def footer_as_json(footer: StepFooter) -> dict[str, JSON]:
             ledgers={kind: _pack_ledger(calls) for kind, calls in footer.ledgers.items()},
         )
     )
+    if not footer.rows.starts:
+        # Rows that lie one after another are stored as they were before there were others.
+        rows = stored["rows"]
+        assert isinstance(rows, dict)
+        del rows["starts"]
     return stored
+
+
+def check_footer(footer: StepFooter, rank_step: RankStep) -> None:
+    """Raises ``TraceError`` where rows by content contradict each other, as where two of them have one place."""
+    try:
+        check_rows(footer.rows)
+    except ValueError as error:
+        raise TraceError(f"{rank_step.describe()}: {error}") from error
 
 
 def parse_footer(content: object) -> StepFooter:
     """Gives the written footer."""
     stored = _FOOTER.load(content, at="footer")
     rows = stored.rows
-    if len(rows.identities) != len(rows.lengths):
-        raise ValueError(f"{len(rows.identities)} rows have {len(rows.lengths)} lengths")
-    if min(rows.lengths, default=0) < 0 or rows.num_tokens > _MAX_TOKENS:
-        raise ValueError(f"rows of {rows.num_tokens} tokens; expected at most {_MAX_TOKENS}, none negative")
+    check_rows(rows)
     if any(row >= len(rows.lengths) for update in stored.update_rows for row in update):
         raise ValueError(f"an update has a row beyond the {len(rows.lengths)} of the batch")
     ledgers = {kind: _unpack_ledger(ledger) for kind, ledger in stored.ledgers.items()}

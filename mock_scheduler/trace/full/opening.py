@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,11 +35,13 @@ from mock_scheduler.trace.full.header import (
     Piece,
     PieceRecord,
     RankStep,
+    check_size,
     parse_footer,
     parse_pieces,
     parse_rank_step,
     shared_statements,
 )
+from mock_scheduler.trace.rows import DensePlaces, is_virtual, unite_footers
 
 _NUM_NAMED = 20
 
@@ -89,10 +91,14 @@ class RankFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedStep:
-    """A complete step. ranks: ascending by global rank. pieces: by tensor, ascending by global rank."""
+    """A complete step. ranks: ascending by global rank. pieces: by tensor, ascending by global rank.
+
+    is_by_content: the places of rows follow from their identities; footers and pieces have them one after another.
+    """
 
     ranks: tuple[RankFiles, ...]
     pieces: Mapping[TraceKey, tuple[Piece, ...]]
+    is_by_content: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -166,17 +172,52 @@ def _open_step(folder: Path, trace_dir: Path) -> OpenedStep:
     problems = _name_problems(folder, parts)
     for rank in sorted(by_rank):
         problems += _rank_problems(rank, by_rank[rank])
-    endings = {part.rank: part.ending for part in parts if part.ending is not None}
+    stated = {part.rank: part.ending.footer for part in parts if part.ending is not None}
     world_sizes = {part.rank: part.rank_step.world_size for part in parts}
-    problems += writer_problems(world_sizes, {rank: ending.footer for rank, ending in endings.items()})
+    footers, row_problems = unite_footers(stated)
+    problems += row_problems + writer_problems(world_sizes, footers)
     if problems:
         raise TraceError(f"{folder}: " + "; ".join(problems))
-    ranks = tuple(_join_parts(by_rank[rank]) for rank in sorted(by_rank))
+    ranks = tuple(_join_parts(by_rank[rank], footers[rank]) for rank in sorted(by_rank))
+    rows = ranks[0].footer.rows
+    ranks = _close_gaps(ranks, DensePlaces.of(rows)) if rows.starts else ranks
     pieces: dict[TraceKey, list[Piece]] = {}
     for rank_files in ranks:
         for piece in rank_files.pieces:
+            if is_virtual(piece.record.dims, piece.spec.global_shape):
+                raise TraceError(
+                    f"{piece.path}: {piece.record.stored_name} has rows by content; no rank lists these rows"
+                )
             pieces.setdefault(piece.record.key, []).append(piece)
-    return OpenedStep(ranks=ranks, pieces={key: tuple(found) for key, found in pieces.items()})
+    return OpenedStep(
+        ranks=ranks, pieces={key: tuple(found) for key, found in pieces.items()}, is_by_content=bool(rows.starts)
+    )
+
+
+def _close_gaps(ranks: Sequence[RankFiles], places: DensePlaces) -> tuple[RankFiles, ...]:
+    """Lays the rows of a step one after another, in the footers and in the pieces of token tensors."""
+    return tuple(
+        replace(
+            rank_files,
+            pieces=tuple(_move_piece(piece, places) for piece in rank_files.pieces),
+            footer=replace(rank_files.footer, rows=places.rows),
+        )
+        for rank_files in ranks
+    )
+
+
+def _move_piece(piece: Piece, places: DensePlaces) -> Piece:
+    record = piece.record
+    if record.dims[:1] != ("token",):
+        return piece
+    try:
+        if not is_virtual(record.dims, record.spec.global_shape):
+            raise ValueError(f"{record.key.name}: {record.spec.global_shape[0]} tokens, where rows are by content")
+        spec = places.move(record.spec)
+        check_size(spec.name, record.dtype, spec.global_shape)
+    except ValueError as error:
+        raise TraceError(f"{piece.path}: the metadata is not that of a trace: {error}") from error
+    return replace(piece, record=replace(record, spec=spec))
 
 
 def _name_problems(folder: Path, parts: Sequence[_Part]) -> list[str]:
@@ -253,11 +294,10 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
     return problems
 
 
-def _join_parts(parts: Sequence[_Part]) -> RankFiles:
-    """The parts of one rank, checked before."""
+def _join_parts(parts: Sequence[_Part], footer: StepFooter) -> RankFiles:
+    """The parts of one rank, checked before; ``footer``: of its last one, with the rows of all ranks."""
     ordered = sorted(parts, key=lambda part: part.index)
     last = ordered[-1]
-    assert last.ending is not None
     place = last.rank_step.place
     return RankFiles(
         place=place,
@@ -268,7 +308,7 @@ def _join_parts(parts: Sequence[_Part]) -> RankFiles:
             for part in ordered
             for record in part.records
         ),
-        footer=last.ending.footer,
+        footer=footer,
     )
 
 

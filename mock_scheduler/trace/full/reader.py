@@ -70,6 +70,10 @@ class TraceReader:
         """Whether all ranks of the run wrote ``step``; otherwise merged tensors may have gaps."""
         return self._steps[step].is_complete
 
+    def is_by_content(self, step: int) -> bool:
+        """Whether rows are by content: their places in ranks' files follow from their identities, and are closed up."""
+        return self._steps[step].is_by_content
+
     def keys(self, step: int) -> frozenset[TraceKey]:
         """Every tensor of any rank at ``step``."""
         return frozenset(self._steps[step].pieces)

@@ -23,7 +23,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.threads import JobQueue, QueueTexts
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.files import Ending, EntryIntake, check_unwritten, part_path, write_part
-from mock_scheduler.trace.full.header import PieceRecord, RankStep, record_entry
+from mock_scheduler.trace.full.header import PieceRecord, RankStep, check_footer, record_entry
 
 logger = logging.getLogger("mock_scheduler.trace")
 
@@ -95,12 +95,16 @@ class FullSink:
             self._part = _Part(index=part.index + 1)
 
     def close(self, footer: StepFooter) -> None:
-        """Write the last part, and return when all are on the disk; raises ``TraceError`` where one could not be."""
+        """Write the last part, and return when all are on the disk.
+
+        Raises ``TraceError`` where one could not be, and where the rows contradict themselves.
+        """
         if self._is_closed:
             self._jobs.check_open()
         self._is_closed = True
         part = self._part
         try:
+            check_footer(footer, self._rank_step)
             self._jobs.submit(lambda: partial(self._write, part, footer))
             self._jobs.close()
         except BaseException:

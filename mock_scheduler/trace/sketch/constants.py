@@ -1,6 +1,7 @@
 """The pseudo-random constants of sketches, as functions of an element's canonical flat index i alone.
 
-Contract, so any other program computes the same sketches. All arithmetic is on unsigned 64-bit integers.
+Contract, so any other program computes the same sketches. All arithmetic is on unsigned 64-bit integers; i is taken
+modulo 2^64.
 
 - ``mix(z)``: the output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): ``z += 0x9E3779B97F4A7C15;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9; z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^ z >> 31``.

@@ -13,7 +13,8 @@ them). One metadata key, ``mock_scheduler.sketch``, holds canonical JSON that ca
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis);
 - ``tensors``: in the tables' order ``[update, kind, name, dtype, global shape, dims, is_masked, position in parts]``;
 - ``parts``: the elements of the whole tensor a rank holds: lists of rectangles ``[origin, sizes]``, put together
-  where they touch, so ranks holding the same elements say the same;
+  where they touch, so ranks holding the same elements say the same. Of rows by content, tokens are at the places of
+  ``rows`` in the footer, in a dimension of 2^62;
 - ``tables``: by name the digest of each (``digests.compute_tensor_digest``); ``footer``: as in ``files``.
 
 Equal content gives equal bytes. ``sketch.reader`` reads.
@@ -36,7 +37,7 @@ from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
-from mock_scheduler.trace.full.header import RankStep, check_spec, footer_as_json, rank_step_as_json
+from mock_scheduler.trace.full.header import RankStep, check_footer, check_spec, footer_as_json, rank_step_as_json
 from mock_scheduler.trace.geometry import ElementSet, Rectangle, count_union, join
 from mock_scheduler.trace.sketch.opening import (
     FORMAT_VERSION,
@@ -137,9 +138,10 @@ class SketchSink:
         held.rectangles += rectangles
 
     def close(self, footer: StepFooter) -> None:
-        """Write the file; raises ``TraceError`` where it cannot be, and where an element was given twice."""
+        """Write the file; raises ``TraceError`` where it cannot be, and where a row or an element was given twice."""
         self._check_open()
         self._is_closed = True
+        check_footer(footer, self._rank_step)
         # Again, since another process may have written the step while this one collected.
         check_unwritten(self._trace_dir, self._rank_step)
         held = sorted(self._held.items(), key=lambda item: (item[0].update, item[0].kind, item[0].name))

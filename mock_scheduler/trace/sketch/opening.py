@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,12 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import find_dtype
-from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceKey
+from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
 from mock_scheduler.trace.full.header import DAMAGED, TensorName, parse_footer, parse_rank_step
 from mock_scheduler.trace.full.opening import open_file, read_metadata, writer_problems
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
+from mock_scheduler.trace.rows import check_tokens, is_virtual, unite_footers
 from mock_scheduler.trace.sketch.constants import MAX_BUCKETS
 from mock_scheduler.trace.sketch.sketch import Sketch
 
@@ -100,7 +101,9 @@ def _open_step(folder: Path, trace_dir: Path) -> tuple[RankSketches, ...]:
         raise TraceError(
             f"{folder}: no sketches; the run ended before any rank wrote this step, or trace.level is full"
         )
-    problems = _name_problems(folder, ranks) + _step_problems(ranks)
+    footers, problems = unite_footers({rank.place.global_rank: rank.footer for rank in ranks})
+    ranks = [replace(rank, footer=footers[rank.place.global_rank]) for rank in ranks]
+    problems = _name_problems(folder, ranks) + problems + _step_problems(ranks)
     if problems:
         raise TraceError(f"{folder}: " + "; ".join(problems))
     return tuple(sorted(ranks, key=lambda rank: rank.place.global_rank))
@@ -147,7 +150,7 @@ def _read_file(path: Path, trace_dir: Path) -> RankSketches:
 
 
 def _parse_file(path: Path, content: Mapping[str, Any], stored: StoredTensors, tables: _TableMap) -> RankSketches:
-    rank_step = parse_rank_step(content)
+    rank_step, footer = parse_rank_step(content), parse_footer(content.get("footer"))
     _check_tables(tables)
     tensors: dict[TraceKey, StoredSketch] = {}
     rows = zip(stored.tensors, tables["sums"], tables["squares"].tolist(), tables["counts"].tolist(), strict=True)
@@ -155,14 +158,14 @@ def _parse_file(path: Path, content: Mapping[str, Any], stored: StoredTensors, t
         key = TraceKey(step=rank_step.step, update=record.update, kind=record.kind, name=record.name)
         if key in tensors:
             raise ValueError(f"the {key.describe()} is listed twice")
-        tensors[key] = _check_stored(record, _parse_sketch(sums, squares, counts), stored.parts)
+        tensors[key] = _check_stored(record, _parse_sketch(sums, squares, counts), stored.parts, footer.rows)
     return RankSketches(
         path=path,
         step=rank_step.step,
         place=rank_step.place,
         world_size=rank_step.world_size,
         tensors=tensors,
-        footer=parse_footer(content.get("footer")),
+        footer=footer,
     )
 
 
@@ -192,19 +195,22 @@ def _parse_sketch(sums: torch.Tensor, squares: float, counts: Sequence[int]) -> 
     )
 
 
-def _check_stored(record: StoredTensor, sketch: Sketch, parts: Sequence[ElementSet]) -> StoredSketch:
+def _check_stored(record: StoredTensor, sketch: Sketch, parts: Sequence[ElementSet], rows: RowTable) -> StoredSketch:
     try:
         find_dtype(record.dtype)
     except ValueError as error:
         raise ValueError(f"{record.name} {error}") from error
     if record.part >= len(parts):
         raise ValueError(f"{record.name}: part {record.part} of {len(parts)}")
+    part, shape = parts[record.part], record.global_shape
+    if not all(_lies_in(rectangle, shape) for rectangle in part):
+        raise ValueError(f"{record.name!r} has a part that does not lie in its shape {list(shape)}")
+    if record.dims[:1] == ("token",) and (rows.starts or is_virtual(record.dims, shape)):
+        check_tokens(record.name, shape, [(item.origin[0], item.sizes[0]) for item in part], rows)
+        shape = (rows.num_tokens, *shape[1:])
     # Places are counted in 64 bits. A size of 0 must not hide the others.
-    if math.prod(size or 1 for size in record.global_shape) > _MAX_ELEMENTS:
-        raise ValueError(f"{record.name}: shape {list(record.global_shape)} has more than {_MAX_ELEMENTS} elements")
-    part = parts[record.part]
-    if not all(_lies_in(rectangle, record.global_shape) for rectangle in part):
-        raise ValueError(f"{record.name!r} has a part that does not lie in its shape {list(record.global_shape)}")
+    if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
+        raise ValueError(f"{record.name}: shape {list(shape)} has more than {_MAX_ELEMENTS} elements")
     if sum(rectangle.num_elements for rectangle in part) != sketch.num_elements:
         raise ValueError(f"{record.name} has {sketch.num_elements} elements, its part another number")
     return StoredSketch(

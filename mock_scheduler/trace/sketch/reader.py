@@ -20,6 +20,7 @@ from mock_scheduler.support.tensor_bytes import DTYPES
 from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.geometry import ElementSet, count_union, find_cover
 from mock_scheduler.trace.replicas import SketchConflict
+from mock_scheduler.trace.rows import is_virtual
 from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
 from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
 
@@ -29,7 +30,8 @@ class MergedSketch:
     """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
     ``sketch.num_elements`` is less than the shape says for a token tensor with tokens left out of training, and
-    in a trace of some ranks only. ``missing``: as of ``MergedTensor``.
+    in a trace of some ranks only. ``global_shape``: without the places between rows by content.
+    ``missing``: as of ``MergedTensor``.
     """
 
     sketch: Sketch
@@ -127,7 +129,7 @@ class SketchReader:
         return MergedSketch(
             sketch=whole,
             dtype=DTYPES[first.dtype],
-            global_shape=first.global_shape,
+            global_shape=self._dense_shape(key, first),
             conflicts=tuple(conflicts),
             dims=first.dims,
             is_masked=first.is_masked,
@@ -140,11 +142,17 @@ class SketchReader:
             raise TraceError(f"no rank wrote the {key.describe()}")
         return found
 
+    def _dense_shape(self, key: TraceKey, stored: StoredSketch) -> tuple[int, ...]:
+        """The shape of the whole tensor without places between rows by content."""
+        if is_virtual(stored.dims, stored.global_shape):
+            return self.footer(key.step).rows.num_tokens, *stored.global_shape[1:]
+        return stored.global_shape
+
     def _describe_missing(
         self, key: TraceKey, first: StoredSketch, stored: Sequence[tuple[RankPlace, StoredSketch]], num_elements: int
     ) -> str:
         """Elements held by no rank, in words; empty where all are held, or some may be lacking."""
-        expected = _count_expected(key, first, self.footer(key.step))
+        expected = _count_expected(key, first, self._dense_shape(key, first), self.footer(key.step))
         is_exact = self.is_complete(key.step) and not first.is_masked
         ranks = ", ".join(str(place.global_rank) for place, _ in stored)
         text = f"{num_elements} elements are held, where there are {expected}; parts come from global rank {ranks}"
@@ -153,9 +161,8 @@ class SketchReader:
         return text if is_exact and num_elements < expected else ""
 
 
-def _count_expected(key: TraceKey, stored: StoredSketch, footer: StepFooter) -> int:
-    """Elements of the whole tensor; of a token tensor the elements of its step's or update's rows."""
-    shape = stored.global_shape
+def _count_expected(key: TraceKey, stored: StoredSketch, shape: tuple[int, ...], footer: StepFooter) -> int:
+    """Elements of the whole tensor of this shape; of a token tensor the elements of its step's or update's rows."""
     if stored.dims[:1] != ("token",) or key.kind in STEP_KINDS or not footer.update_rows:
         return math.prod(shape)
     rows = footer.update_rows[key.update] if key.update < len(footer.update_rows) else ()

@@ -14,6 +14,10 @@ counts and fingerprint, to rounding in sums. The factor of an element depends on
   with a chance of about 2^-63, times 2^z where all changes of words are multiples of 2^z: for 32 bits at most 2^-32,
   where nothing but signs changed, which the sums show unless it is the sign of zeros.
 
+The index is taken modulo 2^64. Of rows by content (``entries.virtual_start``) two elements may then have one index,
+with a chance of about pairs of rows / 2^(62 - log2 of the width), and count as one place: only an exchange of such
+elements between the two rows is not seen.
+
 Error bar. If d is the difference of two tensors and e the estimate of its norm, then e² / ‖d‖² has the mean 1 and a
 variance of at most 2 / n with 1 / n = 1 / B + 1 / 2039: the second term comes from elements that meet in a slot. For
 spread differences e² / ‖d‖² is distributed as chi² with n degrees of freedom divided by n. For concentrated ones it
@@ -108,12 +112,19 @@ def sketch_piece(tensor: torch.Tensor, spec: ShardSpec, *, num_buckets: int = NU
     return finish_sketches([sums], num_buckets=num_buckets)[0]
 
 
-def sketch_of(tensor: torch.Tensor, present: torch.Tensor | None = None, *, num_buckets: int = NUM_BUCKETS) -> Sketch:
+def sketch_of(
+    tensor: torch.Tensor,
+    present: torch.Tensor | None = None,
+    *,
+    num_buckets: int = NUM_BUCKETS,
+    spec: ShardSpec | None = None,
+) -> Sketch:
     """The sketch of a whole tensor; where ``present`` is not ``None``, of just its elements where it is True.
 
-    ``present``: bool, of the tensor's shape or one that broadcasts to it.
+    ``present``: bool, of the tensor's shape or one that broadcasts to it. ``spec``: the places of its elements;
+    ``None`` for the tensor's own.
     """
-    spec = whole("the tensor", tuple(tensor.shape))
+    spec = whole("the tensor", tuple(tensor.shape)) if spec is None else spec
     if present is None:
         return sketch_piece(tensor, spec, num_buckets=num_buckets)
     mask = present.expand(tensor.shape)

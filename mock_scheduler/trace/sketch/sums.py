@@ -3,6 +3,7 @@
 A piece is walked through in windows of the canonical order, a cache's worth at a time: one holding just the elements
 of a whole window is read where it lies, any other is first put into a window of zeros, which add nothing. So a piece
 cut along its last dimension costs as much as the part of the whole tensor it lies in.
+Indices are taken modulo 2^64: those of rows by content (``entries.virtual_start``) go beyond it.
 Every sum has a fixed order: there are no atomic operations, and a number of threads changes rounding at most.
 """
 
@@ -30,6 +31,8 @@ from mock_scheduler.trace.sketch.constants import (
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Blocks of a window, of which the host takes one, to stay in its cache: what keeps a GPU busy.
 _BLOCKS_ON_DEVICE = 64
+#: Indices of the canonical order: one more is 0.
+_NUM_INDICES = 1 << 64
 _SIGNED_UPPER_HALF = UPPER_HALF - (1 << 64)
 
 
@@ -56,7 +59,12 @@ class SketchSums:
         Raises ``TraceError`` where its shape is not its spec's.
         """
         parts = list(rectangles_of(tensor.detach(), spec))
-        runs = [run for rectangle, values in parts for run in _runs(rectangle, values, spec.global_shape)]
+        runs = [
+            run
+            for rectangle, values in parts
+            for whole_run in _runs(rectangle, values, spec.global_shape)
+            for run in whole_run.wrap()
+        ]
         self.num_elements += sum(rectangle.num_elements for rectangle, _ in parts)
         # First as if all were finite, which costs less; NaN and infinities show in the sum of squares.
         sums = self._sum(runs, tensor.device, is_finite=True)
@@ -194,6 +202,16 @@ class _Run:
             high = min(end - (self.start + last * self.stride), length)
             if high > 0:
                 yield self.rows(last, last + 1, slice(0, high))
+
+    def wrap(self) -> Iterator[_Run]:
+        """Yields the parts of the run between multiples of 2^64, with their indices modulo 2^64."""
+        if self.end <= _NUM_INDICES:
+            yield self
+            return
+        for turn in range(self.start // _NUM_INDICES, (self.end - 1) // _NUM_INDICES + 1):
+            first = turn * _NUM_INDICES
+            for run in self.clip(first, first + _NUM_INDICES):
+                yield _Run(start=run.start - first, stride=run.stride, values=run.values)
 
 
 def _runs(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[_Run]:
