@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron_on_host import HOST_ARGUMENTS, run_megatron_training_on_host
-
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -20,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron_on_host import HOST_ARGUMENTS, run_megatron_training_on_host
 
 SMALL_GPT = (
     *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4"),
