@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -72,6 +73,16 @@ def write_states(
         _set_group_steps(optimizer, num_updates)
 
 
+def share_parameters(model: ObservedModel) -> None:
+    """Gives every rank the parameters as their owners have them; nothing without a distributed optimizer.
+
+    Collective, over dp.
+    """
+    for chunk in model.chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+
+
 def count_updates(model: ObservedModel, *, device: torch.device) -> int:
     """How many updates Adam has counted; the same on all ranks, also those that own no part. Collective."""
     count = max((_count_own_updates(optimizer) for optimizer in model.optimizers), default=0)
@@ -115,19 +126,25 @@ def _set_state(
     if WIDE_COPY in parts:
         inner.data.copy_(parts[WIDE_COPY].view_as(inner))
     state: dict[str, Any] = {name: parts[name].detach().view_as(inner).clone() for name in MOMENTS}
-    if _counts_by_parameter(optimizer):
+    if counts_by_parameter(optimizer):
         # torch keeps a float32 tensor on the host, also for parameters on a GPU.
         state["step"] = torch.tensor(float(num_updates))
     optimizer.optimizer.state[inner] = state
 
 
-def _counts_by_parameter(optimizer: MegatronOptimizer) -> bool:
+def empty_state(inner: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Makes the moments of a tensor before its first update."""
+    return {name: torch.zeros_like(inner.detach(), dtype=state_dtype(inner)) for name in MOMENTS}
+
+
+def counts_by_parameter(optimizer: MegatronOptimizer) -> bool:
+    """Whether an optimizer counts its updates at each parameter's state, as torch's does, and not at its groups."""
     return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _set_group_steps(optimizer: MegatronOptimizer, num_updates: int) -> None:
     """Let TransformerEngine's and apex's Adam go on counting; a group of theirs has no step before its first update."""
-    if not _counts_by_parameter(optimizer):
+    if not counts_by_parameter(optimizer):
         for group in optimizer.optimizer.param_groups:
             group["step"] = num_updates
 

@@ -18,6 +18,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, PerturbationConfig
+from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.optimizer_state import share_parameters, state_dtype
+from mock_scheduler.megatron.parameters import iterate_parameters
+from mock_scheduler.megatron.probe.state import updated_tensors
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec, cut_shard
 
@@ -45,12 +49,15 @@ class Perturbation:
     def of_weight(self, local: torch.Tensor, spec: ShardSpec, dtype: torch.dtype) -> torch.Tensor:
         """Computes, in float64, w · (1 + s · u · ξ), ξ ~ N(0, 1) of Philox keyed by seed and canonical name.
 
-        local: this rank's shard of the parameter, or of its updated wide copy. spec: its place in the whole one. dtype:
-        the parameter's; it decides u.
+        local: this rank's shard of the parameter, or of its updated wide copy; flat where the spec has a flat range.
+        spec: its place in the whole one. dtype: the parameter's; it decides u.
         """
         key = hashlib.sha256(f"perturbation/{self.seed}/{spec.name}".encode()).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
-        noise = cut_shard(torch.from_numpy(generator.standard_normal(spec.global_shape)), spec).to(local.device)
+        noise = cut_shard(torch.from_numpy(generator.standard_normal(spec.global_shape)), spec)
+        if spec.flat_range is not None:
+            noise = noise.flatten()[slice(*spec.flat_range)]
+        noise = noise.to(local.device)
         # 1 + u · ξ is no number of float64, in which u is half a spacing, so that it must not be made.
         return local.double() + local.double() * noise * self._size(dtype)
 
@@ -78,10 +85,33 @@ class Perturbation:
         return (torch.as_tensor(total).double() - _MEAN) / _DEVIATION
 
 
+@torch.no_grad()
+def perturb_weights(model: ObservedModel, perturbation: Perturbation) -> None:
+    """Moves every parameter of this rank, and the wide copy that is updated in its place; it stays the rounded copy.
+
+    Collective, over dp, with a distributed optimizer: a rank moves its ranges of the wide copies, and gets the others'
+    parameters.
+    """
+    for local in iterate_parameters(model):
+        parameter = local.parameter
+        if state_dtype(parameter) is parameter.dtype or not parameter.requires_grad:
+            parameter.copy_(perturbation.of_weight(parameter, local.spec, parameter.dtype))
+            continue
+        for _, spec, wide in updated_tensors(local, model.optimizers):
+            wide.copy_(perturbation.of_weight(wide, spec, parameter.dtype))
+            parameter.view(-1)[slice(*(spec.flat_range or (None, None)))].copy_(wide.view(-1))
+    share_parameters(model)
+
+
 def perturb_embedding(gpt: GPTModel, config: PerturbationConfig) -> None:
-    """Let the model's embedding give a perturbed output; nothing where none is configured or it has no embedding."""
+    """Let the model's embedding give a perturbed output; nothing where none is configured or it has no embedding.
+
+    A token without a position, as training gives none where nothing is embedded by position, is moved by its id alone.
+    """
     perturbation = Perturbation.build(config)
-    if perturbation is None or not gpt.pre_process:
+    # The last stage has one too where it predicts several tokens.
+    embedding = gpt._modules.get("embedding")
+    if perturbation is None or embedding is None:
         return
 
     def move(
@@ -89,15 +119,19 @@ def perturb_embedding(gpt: GPTModel, config: PerturbationConfig) -> None:
     ) -> torch.Tensor:
         named = {**dict(zip(("input_ids", "position_ids"), arguments, strict=False)), **keywords}
         tokens, positions = named["input_ids"], named["position_ids"]
-        if not isinstance(tokens, torch.Tensor) or not isinstance(positions, torch.Tensor):
-            raise TypeError("Megatron's embedding was called without tensors of tokens and positions")
+        if not isinstance(tokens, torch.Tensor):
+            raise TypeError("Megatron's embedding was called without a tensor of tokens")
+        if not isinstance(positions, torch.Tensor):
+            positions = torch.zeros_like(tokens)
+        # Some trainings give the positions of one row for all of them.
+        positions = positions.expand_as(tokens)
         share = output.shape[0]
         if share != tokens.shape[1]:  # sequence parallelism has cut the line among the tp ranks
             start = gpt.pg_collection.tp.rank() * share
             tokens, positions = (each[:, start : start + share] for each in (tokens, positions))
         return perturbation.of_embedding(output, tokens, positions)
 
-    gpt.embedding.register_forward_hook(move, with_kwargs=True)
+    embedding.register_forward_hook(move, with_kwargs=True)
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class RunSummary:
 
     Seconds are as the run measured them (``wall_s``, ``rollout_s``) and from the outside (``elapsed_s``: with the start
     of its processes). ``built`` counts built things, such as engines. ``batches``: the digest of the rollouts
-    behind its training, by step.
+    behind its training, by step. ``draws``: what draws random numbers in training, as ``hidden_dropout``.
     """
 
     name: str
@@ -48,6 +48,7 @@ class RunSummary:
     elapsed_s: float
     built: Mapping[str, int]
     batches: Mapping[str, str]
+    draws: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             "rollout_s": _NUMBER,
             "batches": _DIGESTS,
         },
+        {"draws": _TEXTS},
     )
     ledger = _load(output_dir / LEDGER_FILE, {"built": _COUNTS})
     return RunSummary(
@@ -83,6 +85,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         elapsed_s=float(stated["wall_s"]) if elapsed_s is None else elapsed_s,
         built=ledger["built"],
         batches=stated["batches"],
+        draws=tuple(stated.get("draws", ())),
     )
 
 
@@ -124,6 +127,10 @@ def _is_digests(value: object) -> bool:
 
 
 _TEXT = _Kind(text="a text", is_valid=lambda value: isinstance(value, str))
+_TEXTS = _Kind(
+    text="a list of texts",
+    is_valid=lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+)
 _INTEGER = _Kind(text="an integer", is_valid=_is_integer)
 _NUMBER = _Kind(text="a number", is_valid=lambda value: is_real(value) and math.isfinite(value))
 _COUNTS = _Kind(
@@ -134,8 +141,8 @@ _DIGESTS = _Kind(text="an object of digests by step", is_valid=_is_digests)
 _COMPLETED = _Kind(text="'completed'", is_valid=lambda value: value == "completed")
 
 
-def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
-    """Returns the named values of a file, each checked to be of its kind."""
+def _load(path: Path, kinds: Mapping[str, _Kind], further: Mapping[str, _Kind] | None = None) -> dict[str, Any]:
+    """Returns the named values of a file, each checked to be of its kind; ``further``: those that it may lack."""
     try:
         content = load_json_object(path, inside=path.parent)
     except OSError as error:
@@ -144,7 +151,7 @@ def _load(path: Path, kinds: Mapping[str, _Kind]) -> dict[str, Any]:
         raise AlignmentError(f"{path} {error}") from error
     problems = [
         f"{name} is {_show(content[name])}, expected {kind.text}" if name in content else f"{name} is missing"
-        for name, kind in kinds.items()
+        for name, kind in [*kinds.items(), *((name, kind) for name, kind in (further or {}).items() if name in content)]
         if name not in content or not kind.is_valid(content[name])
     ]
     if problems:

@@ -11,6 +11,10 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 #: What a completed run says about itself; there only where it completed.
 RUN_FILE = "run.json"
+#: What an attached run started from: its own state, or the baseline's.
+START_FILE = "start.json"
+#: Folder of a trace with the state of the start that no traced kind has: moments, and padding rows of the vocabulary.
+START_FOLDER = "start"
 #: Why a run failed.
 ERROR_FILE = "error.json"
 #: URL, process and token of a training service, while it is ready; for its owner alone.

@@ -34,6 +34,7 @@ from mock_scheduler.verdict.reasons import (
     NoCommonStep,
     NotDeterministic,
     NotReadable,
+    OtherDraws,
     OtherRecordings,
     OtherRollouts,
     UnknownRollouts,
@@ -62,6 +63,9 @@ def judge_runs(
     other_rollouts = _find_other_rollouts(baseline, candidate)
     if other_rollouts is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_rollouts)
+    other_draws = _find_other_draws(baseline, candidate)
+    if other_draws is not None:
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
     try:
         verdict = compare_runs(
             baseline.output_dir,
@@ -75,6 +79,10 @@ def judge_runs(
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
     if verdict.passes and not baseline.batches.keys() & candidate.batches.keys():
         return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=UnknownRollouts())
+    if verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
+        draws = baseline.draws or candidate.draws
+        if draws:
+            return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
     if is_deterministic or verdict.kind is VerdictKind.IDENTICAL:
         return verdict
     return replace(verdict, kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=verdict.why))
@@ -141,6 +149,23 @@ def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRo
     if not different:
         return None
     return OtherRollouts(first_step=int(different[0]), num_steps=len(different), num_shared=len(shared))
+
+
+def _find_other_draws(baseline: RunSummary, candidate: RunSummary) -> OtherDraws | None:
+    """Whether two layouts cannot draw the same: Megatron's random states follow the rank, and micro-batches the layout.
+
+    ``None`` where nothing draws, or both have one layout: they may draw alike.
+    """
+    draws = baseline.draws or candidate.draws
+    if not draws or baseline.layout == candidate.layout:
+        return None
+    return OtherDraws(draws=draws, layouts=(baseline.layout, candidate.layout))
+
+
+def _drew_otherwise(verdict: Verdict) -> bool:
+    """Whether a traced ledger of random draws differs."""
+    ledgers = () if verdict.tensors is None else verdict.tensors.ledgers
+    return any(ledger.kind == "random" and ledger.difference is not None for ledger in ledgers)
 
 
 def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:

@@ -61,6 +61,18 @@ class UnknownRollouts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherDraws:
+    """Training draws random numbers, and the two runs drew others: they trained under other masks.
+
+    draws: what draws, as ``hidden_dropout``. layouts: of baseline and candidate, where these differ; ``None`` where one
+    layout drew otherwise, as the ledger of draws shows.
+    """
+
+    draws: tuple[str, ...]
+    layouts: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TracedOtherThings:
     """The two runs were told to trace different things, and nothing else differs."""
 
@@ -227,6 +239,7 @@ Reason = (
     | KindsMissing
     | NotFound
     | UnknownRollouts
+    | OtherDraws
     | TracedOtherThings
     | NothingTrained
     | NothingJudged

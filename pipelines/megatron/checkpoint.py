@@ -23,7 +23,6 @@ from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.optimizer_state import (
-    WIDE_COPY,
     ParameterState,
     count_updates,
     read_states,
@@ -31,7 +30,7 @@ from mock_scheduler.megatron.optimizer_state import (
     state_names,
     write_states,
 )
-from mock_scheduler.megatron.perturbation import Perturbation
+from mock_scheduler.megatron.perturbation import Perturbation, perturb_weights
 from pipelines.megatron.file_seals import FileSeal
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.old_checkpoint import load_old_states
@@ -119,9 +118,9 @@ def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
             counters, states = _load_tensors(folder, name, model, state)
         else:
             counters, states = load_old_states(folder / name, model)
-        if perturbation is not None:
-            _perturb(model, states, perturbation)
         write_states(model.observed, states, num_updates=counters.num_updates)
+        if perturbation is not None:
+            perturb_weights(model.observed, perturbation)
         model.lr_schedule.num_steps = 0  # its step adds to it
         model.lr_schedule.step(increment=counters.lr_steps)
     load_random_states(folder / _RANDOM_STATES, learner.runtime, layout=learner.config.parallel.describe())
@@ -157,15 +156,3 @@ def _load_tensors(
             spec = buffer.spec
             buffer.buffer.copy_(stored.read(f"{_BUFFER}/{spec.name}", spec, buffer.buffer.dtype))
     return state.counters[name], states
-
-
-@torch.no_grad()
-def _perturb(
-    model: TrainedModel, states: Mapping[torch.nn.Parameter, ParameterState], perturbation: Perturbation
-) -> None:
-    """Moves every parameter, and the wide copy in its state; the parameter stays the rounded copy."""
-    for local in model.parameters():
-        parameter, state = local.parameter, states[local.parameter]
-        wide = state.get(WIDE_COPY, parameter)
-        wide.copy_(perturbation.of_weight(wide, local.spec, parameter.dtype))
-        parameter.copy_(wide)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mock_scheduler.megatron.execution import LossSums
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.value_loss import (
@@ -19,6 +18,7 @@ from pipelines.algorithm.value_loss import (
 )
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
+from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
 from pipelines.megatron.passes import accumulate_gradients, forward_only
@@ -48,13 +48,10 @@ class CriticTrainer:
     def compute_values(self, batches: Sequence[OwnBatch]) -> dict[int, torch.Tensor]:
         """The value before each of this rank's targets, ``[b, s]`` by micro-batch index; empty off the last stage."""
 
-        def reduce(position: int, output: torch.Tensor) -> torch.Tensor:
+        def reduce(own: OwnBatch, output: torch.Tensor) -> torch.Tensor:
             return output[..., 0].clone()
 
-        values = forward_only(self.model.data_parallel, batches, self._runtime, reduce=reduce)
-        if not self._runtime.is_last_stage:
-            return {}
-        return {own.batch.index: value for own, value in zip(batches, values, strict=True)}
+        return forward_only(self.model.data_parallel, batches, self._runtime, self.model.execution, reduce=reduce)
 
     def update(
         self,
@@ -71,17 +68,24 @@ class CriticTrainer:
             new_values = output[..., 0]
             by_token = {"new_values": new_values, "old_values": old_values[own.batch.index]}
             probe.tokens("output", own, {"values": new_values}, update=number, prefix=prefix)
-            terms, sums = self.model.execution.sum_shares(own, by_token, self._compute_loss)
+            terms, sums = execution.sum_shares(own, by_token, self._compute_loss)
             probe.tokens("loss", own, terms, update=number, prefix=prefix)
             return sums
 
-        prefix, num_shares = self.model.prefix, self.model.execution.num_shares
+        prefix, execution = self.model.prefix, self.model.execution
         sums = accumulate_gradients(self.model, batches, loss, update=number, probe=probe)
         result = self.model.update()
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number, prefix=prefix)
         probe.state(self.model.observed, number, "parameter")
         width = len(VALUE_METRIC_SUMS)
-        rows = exchange_rows(micro_batches, sums, self._runtime, width=width, num_shares=num_shares)
+        rows = exchange_rows(
+            micro_batches,
+            sums,
+            self._runtime,
+            width=width,
+            cp_size=execution.cp_size,
+            own_cp_ranks=execution.own_cp_ranks,
+        )
         totals = dict(zip(VALUE_METRIC_SUMS, rows.sum(axis=1).sum(axis=0).tolist(), strict=True))
         metrics = _value_metrics(totals)
         weight = router_weight(micro_batches, self._config.training, num_tokens=totals["num_tokens"])

@@ -25,7 +25,7 @@ from pipelines.batching.values import fill_step, response_values
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
-from pipelines.megatron.places import OwnBatch, cut_shares, exchange_rows, exchange_tokens, own_batch
+from pipelines.megatron.places import OwnBatch, exchange_rows, exchange_tokens, own_batch
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
@@ -91,7 +91,7 @@ class Learner:
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.values = ValueMaker(config)
         self._spec = correction_spec(config)
-        self._num_shares = self.policy.policy.execution.num_shares
+        self._execution = self.policy.policy.execution
 
     @property
     def models(self) -> dict[str, TrainedModel]:
@@ -175,7 +175,7 @@ class Learner:
         return place_step(
             batch,
             self.config.training,
-            count_multiple=self.policy.policy.execution.micro_batch_multiple,
+            count_multiple=self._execution.micro_batch_multiple,
             dtype=torch.promote_types(DTYPES[self.config.precision], torch.float32),
         )
 
@@ -196,7 +196,7 @@ class Learner:
     def _owned(self, micro_batches: Sequence[MicroBatch]) -> list[OwnBatch]:
         """This rank's share of the micro-batches that its replica computes: every dp-th of them."""
         own = micro_batches[self.runtime.dp_rank :: self.runtime.dp_size]
-        return [own_batch(batch, self.runtime, num_shares=self._num_shares) for batch in own]
+        return [self._execution.arrange(own_batch(batch, self.runtime)) for batch in own]
 
     def _owned_of_step(self, plan: StepPlan) -> list[OwnBatch]:
         return [own for update in plan.updates for own in self._owned(update.micro_batches)]
@@ -270,22 +270,29 @@ class Learner:
 
     def _rollout_differences(self, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores) -> dict[str, float]:
         """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
-        owned = {own.batch.index: cut_shares(own, self._num_shares) for own in batches}
+        owned = {own.index: own for own in batches}
         own_rows = {
-            index: torch.stack(
-                [
-                    sum_and_max_difference(part, share.rollout_logprobs, share.response_mask)
-                    for part, share in zip(logprobs.chunk(self._num_shares, dim=1), owned[index], strict=True)
-                ]
-            ).squeeze(0)
+            index: self._execution.measure_shares(owned[index], logprobs, difference_from_rollout)
             for index, logprobs in scores.old_logprobs.items()
         }
-        rows = exchange_rows(plan.micro_batches, own_rows, self.runtime, width=2, num_shares=self._num_shares)
+        rows = exchange_rows(
+            plan.micro_batches,
+            own_rows,
+            self.runtime,
+            width=2,
+            cp_size=self._execution.cp_size,
+            own_cp_ranks=self._execution.own_cp_ranks,
+        )
         num_tokens = float(plan.row_weights.sum())
         return {
             "rollout_logprob_diff_mean": float(rows[..., 0].sum(axis=1).sum()) / max(num_tokens, 1.0),
             "rollout_logprob_diff_max": float(rows[..., 1].max()),
         }
+
+
+def difference_from_rollout(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """``sum_and_max_difference`` of these log-probabilities from those of the rollout."""
+    return sum_and_max_difference(logprobs, batch.rollout_logprobs, batch.response_mask)
 
 
 def sum_and_max_difference(one: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

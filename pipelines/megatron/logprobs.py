@@ -7,14 +7,12 @@ as arguments, so it is repeatable whatever the batch.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.megatron.emulation.parts import Context, cut_graph
 from pipelines.config.environments import GeneratingArgs
 
 
@@ -32,13 +30,17 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
+#: What autograd hands to a function's forward and backward pass.
+_Context = Any
+
+
 def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is not None and group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
-class _Exponentials(NamedTuple):
+class Exponentials(NamedTuple):
     """A shard's exponentials and logits below the maximum, where its targets are, and whether they are in it."""
 
     exponentials: torch.Tensor
@@ -47,15 +49,15 @@ class _Exponentials(NamedTuple):
     is_local: torch.Tensor
 
 
-def _masked(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+def masked_logits(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Logits ``[B, T, V / tp]`` with the lowest number where a token cannot be drawn."""
     if shard.allowed is None:
         return logits
     return logits.masked_fill(~shard.allowed, torch.finfo(logits.dtype).min)
 
 
-def _exponentiate(
-    logits: torch.Tensor, maximum: torch.Tensor, targets: torch.Tensor, shard: VocabShard
-) -> _Exponentials:
+def exponentiate(logits: torch.Tensor, maximum: torch.Tensor, targets: torch.Tensor, shard: VocabShard) -> Exponentials:
+    """Takes exponentials below the maximum ``[B, T]`` over all shards."""
     shifted = logits - maximum.unsqueeze(-1)
     exponentials = shifted.exp()
     if shard.allowed is not None:
@@ -64,10 +66,10 @@ def _exponentiate(
         shifted = shifted.masked_fill(~shard.allowed, 0.0)
     local_targets = targets - shard.start
     is_local = (local_targets >= 0) & (local_targets < shard.width)
-    return _Exponentials(exponentials, shifted, torch.where(is_local, local_targets, 0), is_local)
+    return Exponentials(exponentials, shifted, torch.where(is_local, local_targets, 0), is_local)
 
 
-def _local_sums(local: _Exponentials) -> torch.Tensor:
+def local_sums(local: Exponentials) -> torch.Tensor:
     """``[3, B, T]``: the shard's parts of Z, z_t and sum_j exp(z_j) z_j."""
     target_logits = local.shifted.gather(-1, local.local_targets.unsqueeze(-1)).squeeze(-1)
     return torch.stack(
@@ -79,8 +81,8 @@ def _local_sums(local: _Exponentials) -> torch.Tensor:
     )
 
 
-def _local_gradient(
-    local: _Exponentials,
+def local_gradient(
+    local: Exponentials,
     total: torch.Tensor,
     log_total: torch.Tensor,
     entropy: torch.Tensor,
@@ -104,50 +106,41 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     With z the shifted logits and Z the sum of exp(z):
     log p_t = z_t - log Z, d log p_t / d z_j = 1[j = t] - p_j;
     H = log Z - sum_j p_j z_j, dH / dz_j = -p_j (z_j - log Z + H).
-
-    Shards in this process are added in their order, and then over the group.
     """
 
     @staticmethod
     def forward(
-        ctx: Context, targets: torch.Tensor, shards: tuple[VocabShard, ...], *logits: torch.Tensor
+        ctx: _Context, targets: torch.Tensor, shard: VocabShard, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        group = shards[0].group
-        masked = [_masked(one, shard) for one, shard in zip(logits, shards, strict=True)]
-        local_maximum = functools.reduce(torch.maximum, [one.amax(dim=-1) for one in masked])
-        maximum = _all_reduce(local_maximum, dist.ReduceOp.MAX, group)
-        parts = [_exponentiate(one, maximum, targets, shard) for one, shard in zip(masked, shards, strict=True)]
-        sums = functools.reduce(torch.add, [_local_sums(part) for part in parts])
-        total, target, weighted = _all_reduce(sums, dist.ReduceOp.SUM, group)
+        masked = masked_logits(logits, shard)
+        maximum = _all_reduce(masked.amax(dim=-1), dist.ReduceOp.MAX, shard.group)
+        local = exponentiate(masked, maximum, targets, shard)
+        total, target, weighted = _all_reduce(local_sums(local), dist.ReduceOp.SUM, shard.group)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(total, log_total, entropy, *(tensor for part in parts for tensor in part))
+        ctx.save_for_backward(total, log_total, entropy, *local)
         return target - log_total, entropy
 
     @staticmethod
     def backward(
-        ctx: Context, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
+        ctx: _Context, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        total, log_total, entropy, *saved = ctx.saved_tensors
-        size = len(_Exponentials._fields)
-        parts = [_Exponentials(*saved[start : start + size]) for start in range(0, len(saved), size)]
+        total, log_total, entropy, *local = ctx.saved_tensors
         grads = (grad_logprobs, grad_entropy)
-        return (None, None, *(_local_gradient(part, total, log_total, entropy, grads) for part in parts))
+        return None, None, local_gradient(Exponentials(*local), total, log_total, entropy, grads)
 
 
 def vocab_parallel_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, *shards: VocabShard, temperature: float = 1.0
+    logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 
-    logits: floating ``[B, T, V / tp]``, this rank's columns; targets: int64 ``[B, T]``, global token ids. shards: of
-    these columns; several, of equal width, are computed as by a rank each and added in their order.
+    logits: floating ``[B, T, V / tp]``, this rank's columns; targets: int64 ``[B, T]``, global token ids.
     Returns two ``[B, T]`` tensors, equal on all ranks of the group, in the logits' dtype or float32 if that is
     wider. Every rank of the group must call it: one MAX and one SUM all-reduce forward, none backward.
     """
     widened = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    parts = [part / temperature for part in cut_graph(widened, -1, len(shards))]
-    logprobs, entropy = _VocabParallelLogprobs.apply(targets, shards, *parts)
+    logprobs, entropy = _VocabParallelLogprobs.apply(targets, shard, widened / temperature)
     return logprobs, entropy
 
 

@@ -14,17 +14,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mock_scheduler.megatron.execution import Execution, LossFunction, LossSums
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
+from pipelines.megatron.execution import Execution, LossFunction, LossSums, OutputReduction
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.experts import padding_mask_argument
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
-
-OutputReduction = Callable[[int, torch.Tensor], torch.Tensor]
-"""From a batch's position and the model's output for it to what is kept of that."""
 
 
 def run_chunk(model: torch.nn.Module, inputs: ModelInputs) -> torch.Tensor:
@@ -63,8 +60,7 @@ def _packed_rows(inputs: ModelInputs) -> PackedSeqParams | None:
 
 def iterators(batches: Sequence[OwnBatch], num_chunks: int) -> object:
     """The batches as Megatron's schedules read them: an iterator, or one for each of several chunks."""
-    numbered = list(enumerate(batches))
-    return iter(numbered) if num_chunks == 1 else [iter(numbered) for _ in range(num_chunks)]
+    return iter(batches) if num_chunks == 1 else [iter(batches) for _ in range(num_chunks)]
 
 
 def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
@@ -74,43 +70,50 @@ def line_shape(batches: Sequence[OwnBatch], runtime: Runtime) -> dict[str, int]:
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], batches: Sequence[OwnBatch], runtime: Runtime, *, reduce: OutputReduction
-) -> list[torch.Tensor]:
-    """Returns ``reduce(i, output)`` of each batch i, without graph; an empty list off the last stage.
+    chunks: Sequence[torch.nn.Module],
+    batches: Sequence[OwnBatch],
+    runtime: Runtime,
+    execution: Execution,
+    *,
+    reduce: OutputReduction,
+) -> dict[int, torch.Tensor]:
+    """Returns ``reduce(own, output)`` of each batch by its index, without graph; nothing off the last stage.
 
     output: ``[b, s, V / tp]``; it is freed before the next batch's is computed, so ``reduce`` must not return a view of
     it. Every rank of the model-parallel group must call it.
     """
+    passes = execution.together(batches)
     for chunk in chunks:
         chunk.eval()
     try:
         with torch.no_grad():
-            return get_forward_backward_func()(
-                forward_step_func=_reduced_output_step(reduce),
-                data_iterator=iterators(batches, len(chunks)),
+            kept = get_forward_backward_func()(
+                forward_step_func=_reduced_output_step(execution, reduce),
+                data_iterator=iterators(passes, len(chunks)),
                 model=list(chunks),
-                num_microbatches=len(batches),
+                num_microbatches=len(passes),
                 forward_only=True,
                 collect_non_loss_data=True,
-                **line_shape(batches, runtime),
+                **line_shape(passes, runtime),
             )
     finally:
         for chunk in chunks:
             chunk.train()
+    return {index: values for by_index in kept for index, values in by_index.items()}
 
 
 def _reduced_output_step(
-    reduce: OutputReduction,
-) -> Callable[[Iterator[tuple[int, OwnBatch]], torch.nn.Module], tuple[torch.Tensor, Callable[..., torch.Tensor]]]:
+    execution: Execution, reduce: OutputReduction
+) -> Callable[[Iterator[OwnBatch], torch.nn.Module], tuple[torch.Tensor, Callable[..., dict[int, torch.Tensor]]]]:
     """Megatron's forward step: the model's output, and the function that reduces it on the last stage."""
 
     def step(
-        data_iterator: Iterator[tuple[int, OwnBatch]], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
-        position, own = next(data_iterator)
+        data_iterator: Iterator[OwnBatch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., dict[int, torch.Tensor]]]:
+        own = next(data_iterator)
 
-        def collect(output: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
-            kept = reduce(position, output)
+        def collect(output: torch.Tensor, non_loss_data: bool) -> dict[int, torch.Tensor]:
+            kept = execution.reduce_parts(own, output, reduce)
             # Megatron's loop (0.16.1) holds each output until it has the next, as its deallocate_output_tensor knows.
             output.data = output.new_empty(0)
             return kept
@@ -187,13 +190,11 @@ def accumulate_gradients(
 
 def _loss_step(
     loss: LossFunction, execution: Execution, probe: TrainingProbe
-) -> Callable[[Iterator[tuple[int, OwnBatch]], torch.nn.Module], tuple[torch.Tensor, Callable[..., LossSums]]]:
+) -> Callable[[Iterator[OwnBatch], torch.nn.Module], tuple[torch.Tensor, Callable[..., LossSums]]]:
     """Megatron's forward step: the model's output, and the function that makes it a loss."""
 
-    def step(
-        data_iterator: Iterator[tuple[int, OwnBatch]], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., LossSums]]:
-        _, own = next(data_iterator)
+    def step(data_iterator: Iterator[OwnBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., LossSums]]:
+        own = next(data_iterator)
         with probe.computing(own):
             output = run_chunk(model, own.inputs)
         return output, lambda output: execution.sum_parts(own, output, loss)

@@ -86,41 +86,36 @@ def row_mask(
     return ~(same_row & not_later).unsqueeze(1)
 
 
-def own_batch(batch: MicroBatch, runtime: Runtime, *, num_shares: int = 1) -> OwnBatch:
-    """This rank's share of a micro-batch, on its device, with the mask that attention needs.
-
-    num_shares: of how many emulated cp ranks this process holds the shares, one after another.
-    """
+def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
+    """This rank's share of a micro-batch, on its device, with the mask that attention needs."""
     is_plain = batch.is_plain  # asked on the host, where it waits for nothing
     batch = batch.to(runtime.device)
-    cp_size = max(runtime.cp_size, num_shares)
-    if cp_size == 1:
+    if runtime.cp_size == 1:
         mask = None
         if not is_plain:
             mask = row_mask(batch.row_ids, batch.positions, batch.row_ids, batch.positions)
         return OwnBatch(batch=batch, inputs=_inputs(batch, mask))
     columns = [
-        context_columns(batch.tokens.shape[1], cp_rank=rank, cp_size=cp_size).to(runtime.device)
-        for rank in range(cp_size)
+        context_columns(batch.tokens.shape[1], cp_rank=rank, cp_size=runtime.cp_size).to(runtime.device)
+        for rank in range(runtime.cp_size)
     ]
-    gathered = torch.cat(columns)
-    own = gathered if num_shares > 1 else columns[runtime.cp_rank]
+    return share_of_columns(batch, columns[runtime.cp_rank], key_columns=torch.cat(columns))
+
+
+def share_of_columns(batch: MicroBatch, own: torch.Tensor, *, key_columns: torch.Tensor) -> OwnBatch:
+    """Takes some columns of a micro-batch; each of their tokens sees those of ``key_columns`` that its row has."""
     mask = row_mask(
-        batch.row_ids[:, own], batch.positions[:, own], batch.row_ids[:, gathered], batch.positions[:, gathered]
+        batch.row_ids[:, own],
+        batch.positions[:, own],
+        batch.row_ids[:, key_columns],
+        batch.positions[:, key_columns],
     )
-    share = _of_columns(batch, own)
+    share = of_columns(batch, own)
     return OwnBatch(batch=share, inputs=_inputs(share, mask), columns=own)
 
 
-def cut_shares(own: OwnBatch, num_shares: int) -> list[MicroBatch]:
-    """Cuts a batch into the emulated cp ranks' targets and values, without inputs."""
-    if num_shares == 1:
-        return [own.batch]
-    columns = torch.arange(own.batch.tokens.shape[1], device=own.batch.tokens.device)
-    return [_of_columns(own.batch, part) for part in columns.chunk(num_shares)]
-
-
-def _of_columns(batch: MicroBatch, columns: torch.Tensor) -> MicroBatch:
+def of_columns(batch: MicroBatch, columns: torch.Tensor) -> MicroBatch:
+    """Takes columns of a micro-batch, int64 ``[n]``, in this order."""
     cut: dict[str, Any] = {name: value[:, columns] for name, value in batch.tensors().items()}
     return replace(batch, **cut)
 
@@ -138,21 +133,20 @@ def exchange_rows(
     runtime: Runtime,
     *,
     width: int,
-    num_shares: int = 1,
+    cp_size: int,
+    own_cp_ranks: slice,
 ) -> np.ndarray:
     """Gathers rows of numbers of every micro-batch and cp rank, float64 ``[len(micro_batches), cp, width]``, on every
     rank.
 
-    own_rows: ``[width]`` by micro-batch index, computed by this rank; empty off the last stage. The tp ranks hold them
-    alike, and the first speaks. num_shares: of how many cp ranks one process has rows, ``[num_shares,
-    width]`` each. Collective.
+    own_rows: ``[width]``, or one row for each of the own cp ranks, by micro-batch index, computed by this rank; empty
+    off the last stage. The tp ranks hold them alike, and the first speaks. Collective.
     """
     places = {batch.index: place for place, batch in enumerate(micro_batches)}
-    num_ranks = max(runtime.cp_size, num_shares)
-    table = torch.zeros(len(micro_batches), num_ranks, width, dtype=torch.float64, device=runtime.device)
+    table = torch.zeros(len(micro_batches), cp_size, width, dtype=torch.float64, device=runtime.device)
     if runtime.tp_rank == 0:
         for index, row in own_rows.items():
-            table[places[index], slice(None) if num_shares > 1 else runtime.cp_rank] = row
+            table[places[index], own_cp_ranks] = row
     dist.all_reduce(table)  # each row is one rank's; all others add 0
     return table.cpu().numpy()
 

@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mock_scheduler.megatron.emulation.engine import build_execution
 from mock_scheduler.megatron.full_precision import prepare_optimizer
 from mock_scheduler.megatron.observed_model import ObservedModel, unwrapped
 from mock_scheduler.megatron.parameters import (
@@ -26,6 +25,7 @@ from mock_scheduler.megatron.parameters import (
 )
 from mock_scheduler.megatron.perturbation import Perturbation
 from pipelines.config.schema import PipelineConfig
+from pipelines.megatron.emulation.execution import build_execution
 from pipelines.megatron.model import Head, build_chunks, wrap_data_parallel
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.transformer_config import DTYPES, build_transformer_config
@@ -48,7 +48,7 @@ class TrainedModel:
 
     ``head``: logits for a policy, values for a critic. ``name``: the canonical names begin with it and a dot; empty for
     the policy. ``lr``: the largest learning rate. ``first_step``: the first step of the run that trains it.
-    ``execution``: the order of computation, of this layout or of an emulated one.
+    ``execution``: the order of computation.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainedModel:
 
     @property
     def vocab_parts(self) -> int:
-        """Counts the tp ranks' parts of the vocabulary, an emulated layout's included."""
+        """Counts the tp ranks' parts of the vocabulary."""
         return self.execution.vocab_parts
 
     def parameters(self) -> Iterator[LocalParameter]:

@@ -12,8 +12,6 @@ import torch
 from megatron.core import parallel_state
 
 from mock_scheduler.correction import CorrectionSpec
-from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph
-from mock_scheduler.megatron.execution import LossSums
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.algorithm.correction import correction_spec
 from pipelines.algorithm.geometric_loss import VERL_ZERO_WEIGHT_FLOOR, compute_geometric_loss
@@ -28,9 +26,10 @@ from pipelines.algorithm.losses import (
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import correction_of
+from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
-from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
+from pipelines.megatron.logprobs import VocabShard
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
 from pipelines.megatron.process.runtime import Runtime
@@ -98,14 +97,9 @@ class PolicyTrainer:
         has_floor = self._spec is not None and self._spec.release is not None
         return partial(compute_geometric_loss, zero_weight_floor=VERL_ZERO_WEIGHT_FLOOR if has_floor else None)
 
-    def vocab_shards(self, width: int) -> tuple[VocabShard, ...]:
-        """This rank's columns of logits that are ``width`` wide; several equal parts where a layout is emulated."""
-        num_parts = self.policy.vocab_parts // self.runtime.tp_size
-        first = self.runtime.tp_rank * width
-        size = width // num_parts
-        return tuple(self._vocab_shard(first + part * size, size) for part in range(num_parts))
-
-    def _vocab_shard(self, start: int, width: int) -> VocabShard:
+    def vocab_shard(self, width: int) -> VocabShard:
+        """This rank's columns of logits that are ``width`` wide."""
+        start = self.runtime.tp_rank * width
         allowed = self.allowed[start : start + width]
         allowed = torch.nn.functional.pad(allowed, (0, width - len(allowed)))
         return VocabShard(
@@ -124,31 +118,17 @@ class PolicyTrainer:
         ``chunks``: of the reference; else the policy's.
         """
 
-        execution = self.policy.execution
-        lots = execution.together(batches)
+        def reduce(own: OwnBatch, logits: torch.Tensor) -> torch.Tensor:
+            return self._logprobs(logits, own.batch.targets)[0]
 
-        def reduce(position: int, logits: torch.Tensor) -> torch.Tensor:
-            by_part = [
-                self._logprobs(own, part.batch.targets)[0] for part, own in execution.parts(lots[position], logits)
-            ]
-            return join_graph(by_part, 1)
-
-        logprobs = forward_only(chunks or self.policy.data_parallel, lots, self.runtime, reduce=reduce)
-        if not self.runtime.is_last_stage:
-            return {}
-        return {
-            part.batch.index: values
-            for lot, of_lot in zip(lots, logprobs, strict=True)
-            for part, values in execution.parts(lot, of_lot)
-        }
+        return forward_only(
+            chunks or self.policy.data_parallel, batches, self.runtime, self.policy.execution, reduce=reduce
+        )
 
     def _logprobs(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         temperature = self.config.actor_infer.generating_args.temperature
-        shards, num_shares = self.vocab_shards(logits.shape[-1]), self.policy.execution.num_shares
-        by_share = zip(cut_graph(logits, 1, num_shares), targets.chunk(num_shares, dim=1), strict=True)
-        parts = [vocab_parallel_logprobs(*two, *shards, temperature=temperature) for two in by_share]
-        logprobs, entropy = (join_graph(of_shares, 1) for of_shares in zip(*parts, strict=True))
-        return logprobs, entropy
+        shard = self.vocab_shard(logits.shape[-1])
+        return self.policy.execution.logprobs(logits, targets, shard, temperature=temperature)
 
     def update(
         self,
@@ -211,8 +191,15 @@ class PolicyTrainer:
         }
 
     def _merge_metrics(self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]) -> dict[str, float]:
-        shares = self.policy.execution.num_shares
-        rows = exchange_rows(micro_batches, sums, self.runtime, width=len(METRIC_SUMS), num_shares=shares)
+        execution = self.policy.execution
+        rows = exchange_rows(
+            micro_batches,
+            sums,
+            self.runtime,
+            width=len(METRIC_SUMS),
+            cp_size=execution.cp_size,
+            own_cp_ranks=execution.own_cp_ranks,
+        )
         totals = rows.sum(axis=1).sum(axis=0)
         named = dict(zip(METRIC_SUMS, (float(total) for total in totals), strict=True))
         num_tokens = named["num_tokens"]

@@ -59,7 +59,7 @@ def scale_loss() -> AbstractContextManager[None]:
 
 def scale_softmax_sum() -> AbstractContextManager[None]:
     """The first tp rank's part of the softmax's denominator is 0.1 % too large; it has all tokens that can be drawn."""
-    local_sums = logprobs._local_sums
+    local_sums = logprobs.local_sums
 
     def scaled(*args: Any) -> torch.Tensor:
         sums = local_sums(*args)
@@ -67,7 +67,7 @@ def scale_softmax_sum() -> AbstractContextManager[None]:
             sums[0] *= 1.001
         return sums
 
-    return replaced(logprobs, "_local_sums", scaled)
+    return replaced(logprobs, "local_sums", scaled)
 
 
 def scale_expert_weights() -> AbstractContextManager[None]:

@@ -14,11 +14,11 @@ from mock_scheduler.errors import LayoutError
 from mock_scheduler.layouts.layout import emulation_limits
 from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
 from mock_scheduler.megatron.emulation.gradients import OwnedRange, owned_ranges
-from mock_scheduler.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingConfig
+from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
 from pipelines.megatron.layers.router_ledger import RouterLedger
 from pipelines.megatron.places import ModelInputs, OwnBatch
 

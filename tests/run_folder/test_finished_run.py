@@ -35,6 +35,17 @@ def test_a_completed_run_is_summarised(tmp_path: Path) -> None:
     assert load_batches(tmp_path) == {0: "aa", 1: "bb"}
 
 
+def test_what_draws_in_training_may_be_stated(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert load_summary("one", tmp_path, elapsed_s=None).draws == ()
+    path = write_run(tmp_path, draws=["hidden_dropout"])
+    assert load_summary("one", tmp_path, elapsed_s=None).draws == ("hidden_dropout",)
+    write_run(tmp_path, draws=True)
+    with pytest.raises(AlignmentError) as caught:
+        load_summary("one", tmp_path, elapsed_s=None)
+    assert str(caught.value) == f"{path}: draws is True, expected a list of texts"
+
+
 def test_everything_wrong_in_a_file_is_listed(tmp_path: Path) -> None:
     path = write_run(tmp_path, status="going", wall_s="long", batches={"0": 1})
     with pytest.raises(AlignmentError) as caught:

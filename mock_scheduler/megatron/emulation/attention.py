@@ -13,7 +13,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from mock_scheduler.megatron.emulation.modules import EmulatedModules
 from mock_scheduler.megatron.emulation.parts import copies_graph, cut_graph, join_graph
-from pipelines.megatron.layers.attention import RowAttention
 
 _Parts = list[torch.Tensor]
 
@@ -26,7 +25,7 @@ def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> Non
         if norm is not None and not isinstance(norm, IdentityOp):
             modules.norm_of_heads(norm)
     core = attention.core_attention
-    _emulate_core(core, modules)
+    modules.emulate(core)
 
     def forward(
         hidden: torch.Tensor,
@@ -79,7 +78,7 @@ def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) 
     return apply_rotary_pos_emb(tensor, angles, config=attention.config, cp_group=attention.pg_collection.cp)
 
 
-def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
+def emulate_core(core: DotProductAttention, modules: EmulatedModules) -> None:
     """Lets the core attention take lists of the ranks' tensors, and give the whole context ``[s, b, heads · head]``."""
     tp, cp, shares = modules.plan.tp, modules.plan.cp, modules.plan.shares
     of_rank = _with_heads(core, tp)
@@ -98,7 +97,7 @@ def _emulate_core(core: RowAttention, modules: EmulatedModules) -> None:
     modules.replace(core, forward)
 
 
-def _with_heads(core: RowAttention, tp: int) -> Callable[..., torch.Tensor]:
+def _with_heads(core: DotProductAttention, tp: int) -> Callable[..., torch.Tensor]:
     """Megatron's attention over a tp-th of the heads, as one process computes it."""
     # A shallow copy: scale, softmax and dropout stay the layer's, and only the numbers of heads are a rank's.
     part = copy.copy(core)

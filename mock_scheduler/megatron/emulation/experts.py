@@ -8,33 +8,30 @@ tokens by group, and each group's product is one of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
+from megatron.core.transformer.moe.router import TopKRouter
 
 from mock_scheduler.megatron.emulation.accumulators import ParameterSplit
 from mock_scheduler.megatron.emulation.arithmetic import column_product, row_product
 from mock_scheduler.megatron.emulation.modules import EmulatedModules
-from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph, ordered_sum
-from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, unbiased_scores
+from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def emulate_experts(layer: MoELayer, modules: EmulatedModules) -> None:
     """Let a layer with experts compute rank by rank; its dispatcher stays as it is."""
-    _emulate_gate(layer.router, modules)
-    _emulate_router(layer.router, modules)
+    modules.emulate(layer.router)
     if layer.shared_experts is not None:
-        modules.mlp(layer.shared_experts)
+        modules.emulate(layer.shared_experts)
     _emulate_local_experts(layer, modules)
 
 
-def _emulate_gate(router: LayoutInvariantRouter, modules: EmulatedModules) -> None:
-    """The product of the router's weight with the tokens of each rank."""
+def emulate_gate(router: TopKRouter, modules: EmulatedModules) -> None:
+    """Let a router's weight be multiplied with the tokens of each rank."""
     modules.register(router, modules.split(modules.over_tokens))
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype)
 
@@ -47,47 +44,6 @@ def _emulate_gate(router: LayoutInvariantRouter, modules: EmulatedModules) -> No
         return join_graph(logits, 0)
 
     modules.replace(router, gating, method="gating")
-
-
-def _emulate_router(router: LayoutInvariantRouter, modules: EmulatedModules) -> None:
-    """Routes each rank's logits; counts are summed over all ranks of the same micro-batch."""
-    plan = modules.plan
-    of_replica = plan.cp * (plan.tp if plan.sequence_parallel else 1)
-    num_parts = plan.lanes * of_replica
-
-    def forward(
-        hidden: torch.Tensor, padding_mask: torch.Tensor | None = None, **unused: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # ``TopKRouter.forward`` begins so: the bias may have been cast with the model.
-        router._maintain_float32_expert_bias()
-        logits = [part.view(-1, router.num_experts) for part in cut_graph(router.gating(hidden), 0, num_parts)]
-        row_ids = (
-            [one.new_zeros(len(one), dtype=torch.int64) for one in logits]
-            if padding_mask is None
-            else [part.flatten() for part in padding_mask.chunk(num_parts)]
-        )
-        counts: list[torch.Tensor | None] = [None] * num_parts
-        if router.has_losses_now and router.has_losses:
-            counts = [*_counts_of_replicas(router, logits, row_ids, of_replica)]
-        routed = [
-            router.route(own, rows, counts=count, rank=modules.round * num_parts + part)
-            for part, (own, rows, count) in enumerate(zip(logits, row_ids, counts, strict=True))
-        ]
-        probs, routing_maps = zip(*routed, strict=True)
-        return join_graph(probs, 0), torch.cat(routing_maps)
-
-    modules.replace(router, forward)
-
-
-@torch.no_grad()
-def _counts_of_replicas(
-    router: LayoutInvariantRouter, logits: Sequence[torch.Tensor], row_ids: Sequence[torch.Tensor], of_replica: int
-) -> list[torch.Tensor]:
-    """For each rank, ``count_by_row`` added over all of its replica; whole numbers, so that the order is none."""
-    scores = [unbiased_scores(one, score_function=router.score_function) for one in logits]
-    own = [router.count_by_row(*two) for two in zip(scores, row_ids, strict=True)]
-    sums = [ordered_sum(own[start : start + of_replica]) for start in range(0, len(own), of_replica)]
-    return [total for total in sums for _ in range(of_replica)]
 
 
 def _emulate_local_experts(layer: MoELayer, modules: EmulatedModules) -> None:

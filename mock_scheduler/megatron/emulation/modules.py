@@ -7,7 +7,7 @@ that compute together. Local layers of megatron-core 0.16.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,27 +22,37 @@ from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
 from mock_scheduler.megatron.emulation.arithmetic import Norm, column_product, norm_function, norm_of_parts, row_product
 from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
-from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
-from pipelines.megatron.layers.repairs import ValueHead
 
 Tensors = Sequence[torch.Tensor]
+
+Emulator = Callable[[Any, "EmulatedModules"], None]
+"""Lets a module of one type compute rank by rank."""
+
+Emulators = Mapping[type[torch.nn.Module], Emulator]
+"""The emulator of each type of module. A subclass may compute something else, so it needs an entry of its own."""
 
 
 class EmulatedModules:
     """The modules of one chunk, and how they hold their parameters.
 
     ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: the lot
-    of virtual replicas that computes now.
+    of virtual replicas that computes now. ``emulators``: by type of module.
     """
 
-    def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators) -> None:
+    def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators, emulators: Emulators) -> None:
+        self.gpt = gpt
         self.plan = plan
         self.accumulators = accumulators
+        self.emulators = emulators
         self.is_paused = False
         self.round = 0
         self._tied: list[list[torch.Tensor]] | None = None
         # On one stage both uses of a tied weight share an accumulator; on two, each stage has one of its own.
         self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
+
+    def emulate(self, module: torch.nn.Module) -> None:
+        """Let a module compute as the ranks do."""
+        self.emulators[type(module)](module, self)
 
     def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
         """Let one module's method compute so, unless paused; hooks on it stay."""
@@ -95,9 +105,7 @@ class EmulatedModules:
 
         self.replace(norm, forward)
 
-    def taken(
-        self, module: Norm | ValueHead | LayoutInvariantRouter
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def taken(self, module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Weight and bias of every rank, share by share; ``None`` where there is no bias."""
         owner: Any = module
         weights = [part for parts in self.accumulators.take(owner.weight) for part in parts]
@@ -192,8 +200,8 @@ class EmulatedModules:
 
         self.replace(mlp, forward)
 
-    def embed(self, embedding: LanguageModelEmbedding) -> Callable[..., torch.Tensor]:
-        """Build the embedding of tokens ``[b, s]`` to ``[s, b, h]``."""
+    def embed(self, embedding: LanguageModelEmbedding) -> None:
+        """Emulates the embedding of tokens ``[b, s]`` to ``[s, b, h]``."""
         words = embedding.word_embeddings
         self.accumulators.register(words.weight, self.split("split", dim=0))
         positions = embedding.position_embeddings if embedding.add_position_embedding else None
@@ -225,14 +233,11 @@ class EmulatedModules:
                 embedded.append(own.transpose(0, 1).contiguous())
             return join_graph(embedded, 0)
 
-        return forward
+        self.replace(embedding, forward)
 
-    def output(self, gpt: GPTModel) -> None:
-        """Logits or values of all tokens; the weight may be that of the embedding."""
-        layer = gpt.output_layer
-        if isinstance(layer, ValueHead):
-            self._value_head(layer)
-            return
+    def output(self, layer: ColumnParallelLinear) -> None:
+        """Emulates the logits of all tokens; the weight may be that of the embedding."""
+        gpt = self.gpt
         parameter = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else layer.weight
         if not self._is_tied_here:
             self.accumulators.register(parameter, self.split("split", dim=0), use="output")
@@ -247,19 +252,6 @@ class EmulatedModules:
             return self.column(hidden, weights, [[] for _ in weights]), None
 
         self.replace(layer, forward)
-
-    def _value_head(self, head: ValueHead) -> None:
-        self.register(head, self.split(self.over_tokens))
-
-        def forward(hidden: torch.Tensor, **unused: object) -> tuple[torch.Tensor, None]:
-            weights, biases = self.taken(head)
-            parts = cut_graph(hidden, 0, len(weights))
-            values = [F.linear(*three) for three in zip(parts, weights, biases, strict=True)]
-            # As ``ValueHead`` does: float32 at least.
-            wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in values]
-            return join_graph(wide, 0), None
-
-        self.replace(head, forward)
 
 
 def _look_up(tokens: torch.Tensor, weight: torch.Tensor, part: int, *, is_split: bool, by_index: bool) -> torch.Tensor:

@@ -87,7 +87,9 @@ def _parameters(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) 
     if _is_wide(local.parameter):
         yield local.spec, local.parameter
         return
-    for _, spec, updated in _updated(local, optimizers):
+    if not local.parameter.requires_grad:
+        yield local.spec, local.parameter.to(state_dtype(local.parameter))  # no optimizer has a copy of it
+    for _, spec, updated in updated_tensors(local, optimizers):
         yield spec, updated
 
 
@@ -97,17 +99,22 @@ def _weights(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> 
 
 
 def _moments(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
-    for optimizer, spec, updated in _updated(local, optimizers):
+    for optimizer, spec, updated in updated_tensors(local, optimizers):
         state = optimizer.optimizer.state.get(updated) or {}
         for name in MOMENTS:
             moment = state[name] if name in state else torch.zeros_like(updated, dtype=state_dtype(updated))
             yield replace(spec, name=f"{spec.name}.{name}"), moment
 
 
-def _updated(
+def updated_tensors(
     local: LocalParameter, optimizers: Sequence[MegatronOptimizer]
 ) -> Iterator[tuple[MegatronOptimizer, ShardSpec, torch.Tensor]]:
-    """Yields each optimizer with the tensor it updates in a parameter's place, flat where it is a range."""
+    """Yields each optimizer with the tensor it updates in a parameter's place, flat where it is a range.
+
+    Nothing of a frozen parameter, nor where other ranks own all of it.
+    """
+    if not local.parameter.requires_grad:
+        return
     wide = local.parameter if _is_wide(local.parameter) else None
     for optimizer in optimizers:
         if optimizer.is_stub_optimizer:

@@ -23,6 +23,7 @@ from mock_scheduler.verdict.reasons import (
     NothingJudged,
     NothingTrained,
     NotReadable,
+    OtherDraws,
     OtherRecordings,
     OtherRollouts,
     Reason,
@@ -132,6 +133,8 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
             return _list_unjudged(verdict, why)
         case BaselineConflict():
             return [f"replicas disagree in the baseline, so it is no reference: {why.conflict.describe()}"]
+        case OtherDraws():
+            return [_describe_draws(why)]
         case NoCommonStep():
             return ["nothing was compared: no step is in both recordings"]
         case _:
@@ -160,6 +163,16 @@ def _describe_failure(why: Reason) -> str:
             return f"not {missing} yet: the alignment is still going, or was interrupted"
         case _:
             raise TypeError(f"{type(why).__name__} is no reason of one comparison")
+
+
+def _describe_draws(why: OtherDraws) -> str:
+    is_one = len(why.draws) == 1
+    what = f"{' and '.join(why.draws)} {'draws' if is_one else 'draw'}"
+    if why.layouts is None:
+        drew = f"{what} random numbers, and the two runs drew others (their ledgers of draws differ)"
+    else:
+        drew = f"{what} other random numbers under another layout ({why.layouts[0]} and {why.layouts[1]})"
+    return f"{drew}, so the two trained under other masks; set {'it' if is_one else 'them'} to 0 to compare them"
 
 
 def _describe_nothing(verdict: Verdict, why: NothingCompared) -> str:

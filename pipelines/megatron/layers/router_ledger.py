@@ -64,7 +64,7 @@ class RouterLedger:
     ) -> None:
         """Adds the sums of one pass through the router of ``layer`` (from 0); no gradient is kept.
 
-        rank: of an emulated layout, the rank of these tokens; the ranks' sums are added in their order.
+        rank: of these tokens, where one process has those of several; the ranks' sums are added in their order.
         """
         losses = torch.stack((load_balancing, z)).detach().double()
         row = torch.cat((losses, tokens_per_expert.double()))

@@ -12,6 +12,7 @@ from pipelines.algorithm.training_values import ValueMaker
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.algorithm import CriticConfig
 from pipelines.config.schema import PipelineConfig
+from pipelines.megatron.execution import Execution
 from pipelines.megatron.layers.router_ledger import router_weight
 from pipelines.megatron.learner import Learner, sum_and_max_difference
 from pipelines.megatron.process.runtime import Runtime
@@ -48,7 +49,8 @@ def test_replicas_share_the_micro_batches_of_an_update_between_them(dp_size: int
     owned = []
     for dp_rank in range(dp_size):
         learner = object.__new__(Learner)
-        learner.runtime, learner._num_shares = runtime(dp_rank, dp_size), 1
+        learner.runtime = runtime(dp_rank, dp_size)
+        learner._execution = Execution.of_layout(learner.runtime)
         owned.append([own.batch.index for own in learner._owned(batches)])
     assert owned == [list(range(dp_rank, 4, dp_size)) for dp_rank in range(dp_size)]
 

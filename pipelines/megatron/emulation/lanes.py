@@ -1,4 +1,4 @@
-"""Computes micro-batches of virtual replicas side by side in one pass, and the loss of each emulated cp rank's share.
+"""Computes micro-batches of virtual replicas side by side in one pass.
 
 Where an expert sees the tokens of several replicas at once, their micro-batches are the columns of one line after
 another's; every module but the experts cuts them apart again.
@@ -6,7 +6,7 @@ another's; every module but the experts cuts them apart again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,30 +100,3 @@ def _mask(inputs: ModelInputs) -> torch.Tensor:
     # True hides, as in Megatron: a token sees itself and those before it.
     unseen = torch.ones(length, length, dtype=torch.bool, device=inputs.tokens.device).triu(diagonal=1)
     return unseen.expand(num_lines, 1, length, length)
-
-
-ShareSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""A share's loss, number of tokens and metrics."""
-
-
-def cut_values(values: Mapping[str, torch.Tensor], num_shares: int) -> list[dict[str, torch.Tensor]]:
-    """``[b, s]`` tensors by name as each share has them."""
-    parts = {name: cut_graph(tensor, 1, num_shares) for name, tensor in values.items()}
-    return [{name: of_shares[share] for name, of_shares in parts.items()} for share in range(num_shares)]
-
-
-def joined_terms(terms: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The shares' ``[b, s]`` tensors by name, side by side."""
-    return {name: torch.cat([of_share[name] for of_share in terms], dim=1) for name in terms[0]}
-
-
-def sums_of_shares(sums: Sequence[ShareSums]) -> ShareSums:
-    """Loss and tokens over all shares, each of whose losses has the gradient that it has alone; metrics ``[n, width]``.
-
-    Of one share they are its own.
-    """
-    if len(sums) == 1:
-        total, num_tokens, metrics = sums[0]
-        return total, num_tokens.int(), metrics
-    totals, counts, metrics_of = zip(*sums, strict=True)
-    return torch.stack(totals).sum(), torch.stack(counts).sum().int(), torch.stack(metrics_of)
