@@ -147,4 +147,4 @@ def test_ones_own_configuration_is_not_asked_about(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plain_yaml_is_refused(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=r"config\.yaml (is not YAML: line|line 1: the tag)"):
-        find_stored_code(path, default_program="a:B", settings=())
+        find_stored_code(path, own_programs=("a:B",), settings=())

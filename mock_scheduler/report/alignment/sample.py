@@ -77,7 +77,7 @@ def find_worst_sample(
         max_difference=None, num_cut=0, turns=(), problem=chosen.problem,
     )  # fmt: skip
     if recording_dir is None:
-        return replace(empty, problem="the recording is not there any more")
+        return replace(empty, problem="its text is not known: the run has no recording")
     try:
         return _read_sample(chosen, recording_dir, empty)
     except (MockSchedulerError, OSError) as error:
