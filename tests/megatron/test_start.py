@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mock_scheduler.megatron.perturbation import Perturbation
+from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.start_report import KindOfStart, StartDifference, StartReport, load_start
 from tests.dist.conftest import launch
-from tests.megatron.start_worker import FAULTS, folder_of
+from tests.megatron.start_worker import FAULTS, PERTURBED, folder_of
 from tests.merged_traces import different_bits, distances, merge_step, tensor_of
 from tests.sharing import make_once
 
@@ -154,6 +156,21 @@ def test_a_weight_of_bfloat16_is_its_rounded_wide_copy(small: Path) -> None:
     assert wide.dtype is torch.float32
     assert torch.equal(weight, wide.bfloat16())
     assert not torch.equal(weight.float(), wide)  # the baseline's wide copy had been updated
+
+
+def test_a_start_is_perturbed_behind_it_as_a_checkpoint_is(small: Path) -> None:
+    """Wide copies are moved by roundings of bfloat16 and not rounded."""
+    moved, before = (
+        merge_step(small / folder / "state") for folder in (folder_of(ONE[2]), "dense/bfloat16/tp1-updated")
+    )
+    perturbation = Perturbation.build(PERTURBED)
+    assert perturbation is not None
+    for name in ("embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc1.weight"):
+        wide = tensor_of(before, "initial", name)
+        expected = perturbation.of_weight(wide, whole(name, tuple(wide.shape)), torch.bfloat16).float()
+        assert torch.equal(tensor_of(moved, "initial", name), expected)
+        assert torch.equal(tensor_of(moved, "weight", name), expected.bfloat16())
+    assert report_of(small, ONE[2]).is_perturbed
 
 
 def test_no_two_whole_tensors_are_held_at_once(small: Path) -> None:
