@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.megatron.attach import attach
+from mock_scheduler.megatron.attached.attach import attach
 
 
 class TrainingContext(Protocol):

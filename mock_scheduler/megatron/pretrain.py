@@ -16,7 +16,7 @@ from typing import Any
 from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.rules.known_wrong import installed_megatron
-from mock_scheduler.megatron.attach import attach
+from mock_scheduler.megatron.attached.attach import attach
 
 
 def attach_to_pretrain(*, prefix: str = "", run: AttachedRun | Path | str | None = None) -> None:

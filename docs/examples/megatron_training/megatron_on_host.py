@@ -28,17 +28,13 @@ HOST_ARGUMENTS = (
 """Arguments without which Megatron's fused kernels or NCCL are used."""
 
 
-def set_host_environment() -> None:
-    """Sets the variables that must be there before torch and Megatron are imported."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # checked for tp > 1
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the fusions are compiled functions
-
-
 def run_megatron_training_on_host() -> None:
     """Patches ``megatron.training`` where there is no CUDA. Must run before its arguments are parsed."""
     if has_cuda():
         return
     use_host_device()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for with tp > 1
+    torch._dynamo.config.disable = True  # fused functions are compiled ones
     # Imported here, since the host's device must be in use before.
     from megatron.training import initialize, training
 

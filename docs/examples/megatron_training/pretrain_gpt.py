@@ -20,6 +20,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from megatron_on_host import HOST_ARGUMENTS, run_megatron_training_on_host
 
+from mock_scheduler import megatron
+
 SMALL_GPT = (
     *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128", "--num-attention-heads", "4"),
     *("--group-query-attention", "--num-query-groups", "2", "--seq-length", "32", "--max-position-embeddings", "32"),
@@ -79,6 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.argv[1:] = [*SMALL_GPT, *HOST_ARGUMENTS, *arguments]
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    megatron.attach_to_pretrain()  # the one line of the instruments
     pretrain(config, provide_datasets, ModelType.encoder_or_decoder, step_forward)
 
 
