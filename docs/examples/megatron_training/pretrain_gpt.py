@@ -44,7 +44,7 @@ def provide_datasets(num_samples: Sequence[int], vp_stage: int | None = None) ->
         tokenizer=get_tokenizer(),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=args.eod_mask_loss,
         path_to_cache=args.data_cache_path,
     )
     return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
