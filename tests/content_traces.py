@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, TraceKind
+from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, whole
@@ -18,6 +22,9 @@ HIDDEN = "decoder.layers.0"
 LOSS = "lm_loss"
 NORM = "decoder.final_layernorm.weight"
 WIDTH = 6
+
+KINDS: tuple[TraceKind, ...] = ("initial", "input", "activation", "loss", "gradient", "parameter")
+LAYOUT = {"tp": 0, "pp": 0, "dp": 0, "cp": 0}
 
 Piece = tuple[str, Sequence[int]]
 """A row, and the positions that a micro-batch has of it."""
@@ -62,7 +69,7 @@ def content_step(tokens: Mapping[str, Sequence[int]], *, seed: int = 0) -> Conte
 def one_rank(step: ContentStep) -> list[ContentRank]:
     """The whole batch on one rank, a micro-batch for each row."""
     batches = [[(name, range(len(ids)))] for name, ids in step.tokens.items()]
-    return [ContentRank(coordinates={"tp": 0, "pp": 0, "dp": 0, "cp": 0}, micro_batches=batches)]
+    return [ContentRank(coordinates=LAYOUT, micro_batches=batches)]
 
 
 def table_of(rank: ContentRank, step: ContentStep) -> RowTable:
@@ -78,7 +85,7 @@ def save_content_trace(
     *,
     number: int = 0,
     level: str = "full",
-    kinds: Sequence[TraceKind] = ("input", "activation", "loss", "gradient"),
+    kinds: Sequence[TraceKind] = KINDS,
 ) -> Path:
     """Write one step of all ranks; each lists its own rows."""
     ranks = one_rank(step) if ranks is None else ranks
@@ -90,10 +97,15 @@ def save_content_trace(
         for batch in rank.micro_batches:
             for entry in _entries(batch, rows, rank, step, kinds):
                 sink.add(entry)
-        if "gradient" in kinds:
-            dims: tuple[DimName, ...] = ("channel",)
-            spec = whole(NORM, (WIDTH,))
-            sink.add(TraceEntry(update=0, kind="gradient", spec=spec, tensor=step.gradient, dims=dims))
+        weights = torch.ones(WIDTH)
+        state: Mapping[TraceKind, torch.Tensor] = {
+            "initial": weights,
+            "gradient": step.gradient,
+            "parameter": weights - 0.25 * step.gradient,
+        }
+        for kind, tensor in state.items():
+            if kind in kinds:
+                sink.add(TraceEntry(update=0, kind=kind, spec=whole(NORM, (WIDTH,)), tensor=tensor, dims=("channel",)))
         for more in step.more:
             sink.add(more)
         sink.close(StepFooter(rows=rows, update_rows=(tuple(range(len(rows.lengths))),), kinds=tuple(kinds)))
@@ -129,3 +141,34 @@ def _entries(
         dims: tuple[DimName, ...] = ("token", "channel") if is_wide else ("token",)
         entries.append(TraceEntry(update=0, kind=kind, spec=spec, tensor=local, dims=dims))
     return entries
+
+
+def save_content_run(
+    output_dir: Path,
+    step: ContentStep,
+    ranks: Sequence[ContentRank] | None = None,
+    *,
+    level: Literal["full", "sketch"] = "full",
+    kinds: Sequence[TraceKind] = KINDS,
+    loss: float = 2.5,
+    batch: str = "b0",
+    perturbation: int | None = None,
+) -> Path:
+    """Write the folder of a finished run of one step, as a training that the instruments are attached to leaves it."""
+    output_dir.mkdir()
+    config = AttachedRun(
+        output_dir=str(output_dir),
+        system_envs={"DETERMINISTIC_MODE": "1"},
+        trace=TraceConfig(level=level, kinds=list(kinds)),
+        perturbation=PerturbationConfig(seed=perturbation),
+    )
+    files = {
+        CONFIG_FILE: config.model_dump(mode="json"),
+        METRICS_FILE: {"step": 0, "metrics": {"loss": loss, "grad_norm": 1.5, "lr": 1e-3}},
+        RUN_FILE: {"status": "completed", "layout": "tp1", "wall_s": 1.0, "rollout_s": 0.0, "batches": {"0": batch}},
+        LEDGER_FILE: {"built": {}},
+    }
+    for name, content in files.items():
+        (output_dir / name).write_text(json.dumps(content) + "\n")
+    save_content_trace(output_dir / TRACE_FOLDER, step, ranks, level=level, kinds=kinds)
+    return output_dir

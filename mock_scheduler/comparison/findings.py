@@ -201,11 +201,31 @@ class OtherNumUpdates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherUpdateRows:
-    """An update trains on other rows; the counts are of rows on one side alone."""
+    """An update trains on other rows; the counts are of rows on one side alone, ``first``: one of these."""
 
     update: int
     num_baseline: int
     num_candidate: int
+    first: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherInput:
+    """A row of the same identity has other inputs: tokens, labels or loss mask.
+
+    Args:
+        row: Identity of the first such row; empty where sketches alone were compared, and nothing below is known.
+        position: Of the first such token in it.
+        baseline: Its value.
+        candidate: Likewise.
+        num_tokens: How many tokens have another value.
+    """
+
+    row: str = ""
+    position: int = 0
+    baseline: float | None = None
+    candidate: float | None = None
+    num_tokens: int = 0
 
 
 Fact = (
@@ -226,6 +246,7 @@ Fact = (
     | OtherLengths
     | OtherNumUpdates
     | OtherUpdateRows
+    | OtherInput
 )
 
 
@@ -243,6 +264,11 @@ class Finding:
     def is_selection(self) -> bool:
         """Whether the two runs were told to trace other things, so it says nothing about their computation."""
         return isinstance(self.fact, NotSelected)
+
+    @property
+    def is_other_data(self) -> bool:
+        """Whether it says that the two runs trained on other rows, or on other tokens of one row."""
+        return self.kind == "rows" or isinstance(self.fact, OtherInput)
 
     @property
     def lacks_tokens(self) -> bool:
@@ -335,4 +361,16 @@ class KindNotCompared:
     names: tuple[str, ...]
 
 
-Note = LedgerNotCompared | PartlyWritten | SketchTokensNotCompared | SketchWeightsNotCompared | KindNotCompared
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputsNotCompared:
+    """No input is in both traces: rows are known to be the same by their identities alone."""
+
+
+Note = (
+    InputsNotCompared
+    | LedgerNotCompared
+    | PartlyWritten
+    | SketchTokensNotCompared
+    | SketchWeightsNotCompared
+    | KindNotCompared
+)

@@ -260,6 +260,7 @@ class TensorComparison:
         num_located: Tensors within their bound in which places were looked for.
         num_exact: Tensors of which every bit must be as expected, and is: initial parameters and rounded weights.
         unmatched: Chosen kinds and patterns without a tensor, or ledger, of both sides.
+        is_by_content: Nobody told a side's training its rows: it has data of its own, and no rollouts.
     """
 
     steps: tuple[int, ...]
@@ -277,6 +278,7 @@ class TensorComparison:
     num_located: int = 0
     num_exact: int = 0
     unmatched: tuple[Unmatched, ...] = ()
+    is_by_content: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -30,8 +30,11 @@ MAX_LISTED = 1000
 NUM_NEAREST = 20
 
 
-def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
-    """The bounds of a comparison: their source, words, advice and measured noise."""
+def bounds_to_json(bounds: Bounds, *, is_by_content: bool = False) -> dict[str, JSON]:
+    """The bounds of a comparison: their source, words, advice and measured noise.
+
+    ``is_by_content``: as in ``describe_bounds_advice``.
+    """
     noise = bounds.noise
     measured: JSON = None
     if noise is not None:
@@ -44,7 +47,7 @@ def bounds_to_json(bounds: Bounds) -> dict[str, JSON]:
     return {
         "source": bounds.source,
         "description": describe_bounds(bounds),
-        "advice": describe_bounds_advice(bounds),
+        "advice": describe_bounds_advice(bounds, is_by_content=is_by_content),
         "noise": measured,
     }
 

@@ -80,10 +80,10 @@ def result_to_json(result: AlignmentResult, view: AlignmentView) -> dict[str, JS
 
 def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
     """The whole comparison as JSON values."""
-    recordings = result.recordings
+    recordings, tensors = result.recordings, result.verdict.tensors
     return {
         "format_version": FORMAT_VERSION,
-        "bounds": bounds_to_json(result.bounds),
+        "bounds": bounds_to_json(result.bounds, is_by_content=tensors is not None and tensors.is_by_content),
         "baseline": to_json(result.baseline),
         "candidate": to_json(result.candidate),
         **verdict_to_json(result.verdict),

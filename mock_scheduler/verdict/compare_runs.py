@@ -3,8 +3,8 @@
 ``compare_paths`` takes two paths of any kind, ``judge_runs`` and ``compare_runs`` two finished runs, and
 ``judge_recordings`` the differences of two recordings; ``direct_verdict.decide`` makes the verdict.
 
-Contract: reads, starts nothing and writes nothing. Two runs must have trained on the same rollouts: each states the
-digest of every batch.
+Contract: reads, starts nothing and writes nothing. Two runs must have trained on the same rollouts, or the same rows of
+their own data: each states the digest of every batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import JUDGED_KINDS
 from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.comparison.walk.steps import OnKey
-from mock_scheduler.comparison.walk.traces import compare_trace_folders
+from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_other_rows
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings
@@ -34,6 +34,8 @@ from mock_scheduler.verdict.reasons import (
     NoCommonStep,
     NotDeterministic,
     NotReadable,
+    OtherBatches,
+    OtherData,
     OtherDraws,
     OtherRecordings,
     OtherRollouts,
@@ -62,7 +64,7 @@ def judge_runs(
     """
     other_rollouts = _find_other_rollouts(baseline, candidate)
     if other_rollouts is not None:
-        return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_rollouts)
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=_name_other_rows(baseline, candidate, other_rollouts))
     other_draws = _find_other_draws(baseline, candidate)
     if other_draws is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
@@ -77,7 +79,9 @@ def judge_runs(
         )
     except (AlignmentError, TraceError) as error:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
-    if verdict.passes and not baseline.batches.keys() & candidate.batches.keys():
+    # Rows by content were compared themselves.
+    is_by_content = verdict.tensors is not None and verdict.tensors.is_by_content
+    if verdict.passes and not is_by_content and not baseline.batches.keys() & candidate.batches.keys():
         return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=UnknownRollouts())
     if verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
         draws = baseline.draws or candidate.draws
@@ -149,6 +153,21 @@ def _find_other_rollouts(baseline: RunSummary, candidate: RunSummary) -> OtherRo
     if not different:
         return None
     return OtherRollouts(first_step=int(different[0]), num_steps=len(different), num_shared=len(shared))
+
+
+def _name_other_rows(
+    baseline: RunSummary, candidate: RunSummary, other: OtherRollouts
+) -> OtherRollouts | OtherData | OtherBatches:
+    """Names the first other row where both runs have data of their own and traced it."""
+    try:
+        is_by_content, found = find_other_rows(baseline.output_dir / TRACE_FOLDER, candidate.output_dir / TRACE_FOLDER)
+    except TraceError:
+        return other  # without a readable trace the digests say all there is to say
+    if found is not None:
+        return OtherData(finding=found)
+    if is_by_content:
+        return OtherBatches(first_step=other.first_step, num_steps=other.num_steps, num_shared=other.num_shared)
+    return other
 
 
 def _find_other_draws(baseline: RunSummary, candidate: RunSummary) -> OtherDraws | None:

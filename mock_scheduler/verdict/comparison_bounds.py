@@ -93,18 +93,20 @@ def _measure(baseline: OpenedInput, run_dir: Path, perturbed: Sequence[Path]) ->
 
 
 def _perturbation_of(path: Path, baseline: OpenedInput) -> PerturbationConfig:
-    """How a run was perturbed; raises ``ConfigError`` where it was not, or trained on other rollouts."""
+    """How a run was perturbed; raises ``ConfigError`` where it was not, or trained on other rollouts or rows."""
     find_trace(path)
     if find_kind(path) != "run":
         return PerturbationConfig()
     perturbation = load_stored_config(path / CONFIG_FILE).perturbation
     if perturbation.seed is None:
-        raise ConfigError(f"{path} was not perturbed: run it with perturbation.seed=1, replaying the same recording")
+        raise ConfigError(f"{path} was not perturbed: run it with perturbation.seed=1, on the same recording or rows")
     if baseline.side.run is not None:
         ours = {int(step): digest for step, digest in baseline.side.run.batches.items()}
         theirs = load_batches(path)
         if any(theirs.get(step) != digest for step, digest in ours.items()):
-            raise ConfigError(f"{path} did not train on the baseline's rollouts: replay its recording")
+            raise ConfigError(
+                f"{path} did not train on the baseline's rollouts: replay its recording, or give it the same rows"
+            )
     return perturbation
 
 

@@ -30,6 +30,7 @@ from mock_scheduler.verdict.reasons import (
     NothingCompared,
     NothingJudged,
     NothingTrained,
+    OtherData,
     Reason,
     TracedOtherThings,
     Undecided,
@@ -75,7 +76,8 @@ def decide(
     return Verdict(
         kind=kind,
         why=why,
-        first=None if first is None else count_before(first, tensors),
+        # On other data nothing that follows is a divergence of the computation.
+        first=None if first is None or isinstance(why, OtherData) else count_before(first, tensors),
         metrics=metrics,
         tensors=tensors,
         bounds=bounds,
@@ -123,6 +125,9 @@ class _Evidence:
 
     def judge(self, first: Divergence | None, divergences: Sequence[Divergence]) -> tuple[VerdictKind, Reason]:
         """The verdict and its reason; ``first``: the first divergence beside mere choices of the traces."""
+        other_data = self._find_other_data(divergences)
+        if other_data is not None:
+            return VerdictKind.INCOMPARABLE, OtherData(finding=other_data)
         unusable = self.tensors.unusable[0] if self.tensors is not None and self.tensors.unusable else None
         # A tensor that is broken in both runs hides whatever comes with it or behind it.
         if unusable and (first is None or (first.step, first.update or 0) >= (unusable.step, unusable.update or 0)):
@@ -147,6 +152,13 @@ class _Evidence:
             kind = VerdictKind.SUSPECT if is_estimated else VerdictKind.DIVERGED
             return kind, BeyondBounds(is_estimated=is_estimated)
         return self._judge_equal()
+
+    def _find_other_data(self, divergences: Sequence[Divergence]) -> Finding | None:
+        """The first row that only one of two runs with data of their own trained on, or whose inputs differ."""
+        if self.tensors is None or not self.tensors.is_by_content:
+            return None
+        findings = (item.evidence for item in divergences)
+        return next((item for item in findings if isinstance(item, Finding) and item.is_other_data), None)
 
     def _judge_equal(self) -> tuple[VerdictKind, Reason]:
         tensors = self.tensors

@@ -149,6 +149,22 @@ class OtherRollouts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherData:
+    """Two runs with data of their own trained on other rows, or on other tokens of a row; ``finding``: the first."""
+
+    finding: Finding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherBatches:
+    """Two runs with data of their own trained on other rows in steps that they did not trace; as ``OtherRollouts``."""
+
+    first_step: int
+    num_steps: int
+    num_shared: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NotReadable:
     """The files of a run cannot be read; ``error``: of the reader."""
 
@@ -250,6 +266,8 @@ Reason = (
     | NotExplainedByNoise
     | BeyondBounds
     | OtherRollouts
+    | OtherData
+    | OtherBatches
     | NotReadable
     | RunFailed
     | StillOpen

@@ -31,6 +31,8 @@ TWO = (
     "moe/float32/dp2-ep2<moe/float32/tp1",
     "dense/bfloat16/dp2-moved<dense/bfloat16/tp1-updated",
 )
+#: Faults of one rank of two.
+LONE = ("lone-read", "lone-shape")
 FURTHER_BASELINES = ("late-experts/bfloat16/tp1-updated", "dense/float32/tp1-updated", "gpt2/float32/tp1")
 FOUR_BASELINES = (
     "dense/bfloat16/tp2-pp2-updated",
@@ -63,8 +65,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, and then two."""
 
     def run(folder: Path) -> dict[str, object]:
-        launch(1, folder, ("dense/float64/tp1", *BASELINES, *ONE, *FAULTS), module=MODULE)
-        launch(2, folder, TWO, module=MODULE)
+        alone = [fault for fault in FAULTS if fault not in LONE]
+        launch(1, folder, ("dense/float64/tp1", *BASELINES, *ONE, *alone), module=MODULE)
+        launch(2, folder, (*TWO, *LONE), module=MODULE)
         return {}
 
     return make_once(tmp_path_factory, "starts", run)[0]
@@ -180,6 +183,12 @@ def test_no_two_whole_tensors_are_held_at_once(small: Path) -> None:
             assert fact["counts"]["read"] > 20
 
 
+def test_a_model_of_megatron_draws_where_its_configuration_says_so(small: Path) -> None:
+    for task in (*ONE, *TWO):
+        for fact in facts_of(small, task):
+            assert fact["draws"] == [[], ["hidden_dropout"]]
+
+
 ADVICE = "Let both train one model with one optimizer."
 REFUSED = "AlignmentError: this run cannot start as its baseline did"
 
@@ -222,6 +231,30 @@ REFUSED = "AlignmentError: this run cannot start as its baseline did"
 def test_what_cannot_be_set_is_named(small: Path, fault: str, error: str) -> None:
     (fact,) = facts_of(small, fault)
     assert fact["error"].replace(str(small), "ROOT") == error
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("lone-read", "TraceError: decoder.layers.2.input_layernorm.weight is damaged"),
+        (
+            "lone-shape",
+            f"{REFUSED} (ROOT/dense/float32/tp1/trace):\n"
+            f"  - decoder.final_layernorm.weight is of shape [33], the baseline's of [32]\n{ADVICE}",
+        ),
+    ],
+)
+def test_a_fault_of_one_rank_ends_all_with_the_same_words(small: Path, fault: str, error: str) -> None:
+    facts = facts_of(small, fault)
+    assert [fact["error"].replace(str(small), "ROOT") for fact in facts] == [error, error]
+
+
+def test_a_baseline_that_traced_no_parameters_is_named(small: Path) -> None:
+    (fact,) = facts_of(small, "empty")
+    assert fact["error"].replace(str(small), "ROOT") == (
+        "AlignmentError: ROOT/without-parameters/trace has no parameters before step 2, so no run can start as its "
+        "baseline did: trace the baseline with initial in trace.kinds, and all names"
+    )
 
 
 def test_a_narrower_dtype_is_refused_and_a_wider_one_is_exact(small: Path) -> None:

@@ -212,11 +212,13 @@ def _counts(reader: TraceReader, key: TraceKey) -> dict[str, float]:
         rows = footer.update_rows[update]
         counts["rows"] = float(len(rows))
         counts["tokens"] = float(sum(footer.rows.lengths[row] for row in rows))
-    for other in reader.keys(key.step):
-        if other.update == update and other.kind == "output":
-            ranks = [piece.place.global_rank for piece in reader.pieces(other)]
-            counts["micro-batches"] = float(max(ranks.count(rank) for rank in set(ranks)))
-            break
+    # A program without log-probabilities shows its micro-batches by the losses, or the activations, of their tokens.
+    for kind in ("output", "loss", "activation"):
+        for other in reader.keys(key.step):
+            if (other.update, other.kind) == (update, kind) and reader.dims(other)[:1] == ("token",):
+                ranks = [piece.place.global_rank for piece in reader.pieces(other)]
+                counts["micro-batches"] = float(max(ranks.count(rank) for rank in set(ranks)))
+                return counts
     return counts
 
 

@@ -16,8 +16,9 @@ import torch
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
+from mock_scheduler.comparison.findings import OtherInput
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
+from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricLog, is_comparable, load_metrics
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_dtypes, find_epsilon
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
@@ -63,6 +64,7 @@ def measure_noise(
             on_run(position, len(trace_dirs))
         # Unbounded, since nothing is judged: the differences themselves are the noise.
         compared = compare_trace_folders(trace_of(baseline_dir), trace_dir, bounds=UNBOUNDED, selection=selection)
+        _check_data(compared, trace_dir, baseline_dir)
         if not compared.differences:
             raise AlignmentError(f"{trace_dir} has no tensor in common with {baseline_dir}: no noise can be measured")
         for difference in compared.differences:
@@ -95,6 +97,19 @@ def digest_of(run_dir: Path) -> str:
             for part in _header(path):
                 digest.update(part)
     return digest.hexdigest()
+
+
+def _check_data(compared: TensorComparison, trace_dir: Path, baseline_dir: Path) -> None:
+    """Raises ``AlignmentError`` for a run on other rows, whose differences would pass for noise."""
+    found = next((item for item in compared.findings if compared.is_by_content and item.is_other_data), None)
+    if found is not None:
+        what = found.name
+        if isinstance(found.fact, OtherInput):
+            what = f"{found.name} of row {found.fact.row or '(unknown)'} at step {found.step}"
+        raise AlignmentError(
+            f"{trace_dir} trained on other data than {baseline_dir}, so no noise can be measured: other {what}; give "
+            "it the same rows"
+        )
 
 
 def _find_unit(trace_dir: Path) -> float:

@@ -52,6 +52,8 @@ _LAYER_PARTS = (
 #: every other name.
 _OUTER_NAMES = (
     "tokens",
+    "labels",
+    "loss_mask",
     "response_mask",
     "rollout_logprobs",
     "old_logprobs",
@@ -65,6 +67,7 @@ _OUTER_NAMES = (
     "values",
     "advantages",
     "returns",
+    "lm_loss",
     "ratio",
     "pg_loss",
     "vf_loss",

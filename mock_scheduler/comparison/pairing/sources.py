@@ -32,6 +32,9 @@ class StepSource(LedgerSource, Protocol):
     def keys(self, step: int) -> frozenset[TraceKey]:
         """Returns every tensor of a step."""
 
+    def is_by_content(self, step: int) -> bool:
+        """Whether rows are by content: nobody told the training its rows."""
+
 
 class SketchSource(StepSource, Protocol):
     """A trace with sketches."""
@@ -49,6 +52,7 @@ class FullAsSketches:
         self.merge = reader.merge
         self.is_complete = reader.is_complete
         self.keys = reader.keys
+        self.is_by_content = reader.is_by_content
 
     @property
     def steps(self) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ def align_tokens(baseline: RowTable, candidate: RowTable) -> TokenAlignment:
 
 
 def _match_tokens(baseline: RowTable, candidate: RowTable) -> torch.Tensor:
-    starts = _starts(candidate)
+    starts = candidate.first_places
     theirs = {name: number for number, name in enumerate(_numbered(candidate.identities))}
     index = torch.full((baseline.num_tokens,), -1, dtype=torch.int64)
     offset = 0
@@ -98,15 +98,20 @@ def _match_tokens(baseline: RowTable, candidate: RowTable) -> torch.Tensor:
     return index
 
 
-def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter) -> list[Finding]:
-    """Finds rows of one side only, rows with another length, and updates training on other rows; symmetric."""
+def find_row_differences(
+    step: int, baseline: StepFooter, candidate: StepFooter, *, may_lack: tuple[bool, bool] = (False, False)
+) -> list[Finding]:
+    """Finds rows of one side only, rows with another length, and updates training on other rows; symmetric.
+
+    ``may_lack``: sides that do not list all of their rows, as some of their ranks wrote nothing.
+    """
     ours, theirs = (
         dict(zip(_numbered(side.rows.identities), side.rows.lengths, strict=True)) for side in (baseline, candidate)
     )
     facts: list[RowsOnlyIn | OtherLengths | OtherNumUpdates | OtherUpdateRows] = []
-    for side, own, other in zip(SIDES, (ours, theirs), (theirs, ours), strict=True):
+    for side, own, other, is_lacking in zip(SIDES, (ours, theirs), (theirs, ours), may_lack[::-1], strict=True):
         only = [name[0] for name in own if name not in other]
-        if only:
+        if only and not is_lacking:
             first = tuple(only[:NAMED_ROWS])
             facts.append(RowsOnlyIn(side=side, num_rows=len(only), num_all=len(own), first=first))
     lengths = [
@@ -116,7 +121,7 @@ def find_row_differences(step: int, baseline: StepFooter, candidate: StepFooter)
     ]
     if lengths:
         facts.append(OtherLengths(num_rows=len(lengths), first=tuple(lengths[:NAMED_ROWS])))
-    facts += _find_other_updates(baseline, candidate)
+    facts += [] if any(may_lack) else _find_other_updates(baseline, candidate)
     return [Finding(kind="rows", step=step, update=None, name=f"rows of step {step}", fact=fact) for fact in facts]
 
 
@@ -129,7 +134,8 @@ def _find_other_updates(baseline: StepFooter, candidate: StepFooter) -> list[Oth
         ours, theirs = (_trained_on(footer, update) for footer in (baseline, candidate))
         if ours != theirs:
             only = (len(ours - theirs), len(theirs - ours))
-            found.append(OtherUpdateRows(update=update, num_baseline=only[0], num_candidate=only[1]))
+            first = min(ours ^ theirs)[0]
+            found.append(OtherUpdateRows(update=update, num_baseline=only[0], num_candidate=only[1], first=first))
     return found
 
 
@@ -147,11 +153,3 @@ def _numbered(identities: Sequence[str]) -> list[tuple[str, int]]:
         numbered.append((identity, seen[identity]))
         seen[identity] += 1
     return numbered
-
-
-def _starts(rows: RowTable) -> list[int]:
-    starts, offset = [], 0
-    for length in rows.lengths:
-        starts.append(offset)
-        offset += length
-    return starts

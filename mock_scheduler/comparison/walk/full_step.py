@@ -24,6 +24,7 @@ from mock_scheduler.comparison.findings import (
     Finding,
     LacksTokens,
     OtherDtype,
+    OtherInput,
     OtherPlaces,
     OtherStart,
     PartlyWritten,
@@ -47,6 +48,7 @@ from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
 from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
 from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
+from mock_scheduler.support.tensor_bytes import view_as_bits
 from mock_scheduler.trace.entries import TraceKey
 
 
@@ -88,7 +90,7 @@ class FullStep:
             if key.kind in STATE_KINDS:
                 if key.kind in needed and sides.selection.has_name(key.name):
                     state.setdefault(key.name, []).append(key)
-            elif is_choice(key) or sides.is_selected(key):
+            elif is_choice(key) or sides.is_selected(key) or sides.is_data(key):
                 others.append(key)
         # A stable sort: choices first, all else still in the order of computation.
         others.sort(key=lambda key: not is_choice(key))
@@ -100,6 +102,8 @@ class FullStep:
         pair = self._pair(key, is_reported=is_reported)
         if pair is None:
             return
+        if self._sides.is_data(key) and not pair.is_equal:
+            self._found.findings.append(finding(key, self._find_other_input(pair)))
         # Before it is judged, since its own flips are left out of it too.
         if is_choice(key):
             self._follow_choice(pair)
@@ -111,6 +115,23 @@ class FullStep:
         # Helpers are read for what follows from them, and judged nowhere.
         if is_reported:
             self._measure(pair, num_flipped_tokens=num_flipped)
+
+    def _find_other_input(self, pair: TensorPair) -> OtherInput:
+        """Finds the first token, in the order of rows, whose input is another in the candidate."""
+        if pair.dims[:1] != ("token",):
+            return OtherInput()
+        differs = view_as_bits(pair.baseline.double()) != view_as_bits(pair.candidate.double())
+        if pair.present is not None:
+            differs = differs & pair.present
+        by_token = differs.reshape(len(differs), -1)
+        token = int(by_token.any(dim=1).nonzero()[0])
+        element = int(by_token[token].nonzero()[0])
+        row, position = self.tokens.find(token)
+        values = (side.reshape(len(differs), -1)[token, element].item() for side in (pair.baseline, pair.candidate))
+        mine, other = values
+        return OtherInput(
+            row=row, position=position, baseline=mine, candidate=other, num_tokens=int(by_token.any(dim=1).sum())
+        )
 
     def _walk_state(self, keys: Sequence[TraceKey]) -> None:
         selection = self._sides.selection

@@ -27,6 +27,7 @@ from mock_scheduler.comparison.findings import (
     NotFinite,
     OtherCount,
     OtherDtype,
+    OtherInput,
     OtherShape,
     OtherStart,
     SketchTokensNotCompared,
@@ -100,12 +101,14 @@ class _SketchStep:
         is_helper = key.kind in ("initial", "gradient") and self._sides.selection.has_name(key.name)
         if key.kind == "weight" and is_selected:
             self._found.notes[SketchWeightsNotCompared()] = None
-        if key.kind == "weight" or not (is_selected or is_helper):
+        if key.kind == "weight" or not (is_selected or is_helper or self._sides.is_data(key)):
             return
         pair = self._read(key, is_reported=is_selected)
         if pair is None:
             return
         identical = _is_identical(pair)
+        if self._sides.is_data(key) and not identical:
+            self._found.findings.append(finding(key, OtherInput()))
         if key.kind == "gradient":
             self._has_equal_gradients[key.update, key.name] = identical
         if is_choice(key) and not identical:

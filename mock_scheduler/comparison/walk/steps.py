@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
-from mock_scheduler.comparison.findings import SIDES, Finding, Note, NotShown, OnlyIn, Unmatched
+from mock_scheduler.comparison.findings import SIDES, Finding, InputsNotCompared, Note, NotShown, OnlyIn, Unmatched
 from mock_scheduler.comparison.pairing.ledgers import compare_ledgers
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.pairing.selection import (
@@ -55,6 +55,7 @@ class Found:
     numbers: dict[str, float] = field(default_factory=dict)
     num_located: int = 0
     num_exact: int = 0
+    is_by_content: bool = False
     unmatched: tuple[Unmatched, ...] = ()
 
     def sort(self) -> None:
@@ -81,6 +82,7 @@ class Found:
             numbers=dict(self.numbers),
             num_located=self.num_located,
             num_exact=self.num_exact,
+            is_by_content=self.is_by_content,
             unmatched=self.unmatched,
         )
 
@@ -143,6 +145,8 @@ class StepSides:
         selection: Of the comparison.
         found: Results so far.
         is_first: It is the first step compared.
+        is_by_content: Rows of a side are by content: nothing but their identities and inputs shows that both are the
+            same.
     """
 
     step: int
@@ -152,6 +156,7 @@ class StepSides:
     selection: Selection
     found: Found
     is_first: bool
+    is_by_content: bool = False
 
     @classmethod
     def read(
@@ -168,15 +173,23 @@ class StepSides:
         ours, theirs = sources
         # Rows and selection are the same on every rank, so that the first rank's footer stands for all.
         footers = (ours.footers(step)[0][1], theirs.footers(step)[0][1])
-        found.findings += find_row_differences(step, *footers)
+        is_partial = (not ours.is_complete(step), not theirs.is_complete(step))
+        is_by_content = ours.is_by_content(step) or theirs.is_by_content(step)
+        # A rank lists its own rows then, and nothing is known of a rank's that wrote no trace.
+        may_lack = is_partial if is_by_content else (False, False)
+        found.findings += find_row_differences(step, *footers, may_lack=may_lack)
+        found.is_by_content |= is_by_content
+        if is_by_content and not any(key.kind == "input" for key in keys[0] & keys[1]):
+            found.notes[InputsNotCompared()] = None
         return cls(
             step=step,
             keys=keys,
             footers=footers,
-            is_partial=(not ours.is_complete(step), not theirs.is_complete(step)),
+            is_partial=is_partial,
             selection=selection,
             found=found,
             is_first=is_first,
+            is_by_content=is_by_content,
         )
 
     @property
@@ -187,6 +200,10 @@ class StepSides:
     def is_selected(self, key: TraceKey) -> bool:
         """Whether a tensor is to be compared."""
         return self.selection.has_kind(key.kind) and self.selection.has_name(key.name)
+
+    def is_data(self, key: TraceKey) -> bool:
+        """Whether a tensor shows that both runs trained on the same data, so it is compared whatever is selected."""
+        return self.is_by_content and key.kind == "input"
 
     def has_both(self, key: TraceKey, *, is_reported: bool = True) -> bool:
         """Whether both sides have a tensor; if not, keeps the absence with its reason."""

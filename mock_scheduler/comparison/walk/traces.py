@@ -17,10 +17,11 @@ import torch
 from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.comparison.explain.explanation import explain_differences, layout_numbers
 from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
+from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.pairing.pairs import TracePair
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSource
-from mock_scheduler.comparison.pairing.tokens import TokenAlignment
+from mock_scheduler.comparison.pairing.tokens import TokenAlignment, find_row_differences
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.full_step import FullStep
 from mock_scheduler.comparison.walk.sketches import compare_sketches
@@ -120,6 +121,29 @@ def open_sources(baseline_dir: Path, candidate_dir: Path) -> Iterator[tuple[Sket
             for path, reader in zip(folders, readers, strict=True)
         )
         yield ours, theirs
+
+
+def find_other_rows(baseline_dir: Path, candidate_dir: Path) -> tuple[bool, Finding | None]:
+    """Compares the rows of two traces and no tensor.
+
+    Returns:
+        Whether rows of a shared step are by content, and the first difference of such rows.
+
+    Raises:
+        TraceError: A file is damaged.
+    """
+    is_by_content = False
+    with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
+        for step in sorted(set(ours.steps) & set(theirs.steps)):
+            if not ours.is_by_content(step) and not theirs.is_by_content(step):
+                continue
+            is_by_content = True
+            may_lack = not ours.is_complete(step), not theirs.is_complete(step)
+            footers = ours.footers(step)[0][1], theirs.footers(step)[0][1]
+            found = find_row_differences(step, *footers, may_lack=may_lack)
+            if found:
+                return True, found[0]
+    return is_by_content, None
 
 
 def find_dtypes(trace_dir: Path, kinds: Collection[TraceKind]) -> frozenset[torch.dtype]:

@@ -1,10 +1,11 @@
 """The trajectory of the worst sample of a candidate, turn by turn, with how far apart the runs are at each token.
 
-Contract: read from the recording and both runs' traces. The sample is that of the first divergence where its tensor
-has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names a sample. Never
-fails: ``problem`` says why a part cannot be shown. A trajectory of more than ``MAX_TOKENS`` is cut around its worst
-token. On the page each token is as dark as the two runs are apart there, in decades below the row's largest difference;
-the worst token stands alone, and the five worst are listed with their numbers.
+Contract: read from the recording, or the traced tokens of a program without one, and both runs' traces. The sample is
+that of the first divergence where its tensor has tokens; else the one with the largest difference of a log-probability,
+or of whatever tensor names a sample. Never fails: ``problem`` says why a part cannot be shown. A trajectory of more
+than ``MAX_TOKENS`` is cut around its worst token. On the page each token is as dark as the two runs are apart there, in
+decades below the row's largest difference; the worst token stands alone, and the five worst are listed with their
+numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.browse import list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.alignment.tokens import ChosenSample, choose_sample
+from mock_scheduler.report.alignment.traced_row import read_traced_row
 from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, recorded_vocabulary, split_stretches
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader
@@ -28,6 +30,8 @@ from mock_scheduler.verdict.wording.tensors import format_size
 
 MAX_TOKENS = 1500
 _TRAIN = "train"
+#: Titles of tokens with and without a loss, where no recording tells turns.
+_TRAINED, _CONTEXT = "with a loss", "without a loss"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +80,9 @@ def find_worst_sample(
         step=chosen.step, identity=chosen.identity, summary="", tensor=chosen.tensor, worst_position=None,
         max_difference=None, num_cut=0, turns=(), problem=chosen.problem,
     )  # fmt: skip
-    if recording_dir is None:
-        return replace(empty, problem="its text is not known: the run has no recording")
     try:
+        if recording_dir is None:
+            return _read_traced_sample(chosen, baseline, empty)
         return _read_sample(chosen, recording_dir, empty)
     except (MockSchedulerError, OSError) as error:
         return replace(empty, problem=str(error))
@@ -99,34 +103,62 @@ def _read_sample(chosen: ChosenSample, recording_dir: Path, empty: SampleView) -
     return _describe_sample(batch, row, chosen, empty, vocabulary=recorded_vocabulary(reader))
 
 
+def _read_traced_sample(chosen: ChosenSample, baseline: TraceReader | None, empty: SampleView) -> SampleView:
+    stretches = () if baseline is None else read_traced_row(baseline, chosen.step, chosen.identity)
+    if not stretches:
+        return replace(empty, problem="its text is not known: the run has no recording")
+    parts = [(stretch, _TRAINED if stretch.is_response else _CONTEXT, "") for stretch in stretches]
+    num_tokens = sum(len(stretch.tokens) for stretch in stretches)
+    return _lay_out(parts, chosen, empty, summary=count_of(num_tokens, "token"), vocabulary=None)
+
+
 def _describe_sample(
     batch: RolloutBatch, row: int, chosen: ChosenSample, empty: SampleView, *, vocabulary: Vocabulary | None
 ) -> SampleView:
     trajectory = batch.rows()[row]
     num_tokens = len(trajectory.tokens)
-    values = chosen.values if len(chosen.values) == num_tokens else (None,) * num_tokens
-    known = [(value, position) for position, value in enumerate(values) if value is not None]
-    largest, worst = max(known, key=lambda item: item[0], default=(None, None))
-    start = max(min((worst or 0) - MAX_TOKENS // 2, num_tokens - MAX_TOKENS), 0)
     stretches = list(split_stretches(trajectory, has_logprobs=has_logprobs(batch)))
     reward = float(batch.rewards[row])
     responses = sum(stretch.is_response for stretch in stretches)
     by_turn = responses == len(trajectory.turn_rewards)
-    turns: list[SampleTurn] = []
+    parts: list[tuple[Stretch, str, str]] = []
     position, number = 0, 0
     for stretch in stretches:
         title = _title(stretch, position, number if by_turn else None)
         note = f"reward {float(trajectory.turn_rewards[number]):g}" if stretch.is_response and by_turn else ""
         number += stretch.is_response
+        parts.append((stretch, title, note))
+        position += len(stretch.tokens)
+    summary = (
+        f"{trajectory.termination.name.lower()}, reward {reward:g}, {count_of(num_tokens, 'token')}, "
+        f"{len(trajectory.rollout_logprobs):,} of them sampled"
+    )
+    return _lay_out(parts, chosen, empty, summary=summary, vocabulary=vocabulary)
+
+
+def _lay_out(
+    parts: Sequence[tuple[Stretch, str, str]],
+    chosen: ChosenSample,
+    empty: SampleView,
+    *,
+    summary: str,
+    vocabulary: Vocabulary | None,
+) -> SampleView:
+    """Lays out stretches with their titles and notes, cut around the worst token."""
+    num_tokens = sum(len(stretch.tokens) for stretch, _, _ in parts)
+    values = chosen.values if len(chosen.values) == num_tokens else (None,) * num_tokens
+    known = [(value, position) for position, value in enumerate(values) if value is not None]
+    largest, worst = max(known, key=lambda item: item[0], default=(None, None))
+    start = max(min((worst or 0) - MAX_TOKENS // 2, num_tokens - MAX_TOKENS), 0)
+    turns: list[SampleTurn] = []
+    position = 0
+    for stretch, title, note in parts:
         turn = _turn(stretch, position, values, title=title, note=note, vocabulary=vocabulary)
         turns += _cut(turn, start, start + MAX_TOKENS)
         position += len(stretch.tokens)
     return replace(
         empty,
-        summary=(
-            f"{trajectory.termination.name.lower()}, reward {reward:g}, {count_of(num_tokens, 'token')}, "
-            f"{len(trajectory.rollout_logprobs):,} of them sampled"
-        ),
+        summary=summary,
         worst_position=worst,
         max_difference=largest,
         num_cut=max(num_tokens - MAX_TOKENS, 0),

@@ -27,7 +27,12 @@ from mock_scheduler.verdict.results import CandidateResult
 MAX_ELEMENTS = 1 << 26  # of a tensor that is read for this
 #: Kinds whose value at a position is about the token after it, which is predicted there; it is shown at that token.
 _PREDICTIONS: frozenset[TraceKind] = frozenset({"score", "advantage", "output", "loss"})
-_SCORES: tuple[tuple[TraceKind, str], ...] = (("output", "logprobs"), ("score", "old_logprobs"), ("loss", "ratio"))
+_SCORES: tuple[tuple[TraceKind, str], ...] = (
+    ("output", "logprobs"),
+    ("score", "old_logprobs"),
+    ("loss", "ratio"),
+    ("loss", "lm_loss"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

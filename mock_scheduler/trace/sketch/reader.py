@@ -89,6 +89,10 @@ class SketchReader:
         """Whether all ranks of the run wrote ``step``; otherwise sketches may be of parts of the tensors."""
         return len(self._steps[step]) == self._steps[step][0].world_size
 
+    def is_by_content(self, step: int) -> bool:
+        """Whether the places of rows follow from their identities."""
+        return bool(self.footer(step).rows.starts)
+
     def keys(self, step: int) -> frozenset[TraceKey]:
         """Every tensor of any rank at ``step``."""
         return frozenset(key for rank in self._steps[step] for key in rank.tensors)

@@ -14,9 +14,9 @@ counts and fingerprint, to rounding in sums. The factor of an element depends on
   with a chance of about 2^-63, times 2^z where all changes of words are multiples of 2^z: for 32 bits at most 2^-32,
   where nothing but signs changed, which the sums show unless it is the sign of zeros.
 
-The index is taken modulo 2^64. Of rows by content (``entries.virtual_start``) two elements may then have one index,
-with a chance of about pairs of rows / 2^(62 - log2 of the width), and count as one place: only an exchange of such
-elements between the two rows is not seen.
+The index is taken modulo 2^64. Elements of two rows by content (``entries.virtual_start``) may then have one index,
+with a chance of 2^(k - 42) for each pair of rows, where 2^k is the largest power of two in the width, and 2^-40 at
+least. Only an exact exchange of such elements between the two rows is not seen.
 
 Error bar. If d is the difference of two tensors and e the estimate of its norm, then e² / ‖d‖² has the mean 1 and a
 variance of at most 2 / n with 1 / n = 1 / B + 1 / 2039: the second term comes from elements that meet in a slot. For

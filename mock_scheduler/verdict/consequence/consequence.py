@@ -22,8 +22,9 @@ import torch
 
 from mock_scheduler.comparison.pairing.pairs import TracePair
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.pairing.sources import StepSource
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment, align_tokens
-from mock_scheduler.comparison.walk.traces import trace_level
+from mock_scheduler.comparison.walk.traces import open_sources, trace_level
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.correction.config.rules import LOG_RATIO_BOUND
 from mock_scheduler.errors import TraceError
@@ -36,6 +37,9 @@ from mock_scheduler.verdict.consequence.update import UpdateDirections
 
 #: By their numbers in ``clip_states``.
 CLIP_STATES: tuple[ClipState, ...] = get_args(ClipState)
+
+#: Values of a policy, which no other training has.
+_POLICY_KINDS: frozenset[TraceKind] = frozenset({"score", "advantage", "output"})
 
 _LOW, _HIGH, _DUAL = range(1, len(CLIP_STATES))
 
@@ -87,13 +91,14 @@ def find_consequence(
     rules = load_clip_rule(baseline_dir / CONFIG_FILE), load_clip_rule(candidate_dir / CONFIG_FILE)
     folders = baseline_dir / TRACE_FOLDER, candidate_dir / TRACE_FOLDER
     if "sketch" in [trace_level(folder) for folder in folders]:
-        return _Collected(rules=rules).result()
+        with open_sources(*folders) as sources:
+            return _Collected(rules=rules, has_policy=_has_policy(sources, selection)).result()
     with (
         open_trace(folders[0]) as ours,
         open_trace(folders[1]) as theirs,
         TracePair(ours, theirs) as traces,
     ):
-        collected = _Collected(rules=rules)
+        collected = _Collected(rules=rules, has_policy=_has_policy((ours, theirs), selection))
         shared = [step for step in ours.steps if step in theirs.steps and selection.has_step(step)]
         if not shared:
             raise TraceError(
@@ -102,6 +107,14 @@ def find_consequence(
         for step in shared:
             collected.add_step(traces, step)
     return collected.result()
+
+
+def _has_policy(sources: tuple[StepSource, StepSource], selection: Selection) -> bool:
+    """Whether a policy is trained: a program with data of its own that shows no value of one has no policy."""
+    steps = [(source, step) for source in sources for step in source.steps if selection.has_step(step)]
+    return not all(source.is_by_content(step) for source, step in steps) or any(
+        key.kind in _POLICY_KINDS for source, step in steps for key in source.keys(step)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -149,6 +162,7 @@ class _Collected:
     """Sums over all steps so far."""
 
     rules: tuple[ClipRule, ClipRule]
+    has_policy: bool = True
     num_tokens: int | None = None
     flips: Counter[tuple[int, int]] | None = None
     kl_to: KlTarget | None = None
@@ -265,6 +279,7 @@ class _Collected:
             update_cosine=tuple(item.cosine for item in self.directions.found),
             update_ratio=tuple(item.ratio for item in self.directions.found),
             left_out=tuple(sorted(self.directions.left_out)),
+            has_policy=self.has_policy,
         )
 
 

@@ -18,6 +18,9 @@ CONSEQUENCE_KINDS: tuple[TraceKind, ...] = (
     "parameter",
 )
 
+#: Those of the update alone, which every training has.
+UPDATE_KINDS: tuple[TraceKind, ...] = ("initial", "parameter")
+
 ClipState = Literal["not clipped", "clipped low", "clipped high", "dual clipped"]
 """``clipped low``: ratio below 1 - pg_clip, advantage negative. ``clipped high``: ratio above 1 + pg_clip_high,
 advantage positive. ``dual clipped``: ratio above dual_clip, advantage negative."""
@@ -74,6 +77,7 @@ class Consequence:
         updates: (step, update), in order.
         update_ratio: ‖candidate's change‖ / ‖baseline's change‖, for each of ``updates``.
         left_out: Parameters without a whole trace in both runs.
+        has_policy: Whether the training has a policy loss: else there is nothing to clip, and no advantage.
     """
 
     num_tokens: int | None
@@ -92,3 +96,4 @@ class Consequence:
     updates: tuple[tuple[int, int], ...] = ()
     update_ratio: tuple[float, ...] = ()
     left_out: tuple[str, ...] = ()
+    has_policy: bool = True

@@ -21,8 +21,8 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.wording.residuals import describe_locality
 
 _CALIBRATE = (
-    "calibrate, run the baseline again, replaying its recording, with perturbation.seed=1 (2, 3, 4, 5) and give the "
-    "runs as noise (--noise); mock-scheduler align does so itself"
+    "calibrate, run the baseline again, {how}, with perturbation.seed=1 (2, 3, 4, 5) and give the runs as noise "
+    "(--noise); mock-scheduler align does so itself"
 )
 _EQUAL_FORWARD = (
     "the forward pass before it is equal to the last bit, so that only roundings of the backward pass may differ"
@@ -69,15 +69,18 @@ def describe_bounds(bounds: Bounds) -> str:
     raise TypeError(f"{type(bounds).__name__} has no words")
 
 
-def describe_bounds_advice(bounds: Bounds) -> str:
-    """Says how to get bounds that decide more; empty where all are measured or stated."""
+def describe_bounds_advice(bounds: Bounds, *, is_by_content: bool = False) -> str:
+    """Says how to get bounds that decide more; empty where all are measured or stated.
+
+    ``is_by_content``: the training has data of its own, and no recording.
+    """
     match bounds:
         case TheoryBounds():
-            return _CALIBRATE
+            return _CALIBRATE.format(how="on the same rows" if is_by_content else "replaying its recording")
         case WideBounds(inner=inner):
-            return describe_bounds_advice(inner)
+            return describe_bounds_advice(inner, is_by_content=is_by_content)
         case StatedBounds(states_all=False, otherwise=otherwise):
-            return describe_bounds_advice(otherwise)
+            return describe_bounds_advice(otherwise, is_by_content=is_by_content)
     return ""
 
 

@@ -6,7 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS, Consequence, KlTarget, RolloutGap
+from mock_scheduler.verdict.consequence.figures import (
+    CONSEQUENCE_KINDS,
+    UPDATE_KINDS,
+    Consequence,
+    KlTarget,
+    RolloutGap,
+)
 
 _NUM_NAMED = 3
 _NUM_UPDATES = 6
@@ -27,7 +33,7 @@ def describe_consequence(found: Consequence) -> str:
     sentences = [_sentence(policy), _sentence(rest)]
     missing = _list_missing(found)
     if missing:
-        kinds = ",".join(CONSEQUENCE_KINDS)
+        kinds = ",".join(CONSEQUENCE_KINDS if found.has_policy else UPDATE_KINDS)
         sentences.append(f"Not computed: {', '.join(missing)}; run both with trace.level=full trace.kinds=[{kinds}].")
     if found.left_out:
         names = list_some(found.left_out, _NUM_NAMED, ", ")
@@ -78,6 +84,8 @@ def _sentence(parts: Sequence[str]) -> str:
 
 
 def _describe_clip(found: Consequence) -> str:
+    if not found.has_policy:
+        return ""
     if not found.has_clip:
         return "neither loss clips"
     if found.num_clip_flips is None or not found.num_tokens:
@@ -117,17 +125,18 @@ def _describe_update(found: Consequence) -> str:
     known = [item for item in updates if not math.isnan(item[0])]
     num_still = len(found.update_cosine) - len(known)
     still = f"{count_of(num_still, 'update')} did not move both" if num_still else ""
+    whose = "policy's" if found.has_policy else "model's"
     if not known:
-        return f"of the policy's updates, {still}" if still else ""
+        return f"of the {whose} updates, {still}" if still else ""
     cosine, (step, update), ratio = min(known)
     first = known[0]
     text = (
-        f"the policy's updates point where the baseline's do to a cosine of {_cosine(first[0])} in the first and "
+        f"the {whose} updates point where the baseline's do to a cosine of {_cosine(first[0])} in the first and "
         f"{_cosine(cosine)} at worst (step {step}, update {update}, {_describe_length(ratio)})"
     )
     if len(known) == 1:
         text = (
-            f"the policy's one update points where the baseline's does to a cosine of {_cosine(cosine)} "
+            f"the {whose} one update points where the baseline's does to a cosine of {_cosine(cosine)} "
             f"({_describe_length(ratio)})"
         )
     return f"{text}; {still}" if still else text
@@ -166,6 +175,8 @@ def _gap(gap: RolloutGap) -> str:
 
 
 def _list_missing(found: Consequence) -> list[str]:
+    if not found.has_policy:
+        return [] if found.update_cosine else ["the update's direction"]
     checks = {
         "clip states": found.has_clip and found.num_clip_flips is None,
         "KL": found.kl_baseline is None,

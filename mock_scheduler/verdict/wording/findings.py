@@ -8,6 +8,7 @@ from mock_scheduler.comparison.findings import (
     CopiesDiffer,
     Fact,
     Finding,
+    InputsNotCompared,
     KindNotCompared,
     LacksParameter,
     LacksTokens,
@@ -24,6 +25,7 @@ from mock_scheduler.comparison.findings import (
     OnlyIn,
     OtherCount,
     OtherDtype,
+    OtherInput,
     OtherLengths,
     OtherNumUpdates,
     OtherPlaces,
@@ -70,6 +72,11 @@ def describe_finding(finding: Finding) -> str:
 def describe_note(note: Note) -> str:
     """Says how a comparison is limited."""
     match note:
+        case InputsNotCompared():
+            return (
+                "no input (tokens, labels, loss_mask) is in both traces, so rows are known to be the same by their "
+                "identities alone: add input to trace.kinds"
+            )
         case LedgerNotCompared(kind=kind, only=only):
             why = "the two runs have different layouts" if only is None else f"only the {only} traced it"
             return f"the ledger of {kind} calls was not compared: {why}"
@@ -146,6 +153,8 @@ def _describe_fact(fact: Fact) -> str:
             return _describe_broken(broken)
         case CopiesDiffer(side=side, conflict=conflict):
             return f"has copies in the {side} that differ: {conflict.describe()}"
+        case OtherInput() as other:
+            return _describe_input(other)
         case OtherStart() as start:
             return f"differs: {_describe_start(start)}{_SAME_START}"
         case LacksParameter(needed_by="update"):
@@ -209,7 +218,16 @@ def _describe_rows(fact: RowsOnlyIn | OtherLengths | OtherNumUpdates | OtherUpda
             return f"step {step} has {count_of(mine, 'update')} in the baseline and {other} in the candidate"
         case OtherUpdateRows(update=update, num_baseline=mine, num_candidate=other):
             sides = f"{mine} only in the baseline, {other} only in the candidate"
-            return f"update {update} of step {step} trains on other rows: {sides}"
+            example = f", the first is {fact.first}" if fact.first else ""
+            return f"update {update} of step {step} trains on other rows: {sides}{example}"
+
+
+def _describe_input(other: OtherInput) -> str:
+    if not other.row:
+        return "differs; which rows, whole tensors alone tell: trace.level=full"
+    values = f"{other.baseline} in the baseline and {other.candidate} in the candidate"
+    place = f"position {other.position} of row {other.row}"
+    return f"differs at {count_of(other.num_tokens, 'token')}, first at {place}: {values}"
 
 
 def _describe_lengths(mine: int, other: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
-from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import Finding, RowsOnlyIn
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_causes
 from mock_scheduler.verdict.divergences import Divergence
@@ -23,6 +24,8 @@ from mock_scheduler.verdict.reasons import (
     NothingJudged,
     NothingTrained,
     NotReadable,
+    OtherBatches,
+    OtherData,
     OtherDraws,
     OtherRecordings,
     OtherRollouts,
@@ -54,12 +57,17 @@ from mock_scheduler.verdict.wording.findings import describe_finding, describe_s
 from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
+#: A row's copy in one step of one rank.
+_REPEATED = re.compile(r"~\d+$")
 _WITHOUT_REWARD = (
     "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rollouts whose "
     "rewards differ within a group, or with an entropy or KL term"
 )
+_WITHOUT_LOSS = (
+    "nothing was trained: every gradient of the baseline is 0, so any change would look equal; align on rows with a "
+    "loss: tokens that the loss mask keeps"
+)
 _STILL = "nothing was trained: no update of the baseline changed a parameter, so any change would look equal"
-_TOO_SMALL = "every update changes less than parameters can be stored with; raise training.lr"
 
 
 def describe_comparison(verdict: Verdict, *, said: Divergence | None = None) -> str:
@@ -128,7 +136,7 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
         case NotFound():
             return [describe_unmatched(why.unmatched)]
         case NothingTrained():
-            return [_WITHOUT_REWARD if why.still == "gradient" else _STILL]
+            return [_describe_still(why, is_by_content=_is_by_content(verdict))]
         case NothingJudged():
             return _list_unjudged(verdict, why)
         case BaselineConflict():
@@ -141,8 +149,36 @@ def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:
             return [_describe_failure(why)]
 
 
+def _is_by_content(verdict: Verdict) -> bool:
+    """Whether the training has data of its own, so that there is no recording to speak of."""
+    return verdict.tensors is not None and verdict.tensors.is_by_content
+
+
+def _advise_bounds(verdict: Verdict) -> str:
+    if verdict.bounds is None:
+        return ""
+    return describe_bounds_advice(verdict.bounds, is_by_content=_is_by_content(verdict))
+
+
+def _describe_still(why: NothingTrained, *, is_by_content: bool) -> str:
+    if why.still == "parameter":
+        return _STILL
+    return _WITHOUT_LOSS if is_by_content else _WITHOUT_REWARD
+
+
 def _describe_failure(why: Reason) -> str:
     match why:
+        case OtherData():
+            return (
+                f"the two runs trained on other data: {describe_finding(why.finding)}; give both the same rows in "
+                f"every step, whatever the layout{_describe_repeated(why.finding)}"
+            )
+        case OtherBatches():
+            return (
+                f"the two runs trained on other rows from step {why.first_step} on ({why.num_steps} of "
+                f"{why.num_shared} steps; batches in run.json), so nothing in their training can be compared; trace "
+                "these steps to see the rows"
+            )
         case OtherRollouts():
             return (
                 f"the two runs trained on other rollouts from step {why.first_step} on ({why.num_steps} of "
@@ -165,6 +201,14 @@ def _describe_failure(why: Reason) -> str:
             raise TypeError(f"{type(why).__name__} is no reason of one comparison")
 
 
+def _describe_repeated(found: Finding) -> str:
+    """Advises ids where one side alone counts a row's copies, as ranks cannot tell them apart by their content."""
+    fact = found.fact
+    if not isinstance(fact, RowsOnlyIn) or not any(_REPEATED.search(name) for name in fact.first):
+        return ""
+    return "; rows of equal content, ~2 and so on, need ids: run.step(number, rows=...)"
+
+
 def _describe_draws(why: OtherDraws) -> str:
     is_one = len(why.draws) == 1
     what = f"{' and '.join(why.draws)} {'draws' if is_one else 'draw'}"
@@ -185,17 +229,20 @@ def _describe_nothing(verdict: Verdict, why: NothingCompared) -> str:
 
 
 def _list_unjudged(verdict: Verdict, why: NothingJudged) -> list[str]:
-    cause = _TOO_SMALL if why.because == "storage" else _describe_no_bound(verdict.bounds, why)
+    cause = _describe_no_bound(verdict, why)
     if why.kind is not None:
         return [f"no {why.kind} was judged: {cause}"]
     return [f"nothing was judged: {cause}", f"compared: {describe_coverage(verdict.metrics, verdict.tensors)}"]
 
 
-def _describe_no_bound(bounds: Bounds | None, why: NothingJudged) -> str:
+def _describe_no_bound(verdict: Verdict, why: NothingJudged) -> str:
     """Why nothing is judged, and how it would be."""
+    if why.because == "storage":
+        key = "the learning rate" if _is_by_content(verdict) else "training.lr"
+        return f"every update changes less than parameters can be stored with; raise {key}"
     if why.because == "noise":
         return "the noise is as large as they are; compare fewer steps, or in float32 or float64"
-    advice = "" if bounds is None else describe_bounds_advice(bounds)
+    advice = _advise_bounds(verdict)
     return f"nothing bounds them; state bounds as tolerance (--tolerance){f', or {advice}' if advice else ''}"
 
 
@@ -225,7 +272,7 @@ def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedBy
         rest = len(verdict.suspicions) - _NUM_LISTED
         more = [f"and {rest} more"] if rest > 0 else []
         return [f"noise does not explain this: {'; '.join(listed)}", *more, *within]
-    advice = "" if verdict.bounds is None else describe_bounds_advice(verdict.bounds)
+    advice = _advise_bounds(verdict)
     tests = [describe_test(test) for test in verdict.tests]
     smallest = describe_smallest(verdict.metrics, tensors)
     return [*within, smallest, *tests, f"to {advice}" if advice else ""]
@@ -251,7 +298,7 @@ def _list_beyond(verdict: Verdict, why: BeyondBounds, first: str) -> list[str]:
     parts += [f"{num_findings} could not be compared"] if num_findings else []
     if tensors is not None and divergence is not None:
         parts += _list_causes(verdict, divergence)
-    advice = "" if bounds is None else describe_bounds_advice(bounds)
+    advice = _advise_bounds(verdict)
     if advice and divergence is not None and divergence.value is not None and divergence.bound != 0.0:
         parts.append(f"whether this is more than this model's own noise was not measured; to {advice}")
     return parts

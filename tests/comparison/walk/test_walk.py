@@ -173,7 +173,8 @@ def test_rows_of_one_side_are_findings_and_shared_rows_are_compared(tmp_path: Pa
     assert [describe_finding(item) for item in found.findings] == [
         "2 rows of 3 of step 0 are in the baseline only: train/g0/e1; train/g1/e0",
         "1 row of 2 of step 0 is in the candidate only: train/g9/e9",
-        "update 0 of step 0 trains on other rows: 2 only in the baseline, 1 only in the candidate",
+        "update 0 of step 0 trains on other rows: 2 only in the baseline, 1 only in the candidate, the first is "
+        "train/g0/e1",
     ]
     activation = next(item for item in found.differences if item.key.kind == "activation")
     assert (activation.num_elements, activation.num_absent, activation.bit_equal) == (12, 36, True)
