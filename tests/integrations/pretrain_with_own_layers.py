@@ -37,7 +37,7 @@ from pretrain_gpt import SMALL_GPT, compute_loss, provide_datasets
 CROSS_STAGES, WITH_BIASES = "--cross-stages", "--with-biases"
 
 
-def build_layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:  # noqa: ANN401
+def build_layer_specs(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Builds Megatron's local layers with this project's norms and attention."""
     block = get_gpt_decoder_block_spec(
         config.transformer,

@@ -19,7 +19,10 @@ SEQUENCE_PARALLEL = "parallel.tensor_model_parallel_size=2,parallel.sequence_par
 
 def candidates(**overrides: str) -> str:
     """The candidates by name, each with its overrides separated by commas."""
-    items = [f"{{name: {name}, overrides: ['{text.replace(',', chr(39) + ',' + chr(39))}']}}" for name, text in overrides.items()]
+    items = [
+        f"{{name: {name}, overrides: ['{text.replace(',', chr(39) + ',' + chr(39))}']}}"
+        for name, text in overrides.items()
+    ]
     return f"align.candidates=[{','.join(items)}]"
 
 
@@ -56,10 +59,6 @@ def test_biases_of_experts_summed_over_ranks_that_hold_others_are_found(tmp_path
 
 
 def test_layouts_that_this_release_repaired_are_called_right(tmp_path: Path) -> None:
-    chosen = candidates(
-        tp2=SEQUENCE_PARALLEL, tp2_ep2=f"{SEQUENCE_PARALLEL},parallel.expert_model_parallel_size=2"
-    )
-    found = align(
-        CONFIG, tmp_path, "options.experts=4", "options.aux_loss=0.01", "options.per_token=true", chosen
-    )
+    chosen = candidates(tp2=SEQUENCE_PARALLEL, tp2_ep2=f"{SEQUENCE_PARALLEL},parallel.expert_model_parallel_size=2")
+    found = align(CONFIG, tmp_path, "options.experts=4", "options.aux_loss=0.01", "options.per_token=true", chosen)
     assert found.verdicts == {"tp2": "rounding", "tp2_ep2": "rounding"}
