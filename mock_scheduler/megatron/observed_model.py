@@ -45,8 +45,8 @@ def _language_model(model: torch.nn.Module) -> tuple[str, GPTModel]:
     if len(found) != 1:
         inside = "no GPTModel is" if not found else f"{len(found)} GPTModels are"
         raise ConfigError(
-            f"{inside} in a model chunk of type {type(model).__name__}; expected one of Megatron-core's in each. Hybrid "
-            "(Mamba), BERT and T5 models cannot be followed; attach to the chunks of a GPTModel"
+            f"{inside} in a model chunk of type {type(model).__name__}; expected one of Megatron-core's in each. "
+            "Hybrid (Mamba), BERT and T5 models cannot be followed; attach to the chunks of a GPTModel"
         )
     return found[0]
 

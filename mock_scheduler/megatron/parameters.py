@@ -50,7 +50,7 @@ def layer_offset(gpt: GPTModel) -> int:
 def mtp_offset(gpt: GPTModel) -> int:
     """The global number, from 0, of the first prediction module (MTP) of a chunk; 0 for one without any."""
     block = gpt._modules.get("mtp")
-    return 0 if block is None else int(list(block.layers)[0].layer_number) - 1
+    return 0 if block is None else int(next(iter(block.layers)).layer_number) - 1
 
 
 def iterate_parameters(model: ObservedModel) -> Iterator[LocalParameter]:
@@ -61,11 +61,18 @@ def iterate_parameters(model: ObservedModel) -> Iterator[LocalParameter]:
     """
     seen: dict[str, str] = {}
     for chunk in model.chunks:
-        gpt, path = unwrapped(chunk), language_model_path(chunk)
-        for local_name, parameter in strip_wrappers(chunk).named_parameters():
+        gpt, path, inner = unwrapped(chunk), language_model_path(chunk), strip_wrappers(chunk)
+        for local_name, parameter in inner.named_parameters():
             name = _name_in_chunk(local_name, path, gpt, model)
-            _note(name, local_name, seen)
-            module = strip_wrappers(chunk).get_submodule(local_name.rpartition(".")[0])
+            if name in seen and local_name.endswith(OUTPUT_LAYER):
+                continue  # a stage with MTP has an embedding of its own; Megatron (0.16.1) never uses this copy then
+            if name in seen:
+                raise TraceError(
+                    f"{name}: the parameters {seen[name]} and {local_name} of this rank both have this name. Rename a "
+                    "module, or report the model's layers: names are those of megatron-core 0.16.1 and 0.19.2"
+                )
+            seen[name] = local_name
+            module = inner.get_submodule(local_name.rpartition(".")[0])
             spec = _parameter_spec(name, local_name.rpartition(".")[2], parameter, gpt, module, model)
             yield LocalParameter(spec=replace(spec, name=model.prefix + name), parameter=parameter)
 
@@ -105,20 +112,6 @@ def _name_in_chunk(local_name: str, language: str, gpt: GPTModel, model: Observe
         mtp_offset=mtp_offset(gpt),
         tied_output=gpt.share_embeddings_and_output_weights,
     )
-
-
-def _note(name: str, local_name: str, seen: dict[str, str]) -> None:
-    """Refuses a second parameter of one name; a tied output layer beside its embedding is the only one of Megatron's.
-
-    A stage with prediction modules has its own embedding, and Megatron (0.16.1) ignores the output layer's weight
-    there.
-    """
-    known = seen.setdefault(name, local_name)
-    if known != local_name and not local_name.endswith(OUTPUT_LAYER):
-        raise TraceError(
-            f"{name}: the parameters {known} and {local_name} of this rank have this one name. Rename a module, or "
-            "report the model's layers: names are read from megatron-core 0.16.1 and 0.19.2"
-        )
 
 
 def _parameter_spec(
