@@ -27,7 +27,6 @@ from mock_scheduler.megatron.attached.run_files import RunFiles
 from mock_scheduler.megatron.draws import find_draws
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
-from mock_scheduler.megatron.perturbation import perturb_embedding
 from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.foreign_files import read_text
@@ -114,9 +113,8 @@ def _attach(
     check_agreement({**settings, "run file": run.model_dump_json()}, ranks)
     files = RunFiles(run, is_writer=ranks.global_rank == 0)
     do_together(ranks, files.begin)
-    apply_start(model, run, ranks)
-    for gpt in model.gpts():
-        perturb_embedding(gpt, run.perturbation)
+    if run.first_step == 0:
+        apply_start(model, run, ranks)
     if run.order.ordered_reductions:
         OrderedReductions().__enter__()  # for good: a training has no block of ours around it
     model = replace(model, num_replicas=follow(model, run))
