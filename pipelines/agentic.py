@@ -18,10 +18,10 @@ from mock_scheduler.determinism.environment import apply_system_envs, check_sett
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.run_output import report_failure
 from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.tracking import report_failure
 
 # Warnings of megatron-core 0.16.1 to 0.19.2 and torch 2.13 on themselves: optional packages that are absent (what is in
 # use is in the run's provenance), deprecated calls between the two, a gradient that Megatron reads to test for None.

@@ -1,15 +1,13 @@
 """Observes a run's training steps: a trace, a debug dump, an operation log, any of them or none; and puts a graft in.
 
-A graft (``GraftConfig``) is put in before anything is traced, so the trace shows it. The checks of a trace's selection
-are here as well: unknown ranks are refused before anything is built, unmatched globs after the first step with all
-names.
+A graft (``GraftConfig``) is put in before anything is traced, so the trace shows it. Unmatched globs of a
+trace's selection are refused after the first step with all names.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,13 +15,13 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.determinism.operations import OperationLogHeader, recorder
-from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
 from mock_scheduler.megatron.probe.interface import TrainingProbe, combine
+from mock_scheduler.megatron.probe.selection_checks import check_patterns
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from mock_scheduler.trace.selection import TraceSelection, describe_unmatched
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
 from pipelines.megatron.learner import Learner
@@ -131,38 +129,3 @@ def record_operations(config: PipelineConfig, output_dir: Path, learner: Learner
     }
     with recorder.record_operations(output_dir, header, modules=modules):
         yield
-
-
-def check_trace_ranks(config: PipelineConfig) -> None:
-    """Refuses ``trace.ranks`` outside the layout.
-
-    Raises:
-        ConfigError: with these ranks and the number of processes.
-    """
-    world_size = config.parallel.world_size
-    beyond = [global_rank for global_rank in config.trace.ranks or () if global_rank >= world_size]
-    if beyond:
-        raise ConfigError(
-            f"trace.ranks has {', '.join(map(str, beyond))}, but layout {config.parallel.describe()} has "
-            f"{world_size} {'process' if world_size == 1 else 'processes'}: its global ranks are 0 to "
-            f"{world_size - 1}. Remove them from trace.ranks, or set it to null for all ranks"
-        )
-
-
-def check_patterns(selection: TraceSelection, ranks: RankGroup) -> None:
-    """Refuses globs without any match on any rank in a whole step. Collective: each rank knows the names of its own
-    stage.
-
-    Raises:
-        TraceError: on every rank, with each unmatched glob and the names nearest to it.
-    """
-    matched = _gather(selection.matched, ranks)
-    if all(pattern in matched for pattern in selection.patterns):
-        return
-    raise TraceError(describe_unmatched(selection.patterns, _gather(selection.names, ranks), matched=matched))
-
-
-def _gather(texts: Collection[str], ranks: RankGroup) -> frozenset[str]:
-    """The texts of all ranks."""
-    payloads = ranks.gather(json.dumps(sorted(texts)).encode())
-    return frozenset(text for payload in payloads for text in json.loads(payload))

@@ -32,6 +32,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
+from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.clock import Clock
@@ -39,6 +40,7 @@ from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -46,7 +48,6 @@ from pipelines.environments.registry import build_tokenizer, vocab_size_in_effec
 from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
-from pipelines.observation import check_trace_ranks
 from pipelines.progress import StepProgress, configure_logging
 from pipelines.replay_contract import build_contract
 from pipelines.resuming import (
@@ -59,7 +60,6 @@ from pipelines.resuming import (
 from pipelines.rollout.dumped import open_dumped_rollouts
 from pipelines.rollout.plan import first_episode
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
-from pipelines.tracking import MetricsWriter, prepare_output_dir, remove_unfinished_files
 from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")
@@ -317,7 +317,7 @@ def run_pipeline(config: PipelineConfig, *, in_group: bool = False) -> None:
     is_deterministic = is_deterministic_mode(config.system_envs)
     settings = read_back(os.environ)
     check_took_effect(settings, deterministic=is_deterministic)
-    check_trace_ranks(config)
+    check_trace_ranks(config.trace, config.parallel)
     tokenizer = build_tokenizer(config)
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     try:

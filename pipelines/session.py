@@ -26,11 +26,11 @@ from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.errors import ConfigError, ExitCode, LayoutError
 from mock_scheduler.launch.sessions import RunStatus, SessionRun, check_session, read_plan, write_status
 from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.run_output import report_failure
 from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.agentic import apply_environment, attempt_run, check_replay_is_deterministic
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.tracking import report_failure
 
 _TERMINAL = (1, 2)
 

@@ -42,6 +42,7 @@ def run_launch(
     plan = plan_launch(
         config,
         program.arguments(entry or program.entry, source),
+        num_processes=program.num_processes(config),
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,

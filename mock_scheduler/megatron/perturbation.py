@@ -106,7 +106,8 @@ def perturb_weights(model: ObservedModel, perturbation: Perturbation) -> None:
 def perturb_embedding(gpt: GPTModel, config: PerturbationConfig) -> None:
     """Let the model's embedding give a perturbed output; nothing where none is configured or it has no embedding.
 
-    A token without a position, as training gives none where nothing is embedded by position, is moved by its id alone.
+    A token without a position of one number, as training gives none where nothing is embedded by position, is moved by
+    its id alone.
     """
     perturbation = Perturbation.build(config)
     # The last stage has one too where it predicts several tokens.
@@ -121,7 +122,7 @@ def perturb_embedding(gpt: GPTModel, config: PerturbationConfig) -> None:
         tokens, positions = named["input_ids"], named["position_ids"]
         if not isinstance(tokens, torch.Tensor):
             raise TypeError("Megatron's embedding was called without a tensor of tokens")
-        if not isinstance(positions, torch.Tensor):
+        if not isinstance(positions, torch.Tensor) or positions.dim() != tokens.dim():
             positions = torch.zeros_like(tokens)
         # Some trainings give the positions of one row for all of them.
         positions = positions.expand_as(tokens)

@@ -79,7 +79,7 @@ class StartSource:
 
     def __init__(self, trace_dir: Path, step: int) -> None:
         self.trace_dir = trace_dir
-        self._step = step
+        self.step = step
         self._stack = ExitStack()
         report = load_start(trace_dir.parent)
         self.num_updates = None if report is None else report.num_updates
@@ -97,18 +97,18 @@ class StartSource:
         self._stack.close()
 
     def _open(self, folder: Path) -> TraceReader:
-        trace = self._stack.enter_context(open_trace(folder))
-        if self._step not in trace.steps:
+        trace = self._stack.enter_context(open_trace(folder, num_tensors=1))
+        if self.step not in trace.steps:
             steps = ", ".join(map(str, trace.steps)) or "none"
             raise TraceError(
-                f"{folder} has no step {self._step}, but {steps}; trace the baseline with level full from that step on"
+                f"{folder} has no step {self.step}, but {steps}; trace the baseline with level full from that step on"
             )
         return trace
 
     def names(self, kind: StartKind) -> tuple[str, ...]:
         """Lists the canonical names of a kind, sorted."""
         reader = self._trace if kind == "initial" else self._start
-        keys = () if reader is None else reader.keys(self._step)
+        keys = () if reader is None else reader.keys(self.step)
         return tuple(sorted(key.name for key in keys if key.kind == kind and not key.name.endswith(".padding")))
 
     def form(self, kind: StartKind, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -141,7 +141,7 @@ class StartSource:
         return self._start
 
     def _key(self, kind: StartKind, name: str) -> TraceKey:
-        return TraceKey(step=self._step, update=0, kind=kind, name=name)
+        return TraceKey(step=self.step, update=0, kind=kind, name=name)
 
 
 def _cut(tensor: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

@@ -25,8 +25,7 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
-from mock_scheduler.megatron.probe.interface import TrainingProbe
-from mock_scheduler.trace.entries import RowTable
+from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from pipelines.batching.plan import MicroBatch
 from pipelines.debug_dump.content import (
     ParameterDump,
@@ -90,7 +89,7 @@ class DebugProbe(TrainingProbe):
         self._num_passes: dict[int, int] = {}
         self._num_update_tokens = 0
 
-    def start_step(self, rows: RowTable, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
+    def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
         """Write the trajectories, so that they are there whatever becomes of the step."""
         batch = self._batch
         self._has_begun = True

@@ -25,24 +25,25 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError, MockSchedulerError, ServiceError
 from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
+from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
 from mock_scheduler.remote.service_file import published
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.files import save_text
 from mock_scheduler.support.run_files import METRICS_FILE, SERVICE_FILE
+from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir
 from pipelines.algorithm.training_values import needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
 from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
-from pipelines.observation import StepObservation, check_trace_ranks
+from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging
 from pipelines.service.access import is_loopback
 from pipelines.service.http_front import Answer, Call, Front, listening
 from pipelines.service.order import OutOfOrderError, StepOrder, StepRequest
 from pipelines.service.service import TrainingService
-from pipelines.tracking import MetricsWriter, prepare_output_dir
 
 _METRICS_FILE = f"service_{METRICS_FILE}"
 HEARTBEAT_S = 20.0
@@ -61,7 +62,7 @@ def run_service(config: PipelineConfig) -> None:
     apply_deterministic_mode(os.environ)
     settings = read_back(os.environ)
     check_took_effect(settings, deterministic=is_deterministic_mode(config.system_envs))
-    check_trace_ranks(config)
+    check_trace_ranks(config.trace, config.parallel)
     tokenizer = build_tokenizer(config)
     runtime = start_runtime(config.parallel, seed=config.seed)
     try:

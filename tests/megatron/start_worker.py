@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,19 +25,23 @@ import torch.distributed as dist
 from benchmarks.layouts.training import VOCAB_SIZE
 from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, TraceKind
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
-from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.errors import MockSchedulerError, TraceError
+from mock_scheduler.megatron.draws import find_draws
 from mock_scheduler.megatron.marks import main_grad
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.parameters import iterate_parameters, iterate_state_buffers
 from mock_scheduler.megatron.probe.state import read_state, updated_tensors
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.megatron.start import apply_start
+from mock_scheduler.megatron.start_source import StartSource
 from mock_scheduler.megatron.start_state import padding_spec
 from mock_scheduler.trace.entries import RowTable, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
-from mock_scheduler.trace.shards import ShardSpec, cut_shard
-from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
+from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole
+from mock_scheduler.trace.start_report import StartKind
+from pipelines.megatron.process.runtime import Runtime, build_layout, join_group, leave_layout, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from tests.dist.checkpoint_worker import config_of
 from tests.rank_traces import save_rank_trace
@@ -51,12 +54,31 @@ KINDS: tuple[TraceKind, ...] = ("initial", "weight", "optimizer")
 # --- Models -----------------------------------------------------------------------------------------------------------
 
 
+class Layouts:
+    """The layout of this process: made anew only where the next task has another, since leaving one takes a second."""
+
+    def __init__(self) -> None:
+        self.parallel: ParallelConfig | None = None
+        self.runtime: Runtime | None = None
+
+    def join(self, parallel: ParallelConfig, *, seed: int) -> Runtime:
+        """The runtime of a layout."""
+        if self.runtime is None or self.parallel != parallel:
+            if self.runtime is not None:
+                leave_layout()
+            self.runtime, self.parallel = build_layout(parallel, seed=seed), parallel
+        return self.runtime
+
+
+LAYOUTS = Layouts()
+
+
 def build_model(task: str) -> TrainedModel:
     """A trained model in the layout of ``model/precision/layout``, whose vocabulary has padding."""
     name, precision, layout = task.removesuffix("-updated").removesuffix("-moved").split("/")
     config = config_of(name, precision, layout)
     config = config.model_copy(update={"model": config.model.model_copy(update={"make_vocab_size_divisible_by": 8})})
-    runtime = build_layout(config.parallel, seed=config.seed)
+    runtime = LAYOUTS.join(config.parallel, seed=config.seed)
     return TrainedModel(config, runtime, vocab_size=VOCAB_SIZE, head="logits", name="", lr=1e-2)
 
 
@@ -191,7 +213,11 @@ def start(run: AttachedRun, model: TrainedModel) -> None:
         except MockSchedulerError as error:
             write_facts(run, error=f"{type(error).__name__}: {error}")
             return
-    write_facts(run, sentence=report.describe(), counts=counts, num_set=report.num_set)
+    draws = [find_draws(model.observed)]
+    model.transformer_config.hidden_dropout = 0.1
+    draws.append(find_draws(model.observed))
+    model.transformer_config.hidden_dropout = 0.0
+    write_facts(run, sentence=report.describe(), counts=counts, num_set=report.num_set, draws=draws)
     write_state(model.observed, Path(run.output_dir) / "state")
 
 
@@ -248,6 +274,26 @@ def _keep_foreign_state(model: TrainedModel) -> None:
     optimizer.optimizer.state[inner] = {"momentum_buffer": torch.ones_like(inner)}
 
 
+def _fail_alone(model: TrainedModel) -> None:
+    """The last rank cannot read one tensor."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return
+    name = next(iterate_parameters(model.observed)).spec.name
+    read = StartSource.read
+
+    def fail(self: StartSource, kind: StartKind, spec: ShardSpec, padding: ShardSpec | None) -> torch.Tensor:
+        StartSource.read = read  # type: ignore[method-assign]
+        raise TraceError(f"{spec.name} is damaged" if spec.name == name else "another")
+
+    StartSource.read = fail  # type: ignore[method-assign]
+
+
+def _change_alone(model: TrainedModel) -> None:
+    """Only the last stage has another shape."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _change_a_shape(model)
+
+
 #: Name -> model and layout, baseline, and the change of the model before it starts.
 FAULTS: Mapping[str, tuple[str, str, Callable[[TrainedModel], None]]] = {
     "name": ("dense/float32/tp1", "dense/float32/tp1", _lack_a_name),
@@ -258,13 +304,25 @@ FAULTS: Mapping[str, tuple[str, str, Callable[[TrainedModel], None]]] = {
     "dtype": ("dense/float32/tp1", "dense/float64/tp1", lambda model: None),
     "wider": ("dense/float64/tp1", "dense/float32/tp1", lambda model: None),
     "model": ("gpt2/float32/tp1", "dense/float32/tp1", lambda model: None),
+    "empty": ("dense/float32/tp1", "without-parameters", lambda model: None),
+    "lone-read": ("dense/float32/pp2", "dense/float32/tp1", _fail_alone),
+    "lone-shape": ("dense/float32/pp2", "dense/float32/tp1", _change_alone),
     "missing": ("dense/float32/tp1", "dense/float32/nowhere", lambda model: None),
 }
 
 
 def plant(root: Path, fault: str) -> None:
-    """One process with a fault."""
+    """A run with a fault."""
     task, baseline, change = FAULTS[fault]
+    if fault == "empty":
+        save_rank_trace(
+            root / baseline / "trace",
+            step=STEP,
+            global_rank=0,
+            world_size=1,
+            coordinates={},
+            entries=[TraceEntry(update=0, kind="gradient", spec=whole("x", (1,)), tensor=torch.ones(1))],
+        )
     run = run_of(root, fault).model_copy(update={"initial_state": str(root / baseline / "trace")})
     model = build_model(task)
     scramble(model)
@@ -277,23 +335,14 @@ def main() -> None:
     root, tasks = Path(sys.argv[1]), sys.argv[2:]
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    world = config_of("dense", "float32", "tp1" if dist_size() == 1 else f"dp{dist_size()}").parallel
-    runtime: Runtime = start_runtime(world, seed=1)
-    leave_layout()
+    join_group()
     for task in tasks:
         if task in FAULTS:
             plant(root, task)
         else:
             run_task(root, task)
         dist.barrier()
-        leave_layout()
-    assert runtime.world_size == dist_size()
     stop_runtime()
-
-
-def dist_size() -> int:
-    """The number of processes that were started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
-from mock_scheduler.megatron.perturbation import Perturbation
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, PerturbationConfig
+from mock_scheduler.megatron.perturbation import Perturbation, perturb_embedding
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, even_split, whole
 
@@ -55,3 +58,58 @@ def test_an_embedding_moves_by_token_and_position_in_whatever_batch_it_stands() 
     noise = (everything - 1.0) / 2.0**-53
     assert abs(float(noise.mean())) < 0.05
     assert 0.9 < float(noise.std()) < 1.4  # stored with a spacing of 1 or 2 of these units
+
+
+class Embedding(torch.nn.Module):
+    """Gives ones, ``[s, b, 4]``, or a tp rank's half of the line."""
+
+    def __init__(self, tp_size: int) -> None:
+        super().__init__()
+        self.tp_size = tp_size
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        rows, length = input_ids.shape
+        return torch.ones(length // self.tp_size, rows, 4)
+
+
+def embed(tokens: torch.Tensor, positions: torch.Tensor | None, *, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+    """The perturbed output of a chunk's embedding."""
+    gpt: Any = torch.nn.Module()
+    gpt.embedding = Embedding(tp_size)
+    gpt.pg_collection = SimpleNamespace(tp=SimpleNamespace(rank=lambda: tp_rank))
+    perturb_embedding(gpt, PerturbationConfig(seed=1))
+    output: torch.Tensor = gpt.embedding(input_ids=tokens, position_ids=positions)
+    return output
+
+
+TOKENS = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(8).expand(2, 8)
+
+
+def test_slices_of_context_and_sequence_parallelism_and_packed_rows_move_as_whole_rows_do() -> None:
+    moved = embed(TOKENS, POSITIONS)
+    assert not torch.equal(moved, torch.ones_like(moved))
+    zigzag = torch.tensor([0, 1, 6, 7])
+    assert torch.equal(embed(TOKENS[:, zigzag], POSITIONS[:, zigzag]), moved[zigzag])
+    second = embed(TOKENS, POSITIONS, tp_rank=1, tp_size=2)
+    assert torch.equal(second, moved[4:])
+    packed = embed(TOKENS.reshape(1, 16), POSITIONS.reshape(1, 16))
+    assert torch.equal(packed.view(2, 8, 4).transpose(0, 1), moved)
+
+
+def test_one_line_of_positions_holds_for_every_row() -> None:
+    assert torch.equal(embed(TOKENS, POSITIONS[:1]), embed(TOKENS, POSITIONS))
+
+
+@pytest.mark.parametrize("positions", [None, torch.zeros(3, 2, 8, dtype=torch.int64)])
+def test_a_token_without_a_position_moves_by_its_id(positions: torch.Tensor | None) -> None:
+    tokens = torch.tensor([[5, 7, 5]])
+    moved = embed(tokens, positions)
+    assert torch.equal(moved[0], moved[2])
+    assert not torch.equal(moved[0], moved[1])
+
+
+def test_a_chunk_without_an_embedding_is_left_alone() -> None:
+    gpt: Any = torch.nn.Module()
+    perturb_embedding(gpt, PerturbationConfig(seed=1))
+    assert not list(gpt.children())

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mock_scheduler.megatron.perturbation import Perturbation
+from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.start_report import KindOfStart, StartDifference, StartReport, load_start
 from tests.dist.conftest import launch
-from tests.megatron.start_worker import FAULTS, folder_of
+from tests.megatron.start_worker import FAULTS, PERTURBED, folder_of
 from tests.merged_traces import different_bits, distances, merge_step, tensor_of
 from tests.sharing import make_once
 
@@ -26,9 +28,11 @@ TWO = (
     "dense/float32/tp2-sp<dense/float32/tp1",
     "dense/bfloat16/pp2-vpp2-updated<dense/bfloat16/tp1-updated",
     "dense/bfloat16/dp2<dense/bfloat16/tp1-updated",
-    "moe/float32/dp2-ep2<moe/float32/tp1",
     "dense/bfloat16/dp2-moved<dense/bfloat16/tp1-updated",
+    "moe/float32/dp2-ep2<moe/float32/tp1",
 )
+#: Faults of one rank of two.
+LONE = ("lone-read", "lone-shape")
 FURTHER_BASELINES = ("late-experts/bfloat16/tp1-updated", "dense/float32/tp1-updated", "gpt2/float32/tp1")
 FOUR_BASELINES = (
     "dense/bfloat16/tp2-pp2-updated",
@@ -61,8 +65,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, and then two."""
 
     def run(folder: Path) -> dict[str, object]:
-        launch(1, folder, ("dense/float64/tp1", *BASELINES, *ONE, *FAULTS), module=MODULE)
-        launch(2, folder, TWO, module=MODULE)
+        alone = [fault for fault in FAULTS if fault not in LONE]
+        launch(1, folder, ("dense/float64/tp1", *BASELINES, *ONE, *alone), module=MODULE)
+        launch(2, folder, (*TWO, *LONE), module=MODULE)
         return {}
 
     return make_once(tmp_path_factory, "starts", run)[0]
@@ -156,11 +161,32 @@ def test_a_weight_of_bfloat16_is_its_rounded_wide_copy(small: Path) -> None:
     assert not torch.equal(weight.float(), wide)  # the baseline's wide copy had been updated
 
 
+def test_a_start_is_perturbed_behind_it_as_a_checkpoint_is(small: Path) -> None:
+    """Wide copies are moved by roundings of bfloat16 and not rounded."""
+    moved, before = (
+        merge_step(small / folder / "state") for folder in (folder_of(ONE[2]), "dense/bfloat16/tp1-updated")
+    )
+    perturbation = Perturbation.build(PERTURBED)
+    assert perturbation is not None
+    for name in ("embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc1.weight"):
+        wide = tensor_of(before, "initial", name)
+        expected = perturbation.of_weight(wide, whole(name, tuple(wide.shape)), torch.bfloat16).float()
+        assert torch.equal(tensor_of(moved, "initial", name), expected)
+        assert torch.equal(tensor_of(moved, "weight", name), expected.bfloat16())
+    assert report_of(small, ONE[2]).is_perturbed
+
+
 def test_no_two_whole_tensors_are_held_at_once(small: Path) -> None:
     for task in (*ONE, *TWO):
         for fact in facts_of(small, task):
             assert fact["counts"]["alive"] == 1
             assert fact["counts"]["read"] > 20
+
+
+def test_a_model_of_megatron_draws_where_its_configuration_says_so(small: Path) -> None:
+    for task in (*ONE, *TWO):
+        for fact in facts_of(small, task):
+            assert fact["draws"] == [[], ["hidden_dropout"]]
 
 
 ADVICE = "Let both train one model with one optimizer."
@@ -205,6 +231,30 @@ REFUSED = "AlignmentError: this run cannot start as its baseline did"
 def test_what_cannot_be_set_is_named(small: Path, fault: str, error: str) -> None:
     (fact,) = facts_of(small, fault)
     assert fact["error"].replace(str(small), "ROOT") == error
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("lone-read", "TraceError: decoder.layers.2.input_layernorm.weight is damaged"),
+        (
+            "lone-shape",
+            f"{REFUSED} (ROOT/dense/float32/tp1/trace):\n"
+            f"  - decoder.final_layernorm.weight is of shape [33], the baseline's of [32]\n{ADVICE}",
+        ),
+    ],
+)
+def test_a_fault_of_one_rank_ends_all_with_the_same_words(small: Path, fault: str, error: str) -> None:
+    facts = facts_of(small, fault)
+    assert [fact["error"].replace(str(small), "ROOT") for fact in facts] == [error, error]
+
+
+def test_a_baseline_that_traced_no_parameters_is_named(small: Path) -> None:
+    (fact,) = facts_of(small, "empty")
+    assert fact["error"].replace(str(small), "ROOT") == (
+        "AlignmentError: ROOT/without-parameters/trace has no parameters before step 2, so no run can start as its "
+        "baseline did: trace the baseline with initial in trace.kinds, and all names"
+    )
 
 
 def test_a_narrower_dtype_is_refused_and_a_wider_one_is_exact(small: Path) -> None:

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceConfig
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.megatron.probe.interface import TrainingProbe
+from mock_scheduler.megatron.probe.selection_checks import check_patterns, check_trace_ranks
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.trace.entries import TraceKey
@@ -29,7 +31,7 @@ from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.learner import row_table, show_inputs
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.observation import StepObservation, check_patterns, check_trace_ranks
+from pipelines.observation import StepObservation
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan
 
@@ -305,7 +307,7 @@ def test_ranks_beyond_the_layout_are_refused_before_anything_is_built(ranks: lis
     parallel = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
     config = PipelineConfig.model_validate({"exp_name": "x", "parallel": parallel, "trace": {"ranks": ranks}})
     with pytest.raises(ConfigError) as caught:
-        check_trace_ranks(config)
+        check_trace_ranks(config.trace, config.parallel)
     assert str(caught.value) == (
         f"trace.ranks has {named}, but layout {config.parallel.describe()} has 4 processes: its global ranks are 0 "
         "to 3. Remove them from trace.ranks, or set it to null for all ranks"
@@ -313,8 +315,8 @@ def test_ranks_beyond_the_layout_are_refused_before_anything_is_built(ranks: lis
 
 
 def test_ranks_of_the_layout_are_accepted() -> None:
-    check_trace_ranks(PipelineConfig.model_validate({"exp_name": "x", "trace": {"ranks": [0]}}))
-    check_trace_ranks(PipelineConfig.model_validate({"exp_name": "x"}))
+    check_trace_ranks(TraceConfig.model_validate({"ranks": [0]}), ParallelConfig())
+    check_trace_ranks(TraceConfig(), ParallelConfig())
 
 
 def test_a_pattern_may_select_names_of_another_stage_alone() -> None:

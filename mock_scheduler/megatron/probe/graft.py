@@ -22,16 +22,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from mock_scheduler.config.instruments import GraftConfig, TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import TraceError
+from mock_scheduler.megatron.met_rows import MetRows
 from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
-from mock_scheduler.megatron.probe.interface import TrainingProbe
+from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs
-from mock_scheduler.megatron.probe.shares import Share, ShareBook, TokenIndex, Tokens, element_places, gradient_scale
+from mock_scheduler.megatron.probe.shares import (
+    Places,
+    Share,
+    ShareBook,
+    TokenIndex,
+    Tokens,
+    element_places,
+    gradient_scale,
+)
 from mock_scheduler.megatron.probe.watches import Gather, See
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.support.tensor_bytes import dtype_name
@@ -59,6 +69,11 @@ class GraftSource:
         self._trace_dir = Path(config.trace_dir)
         with open_trace(self._trace_dir) as reader:
             self._keys = self._find(reader)
+
+    def index(self, rows: MetRows) -> TokenIndex:
+        """Makes the index of rows in the trace's own order of tokens, for rows that forward passes meet."""
+        with open_trace(self._trace_dir) as reader:
+            return _ReferenceIndex(rows, reader.footer(self.config.step).rows, self._trace_dir)
 
     def order(self, batch: RowTable) -> torch.Tensor | None:
         """Finds each token of the batch among the trace's, int64 ``[T]``; ``None`` where both are alike.
@@ -150,6 +165,30 @@ class GraftSource:
         return {name: found[name] for name in dict.fromkeys(config.names)}
 
 
+class _ReferenceIndex(TokenIndex):
+    """The indices of met rows among a reference's tokens."""
+
+    def __init__(self, rows: MetRows, reference: RowTable, trace_dir: Path) -> None:
+        super().__init__(reference.lengths)
+        places = zip(reference.first_places, reference.lengths, strict=True)
+        self._rows, self._trace_dir = rows, trace_dir
+        self._known = dict(zip(reference.identities, places, strict=True))
+
+    def first_places(self) -> Places:
+        """As of every index; raises ``TraceError`` where the reference lacks a row, or has another length of it."""
+        missing = [
+            identity
+            for identity, length in zip(self._rows.identities, self._rows.lengths, strict=True)
+            if self._known.get(identity, (0, -1))[1] != length
+        ]
+        if missing:
+            raise TraceError(
+                f"graft: {len(missing)} of {len(self._rows)} rows are not in {self._trace_dir}, or are of another "
+                f"length there: {list_some(missing, _NUM_ROWS, ', ')}"
+            )
+        return np.asarray([self._known[identity][0] for identity in self._rows.identities], dtype=np.int64)
+
+
 class _Reference:
     """One tensor ``[T, ...]`` of the reference, on the host; ``has_token``: bool ``[T]``."""
 
@@ -198,13 +237,17 @@ class GraftProbe(TrainingProbe):
         self._order: torch.Tensor | None = None
         self._current: Share | None = None
         self._is_watching = False
+        self._is_bypassed = False
         self._open: Counter[str] = Counter()
         #: How many passes of a module got the reference's tensor, by name.
         self.fired: Counter[str] = Counter()
 
-    def start_step(self, rows: RowTable, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
+    def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
         """Find the batch's tokens in the trace. Raises ``TraceError`` where it has other rows."""
-        self.start_rows(TokenIndex(rows.lengths), self._source.order(rows))
+        if isinstance(rows, MetRows):
+            self.start_rows(self._source.index(rows), None)
+        else:
+            self.start_rows(TokenIndex(rows.lengths), self._source.order(rows))
 
     def start_rows(self, index: TokenIndex, order: torch.Tensor | None) -> None:
         """A step with these tokens begins; ``order``: where they are among the trace's tokens."""
@@ -250,6 +293,15 @@ class GraftProbe(TrainingProbe):
         finally:
             self._current = None
 
+    @contextmanager
+    def bypassing(self) -> Iterator[None]:
+        """The block is a forward pass that no update trains on: nothing is put in."""
+        self._is_bypassed = True
+        try:
+            yield
+        finally:
+            self._is_bypassed = False
+
     def check_fired(self, ranks: RankGroup) -> None:
         """Refuses a step without a graft of some named tensor on any rank. Collective, over all ranks.
 
@@ -274,6 +326,8 @@ class GraftProbe(TrainingProbe):
         is_value = self._config.kind == "activation"
 
         def see(tensor: torch.Tensor, gather: Gather | None) -> torch.Tensor | None:
+            if self._is_bypassed:
+                return None
             has_graph = tensor.requires_grad and torch.is_grad_enabled()
             share = self._current
             if share is None:  # the backward pass runs the module again

@@ -14,16 +14,24 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.megatron.met_rows import MetRows
 from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.trace.entries import RowTable
+
+StepRows = RowTable | MetRows
+"""The rows of a step: known before it, or met by its forward passes."""
 
 
 class TrainingProbe:
     """The calls of one training step, in their order; of the updates, ``start_update`` to the last ``state`` repeat."""
 
-    def start_step(self, rows: RowTable, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
-        """The step begins: the rows of its whole batch, and this rank's shares of all its micro-batches."""
+    def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
+        """The step begins: the rows of its whole batch, and this rank's shares of all its micro-batches.
+
+        ``MetRows`` grow while the step runs: forward passes put rows in before they are announced. Then ``batches`` is
+        empty.
+        """
 
     def tokens(
         self,
@@ -52,6 +60,10 @@ class TrainingProbe:
         """The block is one forward pass of one of the model's chunks over a micro-batch's share."""
         return nullcontext()
 
+    def bypassing(self) -> AbstractContextManager[None]:
+        """The block is a forward pass through a watched model that no update trains on, as an evaluation's."""
+        return nullcontext()
+
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
         """Numbers of a whole update; every rank must compute the same."""
 
@@ -68,7 +80,7 @@ class CompositeProbe(TrainingProbe):
     def __init__(self, probes: Sequence[TrainingProbe]) -> None:
         self._probes = probes
 
-    def start_step(self, rows: RowTable, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
+    def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
         """As of each."""
         for probe in self._probes:
             probe.start_step(rows, batches, models)
@@ -106,6 +118,14 @@ class CompositeProbe(TrainingProbe):
         with ExitStack() as stack:
             for probe in self._probes:
                 stack.enter_context(probe.computing(own))
+            yield
+
+    @contextmanager
+    def bypassing(self) -> Iterator[None]:
+        """As of each."""
+        with ExitStack() as stack:
+            for probe in self._probes:
+                stack.enter_context(probe.bypassing())
             yield
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:

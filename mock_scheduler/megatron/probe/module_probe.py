@@ -75,6 +75,7 @@ class ModuleProbe:
         self._update = 0
         self._gradient_scale = 1.0
         self._current: Share | None = None
+        self._is_bypassed = False
         self._open: Counter[str] = Counter()
 
     @property
@@ -119,6 +120,15 @@ class ModuleProbe:
         finally:
             self._current = None
 
+    @contextmanager
+    def bypassing(self) -> Iterator[None]:
+        """The block is a forward pass that no update trains on: nothing of it is traced."""
+        self._is_bypassed = True
+        try:
+            yield
+        finally:
+            self._is_bypassed = False
+
     def _taps(self, model: ObservedModel) -> list[_Tap]:
         wants = self._selection.wants
         for absent in unobserved_outputs(model):
@@ -136,6 +146,8 @@ class ModuleProbe:
         """Builds the receiver of a tap's tensors, of a first pass and of one that recomputes it."""
 
         def see(tensor: torch.Tensor, gather: Gather | None) -> None:
+            if self._is_bypassed:
+                return
             # A layer's output requires a gradient in any case: Megatron adds its residual with gradients enabled.
             share, has_graph = self._current, tensor.requires_grad and torch.is_grad_enabled()
             if share is not None:

@@ -11,14 +11,19 @@ from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mock_scheduler.errors import TraceError
+from mock_scheduler.megatron.met_rows import MetRows
 from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.observed import ObservedOutput, OutputForm
 from mock_scheduler.megatron.probe.watches import Gather
 from mock_scheduler.megatron.ranks import ModelRanks
+from mock_scheduler.trace.entries import VIRTUAL_TOKENS, RowTable
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices
+
+Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,9 +47,12 @@ class TokenIndex:
     """The canonical indices of a step's tokens. lengths: the tokens of each row of the batch."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = tuple(lengths)
         self.num_tokens = sum(lengths)
         self._starts = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
+
+    def first_places(self) -> Places:
+        """int64 ``[R]``: the canonical index of each row's first token."""
+        return self._starts
 
     def places(
         self, own: MicroBatchTokens, *, columns: slice = slice(None), response_only: bool = False
@@ -59,10 +67,27 @@ class TokenIndex:
         if response_only:
             is_kept &= own.response_mask[:, columns].cpu().numpy()
         cells = np.flatnonzero(is_kept)
-        indices = self._starts[row_ids.ravel()[cells]] + positions.ravel()[cells]
+        indices = self.first_places()[row_ids.ravel()[cells]] + positions.ravel()[cells]
         order = np.argsort(indices, kind="stable")
         blocks: tuple[Block, ...] = blocks_of_indices(indices[order].tolist())
         return TokenPlaces(cells=torch.from_numpy(cells[order]), split=Split(dim=0, blocks=blocks))
+
+
+class MetTokenIndex(TokenIndex):
+    """The canonical indices of rows that forward passes meet one by one; they follow from the rows' identities."""
+
+    def __init__(self, rows: MetRows) -> None:
+        self.num_tokens = VIRTUAL_TOKENS
+        self._rows = rows
+
+    def first_places(self) -> Places:
+        """As of every index, of the rows met so far."""
+        return np.asarray(self._rows.starts, dtype=np.int64)
+
+
+def token_index(rows: RowTable | MetRows) -> TokenIndex:
+    """Makes the index of a step's rows."""
+    return MetTokenIndex(rows) if isinstance(rows, MetRows) else TokenIndex(rows.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

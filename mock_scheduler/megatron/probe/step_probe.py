@@ -18,12 +18,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceConfig, TraceKind
+from mock_scheduler.megatron.met_rows import MetRows
 from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
-from mock_scheduler.megatron.probe.interface import TrainingProbe
+from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.ledgers import CallLedger
 from mock_scheduler.megatron.probe.module_probe import ModuleProbe
-from mock_scheduler.megatron.probe.shares import TokenIndex, TokenPlaces
+from mock_scheduler.megatron.probe.shares import TokenIndex, TokenPlaces, token_index
 from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.support.clock import Clock
@@ -62,7 +63,7 @@ class StepProbe(TrainingProbe):
         ledgers = [kind for kind in LEDGER_KINDS if self.selection.wants_ledger(kind)]
         self._ledger = CallLedger(ledgers) if ledgers else None
         self._entered = ExitStack()
-        self._rows = RowTable()
+        self._rows: StepRows = RowTable()
         self._index: TokenIndex | None = None
         self._places: dict[tuple[int, bool], TokenPlaces] = {}
         self._update_rows: list[tuple[int, ...]] = []
@@ -77,12 +78,12 @@ class StepProbe(TrainingProbe):
             world_size=ranks.world_size,
         )
 
-    def start_step(self, rows: RowTable, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
+    def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
         """Begin with the rows, and the parameters before the first update."""
         if self._sink is None:
             return
         with self._aside():
-            index = self._index = TokenIndex(rows.lengths)
+            index = self._index = token_index(rows)
             self._rows = rows
             if self._module_probe is not None:
                 self._module_probe.start_step(index)
@@ -126,6 +127,10 @@ class StepProbe(TrainingProbe):
     def computing(self, own: MicroBatchTokens) -> AbstractContextManager[None]:
         """Tells the modules' probe of a forward pass."""
         return nullcontext() if self._module_probe is None else self._module_probe.computing(own)
+
+    def bypassing(self) -> AbstractContextManager[None]:
+        """Tells the modules' probe to look away."""
+        return nullcontext() if self._module_probe is None else self._module_probe.bypassing()
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
         """float64 ``[]`` each."""
@@ -209,7 +214,7 @@ class StepProbe(TrainingProbe):
             return
         config, world = self._config, range(self._ranks.world_size)
         footer = StepFooter(
-            rows=self._rows,
+            rows=self._rows.table() if isinstance(self._rows, MetRows) else self._rows,
             update_rows=tuple(self._update_rows),
             ranks=tuple(world if config.ranks is None else sorted(config.ranks)),
             kinds=tuple(config.kinds),

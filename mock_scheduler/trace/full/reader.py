@@ -32,14 +32,16 @@ _MAX_LISTED = 10
 _NUM_TENSORS = 3
 
 
-def open_trace(trace_dir: Path) -> TraceReader:
+def open_trace(trace_dir: Path, *, num_tensors: int = _NUM_TENSORS) -> TraceReader:
     """Read the headers of every file of a trace, and check that they are complete and fit together.
+
+    ``num_tensors``: merged tensors that are used together; memory of as many is kept to be used again.
 
     Raises ``TraceError`` listing everything wrong with a step: a missing rank or part, a file that does not
     match its name, ranks that disagree about the step; and at once where there is no trace, or a
     file is unreadable.
     """
-    return TraceReader(open_steps(trace_dir))
+    return TraceReader(open_steps(trace_dir), num_tensors=num_tensors)
 
 
 class TraceReader:
@@ -48,12 +50,12 @@ class TraceReader:
     Holds open the files of one step at a time. One thread at a time uses a reader; several readers are independent.
     """
 
-    def __init__(self, steps: dict[int, OpenedStep]) -> None:
+    def __init__(self, steps: dict[int, OpenedStep], *, num_tensors: int = _NUM_TENSORS) -> None:
         self._steps = steps
         self._open_step: int | None = None
         self._handles: dict[Path, Handle] = {}
         self._stack = ExitStack()
-        self._memory = MemoryPool(num_tensors=_NUM_TENSORS)
+        self._memory = MemoryPool(num_tensors=num_tensors)
         self._expected: dict[tuple[int, int | None], torch.Tensor] = {}
         self._sizes: dict[int, int] = {}
 

@@ -17,14 +17,14 @@ import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, TraceError
 from mock_scheduler.support.clock import Clock
-from pipelines import run
-from pipelines.tracking import (
+from mock_scheduler.support.run_output import (
     MetricsWriter,
     failure_exit_code,
     prepare_output_dir,
     remove_unfinished_files,
     report_failure,
 )
+from pipelines import run
 
 
 def write_metrics(

@@ -32,7 +32,9 @@ from mock_scheduler.support.run_files import (
 )
 from mock_scheduler.support.terminal_streams import print_message
 
-logger = logging.getLogger("pipelines.run")
+logger = logging.getLogger("mock_scheduler.run")
+
+_CONTINUE = ", or continue that run with resume_from_checkpoint"
 
 
 class MetricsWriter:
@@ -142,16 +144,18 @@ def _step_of(line: bytes, *, where: str) -> int:
     return step
 
 
-def prepare_output_dir(output_dir: Path, *, resume: bool) -> None:
+def prepare_output_dir(output_dir: Path, *, resume: bool, advice: str = _CONTINUE) -> None:
     """Make the folder, and refuse to mix two runs in it. One rank calls it.
+
+    advice: the user's further way out, which ends the message.
 
     Raises:
         ConfigError: the folder holds the metrics of another run, or cannot be made or written.
     """
     if (output_dir / METRICS_FILE).exists() and not resume:
         raise ConfigError(
-            f"output_dir {output_dir} holds the metrics of another run; choose another output_dir, remove the folder, "
-            f"or continue that run with resume_from_checkpoint"
+            f"output_dir {output_dir} holds the metrics of another run; choose another output_dir, remove the folder"
+            f"{advice}"
         )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,77 @@
+"""The files that an attached run leaves in its output folder: rank 0 writes them, but for the trace and errors."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.loading import dump_config
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.files import save_json, save_text
+from mock_scheduler.support.local_key import mark_own
+from mock_scheduler.support.packages import read_package_versions
+from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
+
+COMPLETED = "completed"
+
+
+class RunFiles:
+    """One rank's part of them; every rank has one. ``is_writer``: this is rank 0."""
+
+    def __init__(self, run: AttachedRun, *, is_writer: bool) -> None:
+        self._run = run
+        self._output_dir = Path(run.output_dir)
+        self._is_writer = is_writer
+        self._open = ExitStack()
+        self._metrics: MetricsWriter | None = None
+        self._started_s = time.perf_counter()
+
+    def begin(self) -> None:
+        """Makes the folder and stores the configuration.
+
+        Raises:
+            ConfigError: the folder holds the metrics of another run, or cannot be made.
+            TraceError: the metrics cannot be written.
+        """
+        if not self._is_writer:
+            return
+        prepare_output_dir(self._output_dir, resume=False, advice=", or name another one in the run file")
+        (self._output_dir / RUN_FILE).unlink(missing_ok=True)
+        remove_unfinished_files(self._output_dir)
+        config_file = self._output_dir / CONFIG_FILE
+        save_text(config_file, dump_config(self._run))
+        mark_own(config_file)
+        self._metrics = self._open.enter_context(MetricsWriter(self._output_dir, enabled=True, tensorboard=False))
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the line of one step."""
+        if self._metrics is not None:
+            self._metrics.write(step, metrics)
+
+    def end(self, *, status: str, layout: str, world_size: int, facts: Mapping[str, JSON]) -> None:
+        """Writes what the run says about itself. facts: further keys of ``run.json``."""
+        if not self._is_writer:
+            return
+        self._open.close()
+        self._metrics = None
+        Ledger().save(self._output_dir / LEDGER_FILE)
+        save_json(
+            self._output_dir / RUN_FILE,
+            {
+                "status": status,
+                "mode": "attached",
+                "layout": layout,
+                "world_size": world_size,
+                "wall_s": time.perf_counter() - self._started_s,
+                "rollout_s": 0.0,
+                "validation_s": 0.0,
+                "packages": {"python": platform.python_version(), **read_package_versions()},
+                **facts,
+            },
+        )

@@ -1,0 +1,43 @@
+"""Rows of a step that nobody knows beforehand: forward passes meet them one by one."""
+
+from __future__ import annotations
+
+from mock_scheduler.errors import TraceError
+from mock_scheduler.trace.entries import ROW_PLACES, RowTable, virtual_start
+
+
+class MetRows:
+    """The rows of one replica in one step, in the order in which it met them; a row's number is its place here."""
+
+    def __init__(self) -> None:
+        self.identities: list[str] = []
+        self.lengths: list[int] = []
+        self.starts: list[int] = []
+        self._numbers: dict[str, int] = {}
+
+    def add(self, identity: str, length: int) -> int:
+        """Gives a row's number; a row that is known keeps its own.
+
+        Raises:
+            TraceError: it was met with another length, or is longer than a place has room for.
+        """
+        if length > ROW_PLACES:
+            raise TraceError(f"row {identity} has {length} tokens; a trace has room for {ROW_PLACES} of a row")
+        number = self._numbers.setdefault(identity, len(self.identities))
+        if number == len(self.identities):
+            self.identities.append(identity)
+            self.lengths.append(length)
+            self.starts.append(virtual_start(identity))
+        elif self.lengths[number] != length:
+            raise TraceError(
+                f"row {identity} has {self.lengths[number]} tokens in one forward pass of a step and {length} in "
+                "another: give each row an id of its own (run.step(number, rows=...))"
+            )
+        return number
+
+    def __len__(self) -> int:
+        return len(self.identities)
+
+    def table(self) -> RowTable:
+        """The rows met so far, as a trace has them."""
+        return RowTable(identities=tuple(self.identities), lengths=tuple(self.lengths), starts=tuple(self.starts))
