@@ -213,7 +213,7 @@ def run_alignment(
 
 
 def _name_alignment(config_name: str, config: RunConfig) -> str:
-    """Names an alignment by its configuration's file, or by its ``exp_name`` where the file is one of many of a name."""
+    """Names an alignment by its configuration's file, or where that is any ``align.yaml`` by its ``exp_name``."""
     return config.exp_name if config_name.removesuffix(".yaml") == "align" else config_name
 
 
