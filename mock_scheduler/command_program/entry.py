@@ -29,12 +29,9 @@ from mock_scheduler.run_folder.finished_run import RunSummary, load_failure, loa
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, write_signal_error
-from mock_scheduler.support.run_files import ERROR_FILE, RUN_FILE
+from mock_scheduler.support.run_files import COMMAND_FILE, ERROR_FILE, RUN_FILE
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import join_words
-
-#: The configuration of the run, for whoever wants to start it again.
-COMMAND_FILE = "command.yaml"
 
 #: Runs a command to its end, within so many seconds; returns its exit code, minus a signal's number.
 Start = Callable[[Command, float | None], int]
