@@ -116,7 +116,8 @@ class CommandConfig(ConfigSection):
     ``options``: keys of the user's own with their values; ``effects``: the effect of an option, ``bits`` where nothing
     is said. ``env``: further variables of the command, with fields. ``working_dir``: relative to the file's folder;
     ``None`` is that folder. ``launcher``: the words that start the command elsewhere, with ``{command}`` as a word of
-    its own, or ``{command_line}`` for all of it in one text. ``processes_per_node``: for ``{nodes}``; ``None``: all on
+    its own, or ``{command_line}`` for all of it in one text. ``cancel``: the words that end a job of the launcher's
+    elsewhere, where the run is interrupted. ``processes_per_node``: for ``{nodes}``; ``None``: all on
     one. ``timeout_s``: after so many seconds the command is ended. ``sources``: files and folders, relative to the
     file's folder, whose code decides the bits.
 
@@ -133,6 +134,7 @@ class CommandConfig(ConfigSection):
     env: Annotated[Environment, Decides.BITS] = Field(default={})
     working_dir: Annotated[str | None, Decides.BITS] = None
     launcher: Annotated[Words, Decides.EXECUTION] = Field(default=[])
+    cancel: Annotated[Words, Decides.NOTHING] = Field(default=[])
     processes_per_node: Annotated[PositiveInt | None, Decides.EXECUTION] = None
     timeout_s: Annotated[float | None, Decides.NOTHING] = Field(default=None, gt=0.0)
     sources: Annotated[list[str], Decides.LABEL] = Field(default=["."])
@@ -235,6 +237,7 @@ def _field_problems(config: CommandConfig) -> Iterator[Problem]:
     elsewhere = {COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD}
     yield from _unknown_fields("command", [word for word in config.command if word not in whole], known)
     yield from _unknown_fields("env", config.env.values(), known)
+    yield from _unknown_fields("cancel", config.cancel, known)
     yield from _unknown_fields("launcher", config.launcher, known | elsewhere)
     for key, by_value in config.arguments.items():
         for words in by_value.values():

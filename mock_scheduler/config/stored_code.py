@@ -50,7 +50,7 @@ COMMAND_KEY = "command"
 
 _COMMAND = re.compile(rf"^{COMMAND_KEY}:", re.MULTILINE)
 # What such a configuration puts into the command line and the environment of its processes.
-_COMMAND_CODE = (COMMAND_KEY, "arguments", "launcher", "env", "working_dir")
+_COMMAND_CODE = (COMMAND_KEY, "arguments", "launcher", "cancel", "env", "working_dir")
 _NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
 _HOME = (RUN_FILE, METRICS_FILE, LEDGER_FILE, ERROR_FILE, LOG_FILE, TRACE_FOLDER, OPERATIONS_FOLDER)
 _LEFT_BESIDE = (*_HOME, ATTACHED_FILE, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
