@@ -22,9 +22,9 @@ from mock_scheduler.command_program.config import (
     LINE_FIELD,
     VALUE_FIELD,
     CommandConfig,
-    value_text,
 )
 from mock_scheduler.command_program.fields import render
+from mock_scheduler.command_program.values import value_text
 from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.support.run_files import ATTACHED_FILE
