@@ -26,7 +26,8 @@ from mock_scheduler.config.loading import dump_config, parse_config_arguments
 from mock_scheduler.config.variables import RANK_VARIABLES
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, LayoutError, MockSchedulerError
 from mock_scheduler.run_folder.finished_run import RunSummary, load_failure, load_summary
-from mock_scheduler.support.files import save_json
+from mock_scheduler.support.files import save_json, save_text
+from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, write_signal_error
 from mock_scheduler.support.run_files import ERROR_FILE, RUN_FILE
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
@@ -113,7 +114,8 @@ def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:
         for name in (RUN_FILE, ERROR_FILE):
             (output_dir / name).unlink(missing_ok=True)
         save_json(command.run_file, command.run.model_dump(mode="json"), sort_keys=False)
-        (output_dir / COMMAND_FILE).write_text(dump_config(config), encoding="utf-8")
+        save_text(output_dir / COMMAND_FILE, dump_config(config))
+        mark_own(output_dir / COMMAND_FILE)
     except OSError as error:
         raise ConfigError(f"output_dir {output_dir} cannot be written: {error.strerror}; set another one") from error
 

@@ -71,6 +71,21 @@ def test_layouts_and_settings_are_no_code(tmp_path: Path) -> None:
         ("defaults: [other, _self_]", ["further configuration: defaults = \"['other', '_self_']\""]),
         ("hydra: {searchpath: ['pkg://e']}", ["further configuration: hydra = \"{'searchpath': ['pkg://e']}\""]),
         ("custom_envs: {a: {_target_: os.system}}", ["class: custom_envs.a._target_ = 'os.system'"]),
+        ("command: [rm, -r]", ["command: command = \"['rm', '-r']\""]),
+        (
+            "program: mock_scheduler.command_program.program:PROGRAM\n'command': ${x}",
+            ["command: command = '${x}'"],
+        ),
+        ("env: {PYTHONPATH: /e}", ["command: env = \"{'PYTHONPATH': '/e'}\""]),
+        (
+            "launcher: [sh, -c]\nworking_dir: /e",
+            ["command: launcher = \"['sh', '-c']\"", "command: working_dir = '/e'"],
+        ),
+        ("arguments: {precision: [--e]}", ["command: arguments = \"{'precision': ['--e']}\""]),
+        (
+            "align: {candidates: [{name: a, overrides: ['command=[evil]']}]}",
+            ["command: command = \"['evil']\""],
+        ),
     ],
 )
 def test_every_way_to_name_code_is_found(tmp_path: Path, text: str, expected: list[str]) -> None:

@@ -115,7 +115,9 @@ def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
     if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(run):
         return run
     plan = run.program.plan_order(config)
-    if plan is None or all(reduction.size <= _NUM_ORDERLESS for reduction in plan.reductions):
+    # Where nobody knows the groups before the run, the largest one may have all processes.
+    sizes = [config.parallel.world_size] if plan is None else [reduction.size for reduction in plan.reductions]
+    if all(size <= _NUM_ORDERLESS for size in sizes):
         return run
     added = "order.ordered_reductions=true"
     overrides = (*run.overrides, added)
