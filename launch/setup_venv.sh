@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Make .venv and install the pinned requirements and this project in it. Does nothing where that is done already.
+# VENV=FOLDER, in this checkout, is made instead of .venv.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-venv="$root/.venv"
+venv="$root/${VENV:-.venv}"
 stamp="$venv/.requirements.sha256"
 python="${PYTHON:-python3}"
 

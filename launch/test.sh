@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # The gate: format, lint, strict types, import layers, tests.
 #   launch/test.sh            the fast tests, a worker for each core
+#   launch/test.sh --integrations   instead of all that: the tests with programs of others, in an environment of theirs
 #   launch/test.sh --all      and the long proofs (marker "all"), which have the machine to themselves, with a floor of coverage
 #   launch/test.sh ARGS...    other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ "${1:-}" == "--integrations" ]]; then
+    exec bash launch/test_integrations.sh "${@:2}"
+fi
 bash launch/setup_venv.sh
 
 marker=()
@@ -12,9 +16,9 @@ selection=()
 for argument in "$@"; do
     if [[ "$argument" == "--all" ]]; then
         if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-            marker=(-m "all or not all")
+            marker=(-m "not integrations")
         else
-            marker=(-m "not gpu")
+            marker=(-m "not gpu and not integrations")
         fi
     else
         selection+=("$argument")

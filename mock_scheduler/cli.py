@@ -36,9 +36,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, without .yaml")]
+ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, or the path of one")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
-ConfigPath = Annotated[str, typer.Option("--config-path", help="folder of YAML files")]
+ConfigPath = Annotated[str | None, typer.Option("--config-path", help="folder of YAML files; else configs")]
 
 RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
 Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, as in 0-4,7 or 100-")]
@@ -65,17 +65,18 @@ _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
 _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
 
 
-def _source(config_name: str, config_path: str, overrides: list[str] | None) -> ConfigSource:
-    from mock_scheduler.config.loading import ConfigSource  # imports Hydra: not for --help
+def _source(config_name: str, config_path: str | None, overrides: list[str] | None) -> ConfigSource:
+    from mock_scheduler.config.loading import ConfigSource, locate_config  # imports Hydra: not for --help
 
-    return ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
+    name, folder = locate_config(config_name, config_path)
+    return ConfigSource(config_name=name, config_path=folder, overrides=tuple(overrides or ()))
 
 
 @app.command()
 def launch(
     config_name: ConfigName,
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     nnodes: Annotated[int, typer.Option("--nnodes", help="number of machines")] = 1,
     node_rank: Annotated[int, typer.Option("--node-rank", help="this machine, from 0")] = 0,
     rdzv_endpoint: Annotated[str | None, typer.Option("--rdzv-endpoint", help="HOST:PORT on machine 0")] = None,
@@ -101,7 +102,7 @@ def launch(
 def align(
     config_name: ConfigName,
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     output_dir: OutputDir = None,
     overwrite: Overwrite = False,
     recording: Annotated[
@@ -112,7 +113,7 @@ def align(
     html_path: HtmlOutput = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
-    """Record a baseline, replay it under every candidate, and give a verdict for each, with its proofs."""
+    """Run a baseline, replay it under every candidate, and give a verdict for each, with its proofs."""
     from mock_scheduler.commands.align import AlignOptions, run_align  # imports torch: not for --help
 
     source = _source(config_name, config_path, overrides)
@@ -166,7 +167,7 @@ def minimise(
     config_name: ConfigName,
     candidate: Annotated[str, typer.Argument(help="name of a candidate that diverges", show_default=False)],
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     output_dir: OutputDir = None,
     max_runs: Annotated[int, typer.Option("--max-runs", min=1, help="alignments to spend at most")] = 60,
     overwrite: Overwrite = False,
@@ -253,7 +254,7 @@ def replicas(
 def doctor(
     config_name: ConfigName,
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     step: Annotated[int, typer.Option("--step", help="the training step to replay; those before it run as well")] = 0,
     recording: Annotated[
         Path | None, typer.Option("--recording", help="the recording to replay; else a new one is made")
@@ -287,7 +288,7 @@ def doctor(
 def env(
     config_name: ConfigName,
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
     """Print the environment of a run's processes as lines for a shell: export NAME=VALUE."""
@@ -295,9 +296,10 @@ def env(
     from mock_scheduler.determinism.environment import check_settings, launch_environment
     from mock_scheduler.program import check_stored_code, load_config
 
+    source = _source(config_name, config_path, overrides)
     # The shell that reads these lines runs under them.
-    check_stored_code(config_name, config_path, use=Use.RUN, run_stored_code=run_stored_code)
-    config = load_config(_source(config_name, config_path, overrides), run_stored_code=run_stored_code)
+    check_stored_code(source.config_name, source.config_path, use=Use.RUN, run_stored_code=run_stored_code)
+    config = load_config(source, run_stored_code=run_stored_code)
     check_settings(config.system_envs)
     for name, value in sorted(launch_environment(config.system_envs).items()):
         # Names are identifiers by now; they are quoted all the same, since a shell may read this line by eval.
@@ -308,7 +310,7 @@ def env(
 def config(
     config_name: ConfigName,
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
     """Print the whole checked configuration as YAML."""
@@ -385,7 +387,7 @@ def correction(
         str | None,
         typer.Option("--config-name", help="configuration whose rollout_correction comes first; else the run's"),
     ] = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     num_worst: Annotated[int, typer.Option("--worst", min=0, help="tokens and trajectories to name")] = 10,
     json_path: JsonOutput = None,
     html_path: HtmlOutput = None,
@@ -412,7 +414,7 @@ def replay_actions(
     config_name: ConfigName,
     recording: RecordingDir,
     overrides: Overrides = None,
-    config_path: ConfigPath = "configs",
+    config_path: ConfigPath = None,
     steps: Steps = None,
     json_path: JsonCopy = None,
     entry: Annotated[

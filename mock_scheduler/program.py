@@ -2,11 +2,12 @@
 """Instruments know a training program by these protocols, and find a configuration's program here; imports no torch.
 
 A *program* reads a configuration, trains, and leaves files under the names of ``support.run_files`` in the run's
-``output_dir``. One exists, the pipeline of this repository. The second, any training command with a mapping from keys
-to its arguments, will stand beside it and be found in the same way.
+``output_dir``. Two exist: the pipeline of this repository, and any training command with a mapping from keys to its
+arguments (``mock_scheduler.command_program``).
 
 Contract: a program is found by name, in this module alone: by the top-level key ``program`` of a configuration's file,
-as ``module:NAME``, else by ``DEFAULT_PROGRAM``, the program of the shipped configurations.
+as ``module:NAME``; where the file has a top-level ``command`` instead, by ``COMMAND_PROGRAM``; else by
+``DEFAULT_PROGRAM``, the program of the shipped configurations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from mock_scheduler.config.align import AlignConfig
-from mock_scheduler.config.base import ConfigSection, EnvironmentTexts
+from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyEffects
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import ConfigSource
@@ -29,6 +30,7 @@ from mock_scheduler.config.stored_code import (
     Use,
     find_stored_code,
     is_stored,
+    names_command,
     read_program_name,
     refuse_stored_code,
 )
@@ -39,6 +41,8 @@ from mock_scheduler.support.local_key import is_own
 
 #: The program of every configuration that names none.
 DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
+#: The program of every configuration that has a ``command``.
+COMMAND_PROGRAM = "mock_scheduler.command_program.program:PROGRAM"
 
 Plain: TypeAlias = "int | bool | str | float | None"
 """The value of one key."""
@@ -50,7 +54,8 @@ class RunConfig(Protocol):
     ``parallel``, ``rollout_mock``, ``trace``, ``align``, ``order``, ``perturbation`` and ``graft`` are sections of the
     library; an instrument makes a run by overrides of keys in them and of the plain ones. ``max_steps``: training
     steps, from 0. ``precision``: ``float32``, ``bfloat16`` or ``float64``. ``system_envs``: variables of every process.
-    ``resume_from_checkpoint``: the folder of the checkpoint to go on from.
+    ``resume_from_checkpoint``: the folder of the checkpoint to go on from. ``rollout_mock``: ``None`` where the run
+    takes no rollouts from a scheduler, so there is nothing to record.
     """
 
     @property
@@ -68,7 +73,7 @@ class RunConfig(Protocol):
     @property
     def parallel(self) -> ParallelConfig: ...
     @property
-    def rollout_mock(self) -> RolloutMockConfig: ...
+    def rollout_mock(self) -> RolloutMockConfig | None: ...
     @property
     def trace(self) -> TraceConfig: ...
     @property
@@ -217,9 +222,11 @@ class Program(Protocol):
     ``schema``: the model of its configurations. ``entry``: the Python module of every process of a run;
     ``session_entry``: the one for several runs in one process group, ``None`` where each run has processes of its own;
     ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none. ``packages``:
-    their sources decide the bits of a run, beside the library's. ``quiet_keys``: values of keys to leave out work
-    without a change of training: validation, checkpoints, trackers. ``folder_keys``: values of keys to put all files of
-    a run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
+    their sources decide the bits of a run, beside the library's. ``initial_state_key``: the key for the folder of a
+    trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by themselves.
+    ``quiet_keys``: values of keys to leave out work without a change of training: validation, checkpoints, trackers.
+    ``folder_keys``: values of keys to put all files of a run into its ``output_dir``. ``reductions``: ``None`` where
+    runs cannot be made smaller.
     """
 
     @property
@@ -232,6 +239,8 @@ class Program(Protocol):
     def replay_entry(self) -> str | None: ...
     @property
     def packages(self) -> tuple[str, ...]: ...
+    @property
+    def initial_state_key(self) -> str | None: ...
     @property
     def quiet_keys(self) -> Mapping[str, Plain]: ...
     @property
@@ -247,6 +256,18 @@ class Program(Protocol):
         """Gives the arguments of Python for a run of a source by an entry module."""
         ...
 
+    def num_processes(self, config: RunConfig) -> int:
+        """Counts the processes of a run that run its entry: those of the layout, or 1 that starts them itself."""
+        ...
+
+    def effects(self, config: RunConfig) -> KeyEffects:
+        """Gives the effect of each key; of the user's own keys, as this configuration states it."""
+        ...
+
+    def list_sources(self, config: RunConfig) -> Sequence[Path]:
+        """Lists further files that decide the bits of a run, beside ``packages``."""
+        ...
+
     def first_step(self, config: RunConfig) -> int:
         """Gives the first step of a run: 0, or the one after its checkpoint."""
         ...
@@ -258,16 +279,19 @@ class Program(Protocol):
         """
         ...
 
-    def count_elements(self, config: RunConfig, *, vocabulary: int) -> int:
-        """Counts, at most, the elements of one token in a full trace, with their gradients."""
+    def count_elements(self, config: RunConfig, *, vocabulary: int) -> int | None:
+        """Counts, at most, the elements of one token in a full trace, with their gradients; ``None``: not known."""
         ...
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:
         """Says why the order of sums of a run cannot be followed by one process; empty where it can."""
         ...
 
-    def plan_order(self, config: RunConfig) -> OrderPlan:
-        """Plans the order of a run's sums; ``ValueError`` where there are ``order_limits``."""
+    def plan_order(self, config: RunConfig) -> OrderPlan | None:
+        """Plans the order of a run's sums; ``ValueError`` where there are ``order_limits``.
+
+        ``None``: nobody knows the order before the run.
+        """
         ...
 
     def load_clip_rule(self, config_path: Path) -> ClipRule:
@@ -291,7 +315,8 @@ def check_stored_code(config_name: str, config_path: str | Path, *, use: Use, ru
 def list_stored_code(path: Path, *, overrides: Sequence[object] = (), only: str | None = None) -> list[StoredCode]:
     """Lists the code that a stored configuration names, as ``config.stored_code.find_stored_code`` does."""
     settings = [setting.name for setting in environment_settings()]
-    return find_stored_code(path, default_program=DEFAULT_PROGRAM, settings=settings, overrides=overrides, only=only)
+    own = (DEFAULT_PROGRAM, COMMAND_PROGRAM)
+    return find_stored_code(path, own_programs=own, settings=settings, overrides=overrides, only=only)
 
 
 def find_program(config_name: str, config_path: str | Path) -> Program:
@@ -302,7 +327,9 @@ def find_program(config_name: str, config_path: str | Path) -> Program:
     """
     path = _config_file(config_name, config_path)
     named = read_program_name(path)
-    return import_program(named, origin=f"{path}: {PROGRAM_KEY} ") if named else import_program(DEFAULT_PROGRAM)
+    if named:
+        return import_program(named, origin=f"{path}: {PROGRAM_KEY} ")
+    return import_program(COMMAND_PROGRAM if names_command(path) else DEFAULT_PROGRAM)
 
 
 def _config_file(config_name: str, config_path: str | Path) -> Path:

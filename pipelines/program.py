@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mock_scheduler.config.base import ConfigSection
+from mock_scheduler.config.base import ConfigSection, KeyEffects, effects_of
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.layouts.layout import emulation_limits
 from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
@@ -28,6 +28,7 @@ class PipelineProgram:
     session_entry: str | None = "pipelines.session"
     replay_entry: str | None = "pipelines.replay_actions"
     packages: tuple[str, ...] = ("pipelines",)
+    initial_state_key: str | None = None
     quiet_keys: Mapping[str, Plain] = field(
         default_factory=lambda: {"eval_steps": 0, "save_steps": 0, "track_with": "none"}
     )
@@ -41,6 +42,18 @@ class PipelineProgram:
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
         """Starts an entry module with the arguments of ROLL's."""
         return ("-m", entry, *source.arguments())
+
+    def num_processes(self, config: RunConfig) -> int:
+        """One for each rank of the layout."""
+        return config.parallel.world_size
+
+    def effects(self, config: RunConfig) -> KeyEffects:
+        """Reads the statements of the schema."""
+        return effects_of(PipelineConfig)
+
+    def list_sources(self, config: RunConfig) -> Sequence[Path]:
+        """Lists none: all code is in ``packages``."""
+        return ()
 
     def first_step(self, config: RunConfig) -> int:
         """Reads the step at the end of the name of the checkpoint's folder."""

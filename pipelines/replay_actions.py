@@ -23,11 +23,11 @@ import typer
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.config.base import Mode
 from mock_scheduler.config.loading import (
-    DEFAULT_CONFIG_PATH,
     ConfigName,
     ConfigPath,
     ConfigSource,
     Overrides,
+    locate_config,
     with_one_spelling,
 )
 from mock_scheduler.config.steps import StepRanges
@@ -250,12 +250,13 @@ def replay_actions(
     config_name: ConfigName,
     recording: Annotated[str, typer.Option("--recording", help="rollout_mock.dump_dir of a run: folder or URL")],
     overrides: Overrides = None,
-    config_path: ConfigPath = DEFAULT_CONFIG_PATH,
+    config_path: ConfigPath = None,
     steps: Annotated[str | None, typer.Option("--steps", help="these only, as in 0-4,7 or 100-")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
 ) -> int:
     """Play recorded actions through the environments again, and name the first answer that differs."""
-    source = ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
+    name, folder = locate_config(config_name, config_path)
+    source = ConfigSource(config_name=name, config_path=folder, overrides=tuple(overrides or ()))
     comparison = compare_recording(load_source(source), recording, parse_steps(steps))
     print_output(f"recording    {printable(recording)}\n{comparison.describe()}")
     if json_path is not None:

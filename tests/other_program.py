@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from mock_scheduler.config.align import AlignConfig
-from mock_scheduler.config.base import ConfigSection, Decides, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, KeyEffects, PositiveInt, effects_of
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import ConfigForm, ConfigSource, build_loader
@@ -55,6 +55,7 @@ class OtherProgram:
     session_entry: str | None = None
     replay_entry: str | None = None
     packages: tuple[str, ...] = ()
+    initial_state_key: str | None = None
     quiet_keys: Mapping[str, Plain] = field(default_factory=dict)
     folder_keys: Mapping[str, Plain] = field(default_factory=dict)
     reductions: Reductions | None = None
@@ -65,6 +66,15 @@ class OtherProgram:
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
         config = self.build_loader(source.config_name, source.config_path)(source.overrides)
         return ("-m", entry, "--tp", str(config.parallel.tensor_model_parallel_size), "--out", config.output_dir)
+
+    def num_processes(self, config: RunConfig) -> int:
+        return config.parallel.world_size
+
+    def effects(self, config: RunConfig) -> KeyEffects:
+        return effects_of(OtherConfig)
+
+    def list_sources(self, config: RunConfig) -> Sequence[Path]:
+        return ()
 
     def first_step(self, config: RunConfig) -> int:
         return 0

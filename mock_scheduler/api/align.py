@@ -13,11 +13,12 @@ from mock_scheduler.alignment.prove.proof_runs import order_reductions
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.alignment.runs.run_store import RunCache, RunStore, open_folder
 from mock_scheduler.api.compare import Verdict
+from mock_scheduler.config.loading import locate_config
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.program import check_stored_code, find_program
+from mock_scheduler.program import RunConfig, check_stored_code, find_program
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.ci import write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
@@ -117,7 +118,7 @@ def align(
     config_name: str,
     overrides: Sequence[str] = (),
     *,
-    config_path: str | Path = "configs",
+    config_path: str | Path | None = None,
     output_dir: str | Path | None = None,
     recording: str | Path | None = None,
     overwrite: bool = False,
@@ -131,7 +132,8 @@ def align(
     be made.
 
     Args:
-        config_name: The name of a YAML file in ``config_path``, without ``.yaml``.
+        config_name: The name of a YAML file in ``config_path``, without ``.yaml``; or the path of one.
+        config_path: The folder of the named file; ``None``: ``configs``.
         overrides: Further keys, such as ``["max_steps=2"]``, in Hydra's grammar.
         output_dir: The folder of the alignment; ``None``: as the configuration says.
         recording: A recording for the baseline to replay too; ``None``: the baseline records.
@@ -143,9 +145,10 @@ def align(
         ConfigError: The configuration cannot be aligned; nothing has run then.
         AlignmentError: The baseline failed.
     """
+    name, folder = locate_config(config_name, config_path)
     return run_alignment(
-        config_name,
-        Path(config_path),
+        name,
+        Path(folder),
         overrides,
         output_dir=None if output_dir is None else Path(output_dir),
         recording_dir=None if recording is None else Path(recording),
@@ -176,14 +179,13 @@ def run_alignment(
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     program = find_program(config_name, config_path)
     load = program.build_loader(config_name, config_path)
-    wants_consequence = load(overrides).align.proofs.consequence
     plan = plan_alignment(
         load,
         program=program,
         overrides=overrides,
         output_dir=output_dir,
         recording_dir=recording_dir,
-        trace_kinds=CONSEQUENCE_KINDS if wants_consequence else (),
+        trace_kinds=_further_kinds(load(overrides)),
     )
     plan = order_reductions(plan, load=load)
     reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
@@ -191,7 +193,7 @@ def run_alignment(
         open_folder(plan.output_dir, fresh=overwrite)
         runner = AlignmentRunner(
             plan=plan,
-            config_name=config_name,
+            config_name=_name_alignment(config_name, load(overrides)),
             load=load,
             store=RunStore(
                 launch=make_launch(config_name, config_path),
@@ -208,6 +210,21 @@ def run_alignment(
         assert view is not None  # a result that has ended was saved
         write_alignment_page(view, plan.output_dir / PAGE_FILE)
     return Alignment(result=result, view=view)
+
+
+def _name_alignment(config_name: str, config: RunConfig) -> str:
+    """Names an alignment by its configuration's file, or where that is any ``align.yaml`` by its ``exp_name``."""
+    return config.exp_name if config_name.removesuffix(".yaml") == "align" else config_name
+
+
+def _further_kinds(config: RunConfig) -> Sequence[str]:
+    """Lists kinds to trace beside the configuration's own: without a recording, inputs show that data are the same."""
+    if config.rollout_mock is None:
+        return _OWN_DATA_KINDS
+    return CONSEQUENCE_KINDS if config.align.proofs.consequence else ()
+
+
+_OWN_DATA_KINDS = ("input", "loss")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.plan.plan import RECORDING_NAME
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
 from mock_scheduler.display.console import Console
@@ -96,10 +95,11 @@ def _check_writable(options: AlignOptions) -> None:
 def _write_copies(alignment: Alignment, options: AlignOptions) -> dict[str, Path]:
     """Write the reports beside result and page; returns where everything lies."""
     folder = alignment.output_dir
+    recording_dir = alignment.result.recording_dir
     files = {
         "page": folder / PAGE_FILE,
         "result": folder / ALIGN_FILE,
-        "recording": options.recording_dir or folder / RECORDING_NAME,
+        **({} if recording_dir is None else {"recording": options.recording_dir or recording_dir}),
         "runs": folder / "{name}" / LOG_FILE,
     }
     if options.html_path is not None:

@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt
 from mock_scheduler.config.base import ConfigSection, Decides
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
 
 RUN_FILE_VARIABLE = "MOCK_SCHEDULER_RUN"
 
@@ -22,7 +23,8 @@ class AttachedRun(ConfigSection):
     ``None``: whatever it finds. ``first_step``, ``last_step``: steps to observe, from 0, the last one included; behind
     it the run ends itself. ``None``: it ends by itself. ``initial_state``: a trace of level ``full`` whose initial
     parameters and optimizer state are put in their place. ``vocab_size``: without padding; ``None`` is the model's own.
-    ``pad_token_id``: cut from the ends of rows before they are told apart.
+    ``pad_token_id``: cut from the ends of rows before they are told apart. ``rollout_mock``: how the training's proxy
+    records or replays rollouts; ``None`` for a training without one.
     """
 
     decides: ClassVar = Decides.LABEL
@@ -42,3 +44,4 @@ class AttachedRun(ConfigSection):
     initial_state: Annotated[str | None, Decides.BITS | Decides.LABEL] = None
     vocab_size: int | None = None
     pad_token_id: int | None = None
+    rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None

@@ -75,6 +75,27 @@ class ConfigSource:
         return ["--config-path", self.config_path, "--config-name", self.config_name, *self.overrides]
 
 
+def locate_config(config_name: str, config_path: str | Path | None = None) -> tuple[str, str]:
+    """Finds a configuration by its name in a folder, or by the path of its file; returns name and folder.
+
+    Args:
+        config_name: a file's name in ``config_path``, or a path; ``.yaml`` may be left out in both.
+        config_path: ``None``: ``configs``, where a name is given. A file of this name in the working directory counts
+            as a path where ``configs`` has none.
+
+    Raises:
+        ConfigError: there is a path, and a folder beside it.
+    """
+    given = Path(config_name)
+    is_path = given.name != config_name
+    if is_path and config_path is not None:
+        raise ConfigError(f"{config_name} is the path of a configuration, so --config-path is not needed; leave it out")
+    name = given.name.removesuffix(".yaml")
+    if config_path is None and not is_path:
+        is_path = not (Path(DEFAULT_CONFIG_PATH) / f"{name}.yaml").is_file() and Path(f"{name}.yaml").is_file()
+    return (name, str(given.parent)) if is_path else (config_name, str(config_path or DEFAULT_CONFIG_PATH))
+
+
 class Dumped(Protocol):
     """A configuration as plain values, as every pydantic model gives them."""
 
@@ -236,8 +257,8 @@ def _covers(override_key: str, key: str) -> bool:
     return f"{override_key}.".startswith(f"{key}.") or f"{key}.".startswith(f"{override_key}.")
 
 
-ConfigName = Annotated[str, typer.Option("--config-name", help="file in it, without .yaml")]
-ConfigPath = Annotated[str, typer.Option("--config-path", help="folder of YAML files")]
+ConfigName = Annotated[str, typer.Option("--config-name", help="file in it, without .yaml; or a path")]
+ConfigPath = Annotated[str | None, typer.Option("--config-path", help="folder of YAML files; else configs")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
 
 _ROLL_SPELLING = re.compile(r"^--config_(name|path)(?==|$)")
@@ -256,7 +277,6 @@ def with_one_spelling(arguments: Sequence[str]) -> list[str]:
     return [_ROLL_SPELLING.sub(r"--config-\1", argument) for argument in arguments]
 
 
-def _read_source(
-    config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = DEFAULT_CONFIG_PATH
-) -> ConfigSource:
-    return ConfigSource(config_name=config_name, config_path=config_path, overrides=tuple(overrides or ()))
+def _read_source(config_name: ConfigName, overrides: Overrides = None, config_path: ConfigPath = None) -> ConfigSource:
+    name, folder = locate_config(config_name, config_path)
+    return ConfigSource(config_name=name, config_path=folder, overrides=tuple(overrides or ()))

@@ -25,6 +25,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.foreign_files import describe_failure, read_bytes, read_text
 from mock_scheduler.support.run_files import (
     ALIGN_FILE,
+    ATTACHED_FILE,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     DOCTOR_FILE,
@@ -44,9 +45,15 @@ PROGRAM_KEY = "program"
 #: The option of every command, and in Python ``run_stored_code=True``.
 FLAG = "--run-stored-code"
 
+#: The top-level key of a configuration whose program is a command.
+COMMAND_KEY = "command"
+
+_COMMAND = re.compile(rf"^{COMMAND_KEY}:", re.MULTILINE)
+# What such a configuration puts into the command line and the environment of its processes.
+_COMMAND_CODE = (COMMAND_KEY, "arguments", "launcher", "cancel", "env", "working_dir")
 _NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
 _HOME = (RUN_FILE, METRICS_FILE, LEDGER_FILE, ERROR_FILE, LOG_FILE, TRACE_FOLDER, OPERATIONS_FOLDER)
-_LEFT_BESIDE = (*_HOME, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
+_LEFT_BESIDE = (*_HOME, ATTACHED_FILE, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
 _LEFT_ABOVE = (ALIGN_FILE, DOCTOR_FILE, ".mock-scheduler-align", ".mock-scheduler-doctor", "minimise.json")
 _COMPOSED = ("defaults", "hydra")
 _ENVIRONMENT = "system_envs"
@@ -87,9 +94,16 @@ class StoredCode:
 
 def read_program_name(path: Path) -> str | None:
     """Reads the program that a configuration's file names on a line of its own; ``None`` where it names none."""
-    if not path.is_file():
-        return None
-    return _find_program_name(read_bytes(path, what="a configuration").decode("utf-8", errors="replace"))
+    return _find_program_name(_read(path))
+
+
+def names_command(path: Path) -> bool:
+    """Says whether a configuration's file has a command, on a line of its own."""
+    return _COMMAND.search(_read(path)) is not None
+
+
+def _read(path: Path) -> str:
+    return read_bytes(path, what="a configuration").decode("utf-8", errors="replace") if path.is_file() else ""
 
 
 def _find_program_name(text: str) -> str | None:
@@ -108,7 +122,7 @@ def is_stored(path: Path) -> bool:
 def find_stored_code(
     path: Path,
     *,
-    default_program: str,
+    own_programs: Sequence[str],
     settings: Sequence[str],
     overrides: Sequence[object] = (),
     only: str | None = None,
@@ -117,7 +131,7 @@ def find_stored_code(
 
     Args:
         path: the file.
-        default_program: its program is no stored code.
+        own_programs: programs of this project, which are no stored code.
         settings: names of variables that are settings.
         overrides: further ones, of a candidate.
         only: the one candidate that will run; ``None``: all.
@@ -134,7 +148,7 @@ def find_stored_code(
         raise ConfigError(f"{path} {error}") from error
     finder = _Finder(folder=path.parent, settings=frozenset(settings), only=only, seen=set())
     named = _find_program_name(text)
-    found = [] if named in (None, default_program) else [_code("program", PROGRAM_KEY, named, Use.LOAD)]
+    found = [] if named in (None, *own_programs) else [_code("program", PROGRAM_KEY, named, Use.LOAD)]
     return [*found, *finder.walk(content, ""), *finder.of_overrides(overrides, "overrides", Use.ALIGN)]
 
 
@@ -210,6 +224,8 @@ class _Finder:
         last = key.rpartition(".")[2]
         if key in _COMPOSED:
             yield _code("further configuration", key, value, Use.LOAD)
+        elif key in _COMMAND_CODE and value not in (None, [], {}):
+            yield _code("command", key, value, Use.RUN)
         elif last.startswith("_") and last.endswith("_") and len(last) > 2:
             yield _code("class", key, value, Use.LOAD)
         elif _SECTION.fullmatch(key) and isinstance(value, str) and key != "align.baseline":

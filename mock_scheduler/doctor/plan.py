@@ -90,6 +90,11 @@ def plan_doctor(
     _check_overrides(overrides, program)
     entry = entry or program.entry
     config = load(overrides)
+    if config.rollout_mock is None:
+        raise ConfigError(
+            "doctor replays a recorded step and compares its operations, and this program records no rollouts; to see "
+            "whether it repeats itself, align a candidate without a change: align.candidates=[{name: again}]"
+        )
     given = recording if recording is not None else _configured_recording(config)
     _check_step(step, config, given)
     check_settings(config.system_envs)
@@ -150,6 +155,7 @@ class _Planner:
 
 def _configured_recording(config: RunConfig) -> Path | None:
     mock = config.rollout_mock
+    assert mock is not None  # refused before
     return Path(mock.dump_dir) if mock.effective_mode in ("mock", "cache") else None
 
 

@@ -85,6 +85,7 @@ def plan_launch(
     config: RunConfig,
     arguments: Sequence[str],
     *,
+    num_processes: int | None = None,
     nnodes: int = 1,
     node_rank: int = 0,
     rdzv_endpoint: str | None = None,
@@ -92,12 +93,13 @@ def plan_launch(
 ) -> LaunchPlan:
     """Plans one node's part of a run.
 
-    ``config``: the run's. ``arguments``: of Python, as ``Program.arguments`` gives them. With several nodes, each runs
-    its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow ``node_rank``, so
-    that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not divide over the
+    ``config``: the run's. ``arguments``: of Python, as ``Program.arguments`` gives them. ``num_processes``: of all
+    nodes, as ``Program.num_processes`` gives them; ``None``: one for each rank of the layout. With several nodes, each
+    runs its own plan with the same ``rdzv_endpoint``, ``HOST:PORT`` on node 0, and global ranks follow ``node_rank``,
+    so that two runs place them alike. Raises ``ConfigError`` where the processes of the layout do not divide over the
     nodes, or the node's rank or the endpoint do not fit.
     """
-    world_size = config.parallel.world_size
+    world_size = config.parallel.world_size if num_processes is None else num_processes
     _check_nodes(config.parallel.describe(), world_size, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
     place = Place(num_local=world_size // nnodes, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
     return _plan(tuple(arguments), config, place=place, told_to=Path(config.output_dir), python=python)

@@ -8,6 +8,7 @@ limits of emulation, in which one process follows the layout's order of sums.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mock_scheduler.config.layout import ParallelConfig
@@ -216,9 +217,18 @@ def ranks_of_replica(layout: ParallelConfig) -> int:
     return layout.tensor_model_parallel_size * layout.context_parallel_size
 
 
-def emulation_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> tuple[str, ...]:
-    """Says why one process cannot follow this layout's order with this model; empty where it can."""
-    problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training)
+def emulation_limits(
+    layout: ParallelConfig,
+    model: DescribedModel,
+    training: DescribedTraining,
+    *,
+    routers: Collection[str] = ("layout_invariant",),
+) -> tuple[str, ...]:
+    """Says why one process cannot follow this layout's order with this model; empty where it can.
+
+    routers: the values of ``moe_router_impl`` that the process follows.
+    """
+    problems = [] if model.num_moe_experts is None else _expert_limits(layout, model, training, routers)
     if model.transformer_impl != "local":
         problems.append(
             f"model.transformer_impl {model.transformer_impl}: only local layers' products and sums can be cut one by "
@@ -237,11 +247,13 @@ def emulation_limits(layout: ParallelConfig, model: DescribedModel, training: De
     return tuple(problems)
 
 
-def _expert_limits(layout: ParallelConfig, model: DescribedModel, training: DescribedTraining) -> list[str]:
+def _expert_limits(
+    layout: ParallelConfig, model: DescribedModel, training: DescribedTraining, routers: Collection[str]
+) -> list[str]:
     """Says why the order of experts cannot be followed."""
     problems = []
     ep, of_replica = layout.expert_model_parallel_size, ranks_of_replica(layout)
-    if model.moe_router_impl != "layout_invariant":
+    if model.moe_router_impl not in routers:
         problems.append(
             f"model.moe_router_impl {model.moe_router_impl}: its losses are those of the tokens that a rank happens to "
             "hold; set it to layout_invariant"

@@ -10,6 +10,7 @@ Ranks are numbered by tp, cp, dp, pp, the first fastest, as Megatron does.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -168,15 +169,15 @@ class OrderPlan:
         return json.dumps(asdict(self), sort_keys=True, indent=1)
 
 
-def plan_order(config: DescribedRun) -> OrderPlan:
-    """Plans the layout that a run emulates, or else its own.
+def plan_order(config: DescribedRun, *, routers: Collection[str] = ("layout_invariant",)) -> OrderPlan:
+    """Plans the layout that a run emulates, or else its own; routers: as for ``emulation_limits``.
 
     Raises:
         ValueError: the layout cannot be planned; says every reason of ``emulation_limits``.
     """
     layout = config.order.emulate or config.parallel
     model, training = config.model, config.training
-    problems = emulation_limits(layout, model, training)
+    problems = emulation_limits(layout, model, training, routers=routers)
     if problems:
         raise ValueError(f"layout {layout.describe()} has no order plan: {'; '.join(problems)}")
     tp, cp, dp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.data_parallel_size

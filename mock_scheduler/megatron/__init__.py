@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mock_scheduler.megatron.attached.attach import attach
     from mock_scheduler.megatron.attached.handle import TrainingHandle
+    from mock_scheduler.megatron.callback import AttachCallback
+    from mock_scheduler.megatron.pretrain import attach_to_pretrain
 
-__all__ = ["TrainingHandle", "attach"]
+__all__ = ["AttachCallback", "TrainingHandle", "attach", "attach_to_pretrain"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands for
@@ -20,6 +22,14 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands fo
         from mock_scheduler.megatron.attached.attach import attach
 
         return attach
+    if name == "attach_to_pretrain":
+        from mock_scheduler.megatron.pretrain import attach_to_pretrain
+
+        return attach_to_pretrain
+    if name == "AttachCallback":
+        from mock_scheduler.megatron.callback import AttachCallback
+
+        return AttachCallback
     if name == "TrainingHandle":
         from mock_scheduler.megatron.attached.handle import TrainingHandle
 

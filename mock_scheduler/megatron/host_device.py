@@ -48,7 +48,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class HostDeviceMode(TorchFunctionMode):
-    """Maps CUDA device arguments, ``cuda()`` and ``to("cuda")`` to the host.
+    """Maps CUDA device arguments, ``cuda()`` and ``to("cuda")`` to the host, and pins no memory.
 
     ``Tensor.type()`` reports the CUDA name: ``DistributedOptimizer`` insists on it.
     """
@@ -66,6 +66,8 @@ class HostDeviceMode(TorchFunctionMode):
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         if kwargs and "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": HOST}
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # for copies to a GPU; rotary embeddings under cp ask for it
         if func is torch.Tensor.to:
             args = [HOST if _is_cuda(argument) else argument for argument in args]
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -74,6 +76,7 @@ class HostDeviceMode(TorchFunctionMode):
 class _HostStream:
     """A stream on a device that has none: everything is in order already."""
 
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
     def synchronize(self) -> None: ...
@@ -112,7 +115,7 @@ def _install_cuda_functions() -> None:
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": _host_stream_context,
-        "Stream": lambda *args, **kwargs: _HostStream(),
+        "Stream": _HostStream,  # a class: annotations of other packages have it in a union
         "Event": _HostEvent,
         "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device=None: torch.get_rng_state(),

@@ -71,6 +71,21 @@ def test_layouts_and_settings_are_no_code(tmp_path: Path) -> None:
         ("defaults: [other, _self_]", ["further configuration: defaults = \"['other', '_self_']\""]),
         ("hydra: {searchpath: ['pkg://e']}", ["further configuration: hydra = \"{'searchpath': ['pkg://e']}\""]),
         ("custom_envs: {a: {_target_: os.system}}", ["class: custom_envs.a._target_ = 'os.system'"]),
+        ("command: [rm, -r]", ["command: command = \"['rm', '-r']\""]),
+        (
+            "program: mock_scheduler.command_program.program:PROGRAM\n'command': ${x}",
+            ["command: command = '${x}'"],
+        ),
+        ("env: {PYTHONPATH: /e}", ["command: env = \"{'PYTHONPATH': '/e'}\""]),
+        (
+            "launcher: [sh, -c]\nworking_dir: /e",
+            ["command: launcher = \"['sh', '-c']\"", "command: working_dir = '/e'"],
+        ),
+        ("arguments: {precision: [--e]}", ["command: arguments = \"{'precision': ['--e']}\""]),
+        (
+            "align: {candidates: [{name: a, overrides: ['command=[evil]']}]}",
+            ["command: command = \"['evil']\""],
+        ),
     ],
 )
 def test_every_way_to_name_code_is_found(tmp_path: Path, text: str, expected: list[str]) -> None:
@@ -147,4 +162,4 @@ def test_ones_own_configuration_is_not_asked_about(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plain_yaml_is_refused(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError, match=r"config\.yaml (is not YAML: line|line 1: the tag)"):
-        find_stored_code(path, default_program="a:B", settings=())
+        find_stored_code(path, own_programs=("a:B",), settings=())

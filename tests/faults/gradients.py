@@ -103,11 +103,10 @@ expert_bias_reversed = replacing(_finalize, "get_updated_expert_bias", _move_bia
 
 
 def _on_buckets(*, is_expert: bool, harm: Callable[[Any], None]) -> Injector:
-    def on_all(fired: Fired, chunks: Sequence[DistributedDataParallel]) -> None:
-        for chunk in chunks:
-            for group in chunk.expert_parallel_bucket_groups if is_expert else chunk.bucket_groups:
-                fired.count += 1
-                harm(group)
+    def on_all(fired: Fired, chunk: DistributedDataParallel) -> None:
+        for group in chunk.expert_parallel_bucket_groups if is_expert else chunk.bucket_groups:
+            fired.count += 1
+            harm(group)
 
     return on_data_parallel(on_all)
 
@@ -153,8 +152,8 @@ def _lose_own_gradient(fired: Fired, start: Callable[..., None]) -> Callable[...
 replica_lost = replacing(_ParamAndGradBucketGroup, "start_grad_sync", _lose_own_gradient)
 
 
-def _count_twice(fired: Fired, chunks: Sequence[DistributedDataParallel]) -> None:
-    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+def _count_twice(fired: Fired, chunk: DistributedDataParallel) -> None:
+    for name, parameter in chunk.named_parameters():
         if name.endswith("linear_fc2.weight"):
             fired.count += 1
             parameter.register_hook(lambda gradient: gradient * min(tp_size(), 2))
@@ -163,8 +162,8 @@ def _count_twice(fired: Fired, chunks: Sequence[DistributedDataParallel]) -> Non
 weight_gradient_twice = on_data_parallel(_count_twice)
 
 
-def _enlarge(fired: Fired, chunks: Sequence[DistributedDataParallel]) -> None:
-    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
+def _enlarge(fired: Fired, chunk: DistributedDataParallel) -> None:
+    for name, parameter in chunk.named_parameters():
         if name.endswith("layers.1.mlp.linear_fc2.weight"):
             fired.count += 1
             parameter.register_hook(lambda gradient: gradient * (1.0 + 0.01 * (tp_size() - 1)))

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import RowParallelLinear, VocabParallelEmbedd
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
@@ -19,7 +20,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from pipelines.megatron import logprobs
 from pipelines.megatron.layers import attention
-from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
+from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from tests.faults.counting import Fired
 from tests.faults.patching import (
@@ -77,30 +78,30 @@ def _add_bias_on_each_rank(fired: Fired, output: tuple[torch.Tensor, torch.Tenso
 row_bias_on_each_rank = on_outputs(RowParallelLinear, _add_bias_on_each_rank)
 
 
-def _attending(change: Callable[[Attend, RowAttention, Any], torch.Tensor]) -> Callable[[Fired, Attend], Attend]:
+def _attending(change: Callable[[Attend, Any], torch.Tensor]) -> Callable[[Fired, Attend], Attend]:
     def wrap(fired: Fired, attend: Attend) -> Attend:
-        def changed(self: RowAttention, *tensors: torch.Tensor, **options: object) -> torch.Tensor:
+        def changed(self: DotProductAttention, *tensors: torch.Tensor, **options: object) -> torch.Tensor:
             fired.count += 1
-            return change(lambda *given: attend(self, *given, **options), self, tensors)
+            return change(lambda *given: attend(self, *given, **options), tensors)
 
         return changed
 
     return wrap
 
 
-def _flip_groups(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:
+def _flip_groups(attend: Attend, tensors: Any) -> torch.Tensor:
     query, key, value, *rest = tensors
     if tp_size() > 1:
         key, value = key.flip(2), value.flip(2)
     return attend(query, key, value, *rest)
 
 
-def _scale_queries(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:
+def _scale_queries(attend: Attend, tensors: Any) -> torch.Tensor:
     query, *rest = tensors
     return attend(query * 1.02 if tp_size() > 1 else query, *rest)
 
 
-def _drop_last_head(attend: Attend, self: RowAttention, tensors: Any) -> torch.Tensor:
+def _drop_last_head(attend: Attend, tensors: Any) -> torch.Tensor:
     context = attend(*tensors)
     if tp_rank() == 0:
         return context
@@ -109,9 +110,9 @@ def _drop_last_head(attend: Attend, self: RowAttention, tensors: Any) -> torch.T
     return context * kept
 
 
-key_groups_flipped = replacing(RowAttention, "forward", _attending(_flip_groups))
-queries_scaled = replacing(RowAttention, "forward", _attending(_scale_queries))
-head_dropped = replacing(RowAttention, "forward", _attending(_drop_last_head))
+key_groups_flipped = replacing(DotProductAttention, "forward", _attending(_flip_groups))
+queries_scaled = replacing(DotProductAttention, "forward", _attending(_scale_queries))
+head_dropped = replacing(DotProductAttention, "forward", _attending(_drop_last_head))
 
 
 def _gather_from_last(fired: Fired, gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -125,7 +126,7 @@ def _gather_from_last(fired: Fired, gather: Callable[..., torch.Tensor]) -> Call
 keys_gathered_from_last = replacing(attention, "gather_from_sequence_parallel_region", _gather_from_last)
 
 
-def _turn_too_far(fired: Fired, module: Any) -> None:
+def turn_too_far(fired: Fired, module: Any) -> None:
     forward = module.forward
 
     def too_far(*arguments: object, **options: object) -> torch.Tensor:
@@ -136,7 +137,7 @@ def _turn_too_far(fired: Fired, module: Any) -> None:
     module.forward = too_far
 
 
-rotary_of_second_stage = on_modules(RowRotaryEmbedding, _turn_too_far)
+rotary_of_second_stage = on_modules(RowRotaryEmbedding, turn_too_far)
 
 
 def _widen_epsilon(fired: Fired, module: Any) -> None:

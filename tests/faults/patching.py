@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from pipelines.megatron import trained_model
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
 
@@ -45,20 +45,25 @@ def replacing(owner: Callable[[], Any] | Any, name: str, wrap: Callable[[Fired, 
     return inject
 
 
-def on_modules(kind: type | tuple[type, ...], harm: Callable[[Fired, torch.nn.Module], None]) -> Injector:
-    """The injector that does something to each module of a kind when a model has been built."""
+def on_modules(kind: type | tuple[type, ...], harm: Callable[[Fired, Any], None]) -> Injector:
+    """The injector that does something to each module of a kind when it has been built, whoever builds it."""
 
-    def wrap(fired: Fired, build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[torch.nn.Module]]:
-        def build_and_harm(*arguments: object, **options: object) -> list[torch.nn.Module]:
-            chunks = build(*arguments, **options)
-            for module in (module for chunk in chunks for module in chunk.modules()):
-                if isinstance(module, kind):
-                    harm(fired, module)
-            return chunks
+    @contextmanager
+    def inject(fired: Fired) -> Iterator[None]:
+        def wrap(initialise: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(initialise)
+            def initialise_and_harm(module: torch.nn.Module, *arguments: object, **options: object) -> None:
+                initialise(module, *arguments, **options)
+                harm(fired, module)
 
-        return build_and_harm
+            return initialise_and_harm
 
-    return replacing(trained_model, "build_chunks", wrap)
+        with ExitStack() as stack:
+            for each in kind if isinstance(kind, tuple) else (kind,):
+                stack.enter_context(replaced(each, "__init__", wrap))
+            yield
+
+    return inject
 
 
 def on_outputs(kind: type | tuple[type, ...], change: Callable[[Fired, Any], Any]) -> Injector:
@@ -75,18 +80,9 @@ def on_outputs(kind: type | tuple[type, ...], change: Callable[[Fired, Any], Any
     return on_modules(kind, harm)
 
 
-def on_data_parallel(harm: Callable[[Fired, Sequence[DistributedDataParallel]], None]) -> Injector:
-    """The injector that does something to a model's gradient buffers when these have been made."""
-
-    def wrap(fired: Fired, build: Callable[..., list[DistributedDataParallel]]) -> Callable[..., Any]:
-        def build_and_harm(*arguments: object, **options: object) -> list[DistributedDataParallel]:
-            wrapped = build(*arguments, **options)
-            harm(fired, wrapped)
-            return wrapped
-
-        return build_and_harm
-
-    return replacing(trained_model, "wrap_data_parallel", wrap)
+def on_data_parallel(harm: Callable[[Fired, DistributedDataParallel], None]) -> Injector:
+    """The injector that does something to the gradient buffers of a chunk when these have been made."""
+    return on_modules(DistributedDataParallel, harm)
 
 
 class Standing:

@@ -10,17 +10,24 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG
 from mock_scheduler.megatron import parameters
 from pipelines.megatron import learner, logprobs, places, trained_model, trainer, weights
 from pipelines.megatron.layers import attention
-from pipelines.megatron.layers.attention import RowAttention
+from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from tests.faults import gradients
 from tests.faults.cases import build_config, reference_of, world_size
@@ -33,8 +40,10 @@ from tests.faults.runs import without_allowance
 _OWNERS: tuple[Any, ...] = (
     *(attention, learner, logprobs, parameters, places, trained_model, trainer, weights),
     *(gradients._finalize, moe_utils, clip_grads, megatron_optimizer, megatron_random),
-    *(learner.Learner, trainer.PolicyTrainer, RowAttention, LayoutInvariantRouter, MLP, torch.optim.AdamW),
+    *(learner.Learner, trainer.PolicyTrainer, DotProductAttention, LayoutInvariantRouter, MLP, torch.optim.AdamW),
     *(DistributedDataParallel, _ParamAndGradBucketGroup, megatron_random.CheckpointFunction),
+    *(GPTModel, SelfAttention, VocabParallelEmbedding, RowParallelLinear, RowRotaryEmbedding),
+    *(torch.nn.LayerNorm, torch.nn.RMSNorm, TopKRouter, SequentialMLP, SharedExpertMLP),
 )
 #: Of the reference's list those that it asks for and that run here.
 _ASKED_FOR = ("20", "21", "22", "24", "25", "27", "28", "29", "30", "31", "32", "33", "35", "39", "41", "42", "44")

@@ -43,7 +43,7 @@ def _gather_nothing(fired: Fired, gather: Callable[..., None]) -> Callable[..., 
 parameters_not_gathered = replacing(DistributedDataParallel, "start_param_sync", _gather_nothing)
 
 
-def _decay_everything(fired: Fired, build: Callable[..., Any]) -> Callable[..., Any]:
+def decay_everything(fired: Fired, build: Callable[..., Any]) -> Callable[..., Any]:
     def decaying(*arguments: object, **options: object) -> object:
         optimizer = build(*arguments, **options)
         fired.count += 1
@@ -54,7 +54,7 @@ def _decay_everything(fired: Fired, build: Callable[..., Any]) -> Callable[..., 
     return decaying
 
 
-norms_decayed = replacing(trained_model, "build_optimizer", _decay_everything)
+norms_decayed = replacing(trained_model, "build_optimizer", decay_everything)
 
 Step = Callable[[torch.optim.AdamW], None]
 

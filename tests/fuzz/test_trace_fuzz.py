@@ -14,6 +14,7 @@ import torch
 from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.trace.full.files import METADATA_KEY
 from mock_scheduler.trace.full.header import compute_tensor_crc32
+from tests.content_traces import ContentRank, ContentStep, content_step, save_content_trace
 from tests.fuzz.corpus import copy_tree, make_sketches, make_trace, read_safetensors, write_safetensors
 from tests.fuzz.mutations import fuzz, mutate_bytes, mutate_json, run_command, sealed_text
 
@@ -30,7 +31,39 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_trace(folder / "other_one", scale=1.0000001, num_ranks=1)
     make_sketches(folder / "sketch")
     make_sketches(folder / "other_sketch", scale=1.0000001)
+    step = content_step({"seven": [7, 8, 9, 10], "eight": [8, 8], "nine": [9, 1, 2, 3, 4]})
+    for level, name in (("full", "content"), ("sketch", "content_sketch")):
+        save_content_trace(folder / name, step, _two_ranks(step), level=level)
+        other = step.changed("nine", 3, 2, by=1e-7)
+        save_content_trace(folder / f"other_{name}", other, level=level)
     return folder
+
+
+def _two_ranks(step: ContentStep) -> list[ContentRank]:
+    """One row on both ranks, the others on one of them."""
+    pieces = {name: (name, range(len(ids))) for name, ids in step.tokens.items()}
+    return [
+        ContentRank(coordinates={"tp": tp}, micro_batches=[[pieces[name]] for name in names])
+        for tp, names in enumerate((("seven", "nine"), ("nine", "eight")))
+    ]
+
+
+def forge_rows(document: dict[str, Any], rng: random.Random) -> str:
+    """Forges the table of rows by content."""
+    rows = document.get("ending", document)["footer"]["rows"]
+    field = rng.choice(sorted(rows))
+    other = rng.choice([0, -1, 1, 2**22, 2**62, 2**64, 10**30, True, None, "nine", 1.0])
+    way = rng.randrange(4)
+    if way == 0:
+        rows[field][rng.randrange(len(rows[field]))] = other
+    elif way == 1:
+        del rows[field]
+    elif way == 2:
+        rows[field] = rows[field] * rng.choice([0, 2, 10**5])
+    else:
+        for name in rows:
+            rows[name] = rows[name] * rng.choice([2, 2**18])
+    return f"forged {field} of rows, way {way}, {other}"
 
 
 def forge(document: dict[str, Any], rng: random.Random) -> str:
@@ -60,7 +93,7 @@ def forge(document: dict[str, Any], rng: random.Random) -> str:
     elif action == 5 and ending:
         size = rng.choice([0, 1, 10**6])
         ending["footer"]["rows"] = {"identities": ["x"] * 10_000, "lengths": [size] * 10_000}
-    elif action == 6 and ending:
+    elif action == 6 and ending and ending["footer"]["ledgers"]:
         ledger = ending["footer"]["ledgers"]["collective"]
         ledger["order"] = [0] * rng.choice([0, 10**5])
         ledger["calls"] = ledger["calls"] * rng.choice([1, 1000])
@@ -108,7 +141,9 @@ def mutate_file(path: Path, key: str, rng: random.Random) -> str:
         path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
         return f"safetensors {said}"
     document, tensors = read_safetensors(path, key)
-    if key == METADATA_KEY and action in (2, 3, 4):
+    if action in (2, 3) and "content" in path.parts[-3]:
+        said = forge_rows(document, rng)
+    elif key == METADATA_KEY and action in (2, 3, 4):
         said = forge(document, rng)
     elif key == METADATA_KEY and action == 5:
         said = replace_tensor(document, tensors, rng)
@@ -120,20 +155,20 @@ def mutate_file(path: Path, key: str, rng: random.Random) -> str:
 
 def attack(sources: Path, work: Path, kind: str, rng: random.Random) -> list[str]:
     """Mutates one or all files of a trace, and runs the commands that read it; gives what went wrong."""
-    trace = copy_tree(sources / kind, work / "trace")
-    key = SKETCH_KEY if kind == "sketch" else METADATA_KEY
+    trace = copy_tree(sources / kind, work / kind)
+    key = SKETCH_KEY if "sketch" in kind else METADATA_KEY
     path = rng.choice(sorted(trace.rglob("*.safetensors")))
     said = mutate_file(path, key, rng)
-    other = {"two": "other", "one": "other_one", "sketch": "other_sketch"}[kind]
+    other = {"two": "other", "one": "other_one"}.get(kind, f"other_{kind}")
     commands = [("compare", sources / other, trace), ("replicas", trace), ("compare", trace, sources / other)]
-    if kind != "sketch":
+    if "sketch" not in kind:
         commands.append(("replicas", trace, "--verify"))
     return [f"{said}: {problem}" for command in commands if (problem := run_command(*command))]
 
 
 @pytest.mark.all
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["two", "one", "sketch"])
+@pytest.mark.parametrize("kind", ["two", "one", "sketch", "content", "content_sketch"])
 def test_a_mutated_trace_ends_with_a_verdict_or_an_error(sources: Path, tmp_path: Path, kind: str) -> None:
     @fuzz(300)
     def check(rng: random.Random) -> None:
@@ -142,7 +177,7 @@ def test_a_mutated_trace_ends_with_a_verdict_or_an_error(sources: Path, tmp_path
     check()
 
 
-@pytest.mark.parametrize("kind", ["two", "one", "sketch"])
+@pytest.mark.parametrize("kind", ["two", "one", "sketch", "content", "content_sketch"])
 def test_a_few_mutated_traces(sources: Path, tmp_path: Path, kind: str) -> None:
     """The first ones of the sweep, in the gate."""
     for seed in range(4):

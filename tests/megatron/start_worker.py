@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from benchmarks.layouts.training import VOCAB_SIZE
 from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, TraceKind
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import MockSchedulerError, TraceError
 from mock_scheduler.megatron.draws import find_draws
@@ -41,7 +41,7 @@ from mock_scheduler.trace.entries import RowTable, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole
 from mock_scheduler.trace.start_report import StartKind
-from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process.runtime import Runtime, build_layout, join_group, leave_layout, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from tests.dist.checkpoint_worker import config_of
 from tests.rank_traces import save_rank_trace
@@ -54,12 +54,31 @@ KINDS: tuple[TraceKind, ...] = ("initial", "weight", "optimizer")
 # --- Models -----------------------------------------------------------------------------------------------------------
 
 
+class Layouts:
+    """The layout of this process: made anew only where the next task has another, since leaving one takes a second."""
+
+    def __init__(self) -> None:
+        self.parallel: ParallelConfig | None = None
+        self.runtime: Runtime | None = None
+
+    def join(self, parallel: ParallelConfig, *, seed: int) -> Runtime:
+        """The runtime of a layout."""
+        if self.runtime is None or self.parallel != parallel:
+            if self.runtime is not None:
+                leave_layout()
+            self.runtime, self.parallel = build_layout(parallel, seed=seed), parallel
+        return self.runtime
+
+
+LAYOUTS = Layouts()
+
+
 def build_model(task: str) -> TrainedModel:
     """A trained model in the layout of ``model/precision/layout``, whose vocabulary has padding."""
     name, precision, layout = task.removesuffix("-updated").removesuffix("-moved").split("/")
     config = config_of(name, precision, layout)
     config = config.model_copy(update={"model": config.model.model_copy(update={"make_vocab_size_divisible_by": 8})})
-    runtime = build_layout(config.parallel, seed=config.seed)
+    runtime = LAYOUTS.join(config.parallel, seed=config.seed)
     return TrainedModel(config, runtime, vocab_size=VOCAB_SIZE, head="logits", name="", lr=1e-2)
 
 
@@ -316,23 +335,14 @@ def main() -> None:
     root, tasks = Path(sys.argv[1]), sys.argv[2:]
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    world = config_of("dense", "float32", "tp1" if dist_size() == 1 else f"dp{dist_size()}").parallel
-    runtime: Runtime = start_runtime(world, seed=1)
-    leave_layout()
+    join_group()
     for task in tasks:
         if task in FAULTS:
             plant(root, task)
         else:
             run_task(root, task)
         dist.barrier()
-        leave_layout()
-    assert runtime.world_size == dist_size()
     stop_runtime()
-
-
-def dist_size() -> int:
-    """The number of processes that were started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 if __name__ == "__main__":

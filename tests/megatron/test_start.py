@@ -28,8 +28,8 @@ TWO = (
     "dense/float32/tp2-sp<dense/float32/tp1",
     "dense/bfloat16/pp2-vpp2-updated<dense/bfloat16/tp1-updated",
     "dense/bfloat16/dp2<dense/bfloat16/tp1-updated",
-    "moe/float32/dp2-ep2<moe/float32/tp1",
     "dense/bfloat16/dp2-moved<dense/bfloat16/tp1-updated",
+    "moe/float32/dp2-ep2<moe/float32/tp1",
 )
 #: Faults of one rank of two.
 LONE = ("lone-read", "lone-shape")

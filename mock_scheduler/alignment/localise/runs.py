@@ -1,6 +1,6 @@
 """The further runs of localisation: their overrides, the size of their traces, and the names with room.
 
-Contract: nothing is started here. All are in mock on the alignment's recording, as the runs before them.
+Contract: nothing is started here. All replay the alignment's recording where there is one, as the runs before them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class MakeRun(Protocol):
 def sketch_overrides(run: PlannedRun, last_step: int | None) -> list[str]:
     """Writes overrides for sketches of all tensors of every step, up to ``last_step``; ``None``: of all."""
     steps = "null" if last_step is None else f"'0-{last_step}'"
-    return [*_trace("sketch", steps, ("*",)), *run.program.end_after(run.config, last_step)]
+    return [*_trace(run, "sketch", steps, ("*",)), *run.program.end_after(run.config, last_step)]
 
 
 def full_overrides(run: PlannedRun, step: int, names: Sequence[str] | None) -> list[str]:
     """Writes overrides for whole tensors of one step, of the given names; ``None``: of all."""
-    return [*_trace("full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
+    return [*_trace(run, "full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
 
 
 def graft_overrides(
@@ -53,7 +53,7 @@ def graft_overrides(
     """
     step, update = place
     return [
-        *_trace(level, f"'{step}'", ("*",)),
+        *_trace(run, level, f"'{step}'", ("*",)),
         *run.program.end_after(run.config, step),
         quote_override("graft.trace_dir", str(trace)),
         f"graft.names=[{','.join(map(quote_value, names))}]",
@@ -81,6 +81,9 @@ def guess_bytes(run: PlannedRun, trace: TraceReader, *, num_ranks: int) -> int:
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
     vocabulary = max((shape[0] for name, shape in shapes.items() if "word_embeddings" in name), default=0)
     by_token = run.program.count_elements(run.config, vocabulary=vocabulary)
+    if by_token is None:
+        # A linear layer's outputs and inputs per token are its weight's two sizes, a norm's its one; with gradients.
+        by_token = 4 * sum(sum(shape) for shape in shapes.values())
     num_updates = max(len(footer.update_rows), 1)
     item_bytes = 8 if run.config.precision == "float64" else 4
     return (num_tokens * by_token + 6 * num_updates * num_parameters) * item_bytes * (1 + num_ranks)
@@ -100,10 +103,10 @@ def choose_names(differing: Sequence[DifferingTensor], *, budget: int, bytes_by_
     return [*names, *([_CHOICES] if has_experts else [])]
 
 
-def _trace(level: str, steps: str, names: Sequence[str]) -> list[str]:
+def _trace(run: PlannedRun, level: str, steps: str, names: Sequence[str]) -> list[str]:
     # One that is not the model's own, as of sketches before, must not take anything out.
     return [
-        "rollout_mock.mode=mock",
+        *(["rollout_mock.mode=mock"] if run.config.rollout_mock is not None else []),
         f"trace.level={level}",
         f"trace.kinds=[{','.join(TRACE_KINDS)}]",
         f"trace.patterns=[{','.join(map(quote_value, names))}]",

@@ -1,8 +1,10 @@
 """A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
 
 The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a finished
-recording. Each candidate is the same plus its own overrides, in mock on the same recording. An alignment decides mode,
-recording, trace, folders and proofs itself, and nobody else may: an override without effect is an error.
+recording. Each candidate is the same plus its own overrides, in mock on the same recording. A program that takes no
+rollouts from a scheduler has neither mode nor recording. Where runs do not begin alike by themselves, each begins with
+the initial state in the baseline's trace. An alignment decides mode, recording, trace, initial state, folders and
+proofs itself, and nobody else may: an override without effect is an error.
 """
 
 from __future__ import annotations
@@ -21,9 +23,14 @@ from mock_scheduler.alignment.plan.overrides import (
     override_keys,
     quote_override,
 )
-from mock_scheduler.alignment.plan.planned_run import PROOFS_NAME, AlignPlan, PlannedRun, find_changes
+from mock_scheduler.alignment.plan.planned_run import (
+    PROOFS_NAME,
+    AlignPlan,
+    PlannedRun,
+    find_changes,
+    initial_state_overrides,
+)
 from mock_scheduler.config.align import CandidateConfig, ToleranceConfig
-from mock_scheduler.config.base import effects_of
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError, DeterminismError, RecordingError
@@ -32,7 +39,7 @@ from mock_scheduler.program import ConfigLoader, Program, RunConfig
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import JSON, iterate_leaves
-from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, TRACE_FOLDER
 
 RECORDING_NAME = "recording"
 #: What else lies in an alignment's folder beside its candidates.
@@ -89,12 +96,13 @@ def plan_alignment(
         check_free("the command line", overrides, _SET_BY_ALIGN)
     with _noting(problems):
         check_free("align.baseline", config.align.baseline, _set_for_candidates(program))
+    _check_has_rollouts(config, recording_dir)
     root = (output_dir or Path(config.align.output_dir or Path(config.output_dir) / "align")).resolve()
     planner = _Planner(
         load=load,
         program=program,
         root=root,
-        recording_dir=root / RECORDING_NAME if recording_dir is None else recording_dir.resolve(),
+        recording_dir=_place_recording(config, root, recording_dir),
         trace_kinds=tuple(trace_kinds),
         read_interpreter=read_interpreter or InterpreterReader(packages=program.packages).read,
     )
@@ -107,6 +115,9 @@ def plan_alignment(
     if recording_dir is not None:
         with _noting(problems):
             _check_recording(recording_dir, of_baseline, first_step=program.first_step(of_baseline))
+    if program.initial_state_key is not None:
+        with _noting(problems):
+            _check_initial_state(of_baseline, program.initial_state_key, first_step=program.first_step(of_baseline))
     mode: Literal["dump", "mock"] = "dump" if recording_dir is None else "mock"
     baseline = _plan_baseline(planner, of_baseline, shared, mode=mode, problems=problems)
     planned, of_candidates = _plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)
@@ -131,7 +142,7 @@ class _Planner:
     load: ConfigLoader
     program: Program
     root: Path
-    recording_dir: Path
+    recording_dir: Path | None
     trace_kinds: tuple[str, ...]
     read_interpreter: ReadInterpreter
 
@@ -145,11 +156,11 @@ class _Planner:
     ) -> PlannedRun:
         """One run; raises ``ConfigError`` or ``DeterminismError`` where it cannot be."""
         run_dir = self.root / candidate.name
+        begins_from = self._initial_state(candidate)
         complete = (
             *overrides,
-            *(f"{key}={value}" for key, value in _WHOLE_RECORDING.items()),
-            f"rollout_mock.mode={mode}",
-            quote_override("rollout_mock.dump_dir", str(self.recording_dir)),
+            *self._recording_overrides(mode),
+            *initial_state_overrides(self.program, begins_from),
             "trace.level=full",
             quote_override("output_dir", str(run_dir)),
             quote_override("exp_name", f"{exp_name}-{candidate.name}"),
@@ -157,7 +168,8 @@ class _Planner:
         )
         config = self.load(complete)
         # In the order of all kinds, so that equal traces have equal fingerprints.
-        missing = set(self.trace_kinds) - set(config.trace.kinds)
+        initial = () if self.program.initial_state_key is None else ("initial",)
+        missing = {*self.trace_kinds, *initial} - set(config.trace.kinds)
         if missing:
             kinds = [kind for kind in (*TRACE_KINDS, *LEDGER_KINDS) if kind in {*config.trace.kinds, *missing}]
             complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
@@ -179,7 +191,23 @@ class _Planner:
             versions=interpreter.versions,
             sources=interpreter.sources,
             exact=candidate.exact,
+            begins_from=begins_from,
         )
+
+    def _recording_overrides(self, mode: Literal["dump", "mock"]) -> tuple[str, ...]:
+        if self.recording_dir is None:
+            return ()
+        return (
+            *(f"{key}={value}" for key, value in _WHOLE_RECORDING.items()),
+            f"rollout_mock.mode={mode}",
+            quote_override("rollout_mock.dump_dir", str(self.recording_dir)),
+        )
+
+    def _initial_state(self, candidate: CandidateConfig) -> Path | None:
+        """Finds the trace whose initial state a run begins with; ``None`` for the baseline, which begins by itself."""
+        if self.program.initial_state_key is None or candidate.name == BASELINE_NAME:
+            return None
+        return self.root / BASELINE_NAME / TRACE_FOLDER
 
 
 def _plan_baseline(
@@ -224,7 +252,7 @@ def _plan_candidates(
             replace(
                 run,
                 changes=find_changes(
-                    _values_of(baseline.config), _values_of(run.config), effects_of(run.program.schema).of
+                    _values_of(baseline.config), _values_of(run.config), run.program.effects(run.config).of
                 ),
                 version_changes=describe_versions(baseline.versions, run.versions),
             )
@@ -236,9 +264,42 @@ def _values_of(config: RunConfig) -> dict[str, JSON]:
     return dict(iterate_leaves(config.model_dump(mode="json")))
 
 
+def _place_recording(config: RunConfig, root: Path, given: Path | None) -> Path | None:
+    if config.rollout_mock is None:
+        return None
+    return root / RECORDING_NAME if given is None else given.resolve()
+
+
+def _check_has_rollouts(config: RunConfig, recording_dir: Path | None) -> None:
+    if config.rollout_mock is None and recording_dir is not None:
+        raise ConfigError(
+            f"--recording {recording_dir}: this program has no rollout_mock section, so it takes no rollouts from a "
+            "scheduler; leave the option out, or add the section where the program builds its scheduler from it"
+        )
+
+
+def _check_initial_state(config: RunConfig, key: str, *, first_step: int) -> None:
+    """Refuses a trace without every tensor with which candidates must begin."""
+    trace = config.trace
+    limits = {
+        "trace.patterns": trace.patterns != ["*"],
+        "trace.exclude": bool(trace.exclude),
+        "trace.ranks": trace.ranks is not None,
+        "trace.steps": trace.steps is not None and first_step not in trace.steps,
+        "trace.dump_every_n_steps": first_step % trace.dump_every_n_steps != 0,
+    }
+    found = [name for name, is_limit in limits.items() if is_limit]
+    if found:
+        raise ConfigError(
+            f"candidates begin with the initial state in the baseline's trace ({key}), and {', '.join(found)} would "
+            f"leave some of it out; trace step {first_step} whole"
+        )
+
+
 def _set_for_candidates(program: Program) -> tuple[str, ...]:
-    """Lists the keys set by the alignment in every run: the library's, and folders of the program's own."""
-    return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys)
+    """Lists the keys set by the alignment in every run: the library's, and folders and state of the program's own."""
+    initial = () if program.initial_state_key is None else (program.initial_state_key,)
+    return (*_SET_BY_ALIGN, *_SET_PER_RUN, *program.folder_keys, *initial)
 
 
 @contextmanager

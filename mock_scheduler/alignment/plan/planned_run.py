@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.base import Decides
 from mock_scheduler.program import Program, RunConfig
@@ -78,7 +79,8 @@ class PlannedRun:
     ``program``: the owner of the run. ``entry``: the Python module of its processes. ``python``: its interpreter,
     ``env`` the variables over the launcher's, ``versions`` its own and its packages', ``sources`` the folders of the
     project's packages under it. ``version_changes``: versions other than the baseline's. ``changes``: keys with values
-    other than the baseline's. ``exact``: as its candidate states.
+    other than the baseline's. ``exact``: as its candidate states. ``begins_from``: the trace whose initial state it
+    begins with; ``None``: it begins by itself.
     """
 
     name: str
@@ -95,6 +97,7 @@ class PlannedRun:
     version_changes: tuple[str, ...] = ()
     changes: Changes = _NO_CHANGES
     exact: bool | None = None
+    begins_from: Path | None = None
 
     @property
     def layout(self) -> str:
@@ -122,15 +125,22 @@ class PlannedRun:
         return not self.has_own_code and not self.version_changes and self.changes.kind != "other"
 
 
+def initial_state_overrides(program: Program, trace: Path | None) -> tuple[str, ...]:
+    """Writes the override to begin with the initial state in a trace; none for ``None``."""
+    key = program.initial_state_key
+    return () if key is None or trace is None else (quote_override(key, str(trace)),)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignPlan:
     """All runs of an alignment, in order, and where its results go.
 
-    ``is_recorded``: the recording was there before, and the baseline replays it too.
+    ``recording_dir``: ``None`` for a program without rollouts. ``is_recorded``: the recording was there before, and the
+    baseline replays it too.
     """
 
     output_dir: Path
-    recording_dir: Path
+    recording_dir: Path | None
     tolerance: ToleranceConfig
     baseline: PlannedRun
     candidates: tuple[PlannedRun, ...]

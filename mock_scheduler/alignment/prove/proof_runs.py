@@ -1,7 +1,8 @@
 """The further runs for proofs, derived from the planned runs of an alignment.
 
 Contract: every run is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
-mock on the same recording. Nothing is started here: ``alignment`` makes them, and ``verdict.ladder`` judges them.
+mock on the same recording where there is one, and from the same initial state. Nothing is started here: ``alignment``
+makes them, and ``verdict.ladder`` judges them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.alignment.plan.overrides import quote_override
-from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun, initial_state_overrides
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.program import ConfigLoader
+from mock_scheduler.support.run_files import TRACE_FOLDER
 
 #: Addition is commutative: two terms have one sum in any order, and only from three on the order moves bits.
 _NUM_ORDERLESS = 2
@@ -29,9 +31,13 @@ def derive_run(
     ``entry``: another module in the place of the run's own. Raises ``ConfigError`` where the overrides do not fit.
     """
     run_dir = root / name
+    begins_from = run.begins_from
+    if begins_from is None and run.program.initial_state_key is not None:
+        begins_from = run.output_dir / TRACE_FOLDER
     complete = (
         *run.overrides,
-        *_MOCK,
+        *(_MOCK if run.config.rollout_mock is not None else ()),
+        *initial_state_overrides(run.program, begins_from),
         *overrides,
         quote_override("output_dir", str(run_dir)),
         quote_override("exp_name", f"{run.config.exp_name}-{name}"),
@@ -43,6 +49,7 @@ def derive_run(
         overrides=complete,
         config=load(complete),
         output_dir=run_dir,
+        begins_from=begins_from,
     )
 
 
@@ -89,7 +96,8 @@ def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
     if any(describe_order_limits(run) for run in (baseline, candidate)):
         return False
     ours, theirs = (run.program.plan_order(run.config) for run in (baseline, candidate))
-    return ours == theirs
+    # Two orders that nobody knows are not known to be one.
+    return ours is not None and ours == theirs
 
 
 def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
@@ -106,7 +114,10 @@ def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
     config = run.config
     if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(run):
         return run
-    if all(reduction.size <= _NUM_ORDERLESS for reduction in run.program.plan_order(config).reductions):
+    plan = run.program.plan_order(config)
+    # Where nobody knows the groups before the run, the largest one may have all processes.
+    sizes = [config.parallel.world_size] if plan is None else [reduction.size for reduction in plan.reductions]
+    if all(size <= _NUM_ORDERLESS for size in sizes):
         return run
     added = "order.ordered_reductions=true"
     overrides = (*run.overrides, added)

@@ -7,7 +7,8 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
   for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
   project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
   ``environ.*`` (of a value that no file may show the ``keyed_digest``), and a digest of each folder it reads: the
-  ``recording`` it replays, the ``checkpoint`` it goes on from, the trace whose tensors are put into it (``graft``);
+  ``recording`` it replays, the ``checkpoint`` it goes on from, the traces whose tensors are put into it (``graft``,
+  ``initial_state`` with what ``start`` has beside it);
 - ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
   every tensor has its own digest there. A recording run has the recording among them.
 
@@ -29,7 +30,7 @@ from typing import Annotated
 from pydantic import Field
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.config.base import Decides, effects_of
+from mock_scheduler.config.base import Decides
 from mock_scheduler.determinism.settings import is_documented
 from mock_scheduler.program import RunConfig
 from mock_scheduler.support.digests import (
@@ -44,7 +45,14 @@ from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import open_foreign, read_bytes
 from mock_scheduler.support.local_key import keyed_digest
-from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.support.run_files import (
+    CONFIG_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    START_FOLDER,
+    TRACE_FOLDER,
+)
 from mock_scheduler.support.text import list_some, shorten
 
 FINGERPRINT_FILE = "fingerprint.json"
@@ -116,7 +124,7 @@ def compute_fingerprint(
         read: digests of the folders it reads, by their use.
     """
     values = dict(iterate_leaves(run.config.model_dump(mode="json")))
-    effects = effects_of(run.program.schema)
+    effects = run.program.effects(run.config)
     # The text of a label decides nothing; the content of a folder that is read is in ``read``.
     leaves = {
         f"config.{key}": keyed_digest(canonical_json(value)) if key in secret_keys(run.config) else value
@@ -200,7 +208,8 @@ def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, J
     """Reads size and digest of each file of a finished run with a use in comparisons, by its path in the folder."""
     named = (CONFIG_FILE, RUN_FILE, LEDGER_FILE, METRICS_FILE)
     files: dict[str, JSON] = {name: _describe_file(run_dir / name) for name in named if (run_dir / name).is_file()}
-    files |= _describe_folder(run_dir / TRACE_FOLDER, f"{TRACE_FOLDER}/")
+    for name in (TRACE_FOLDER, START_FOLDER):
+        files |= _describe_folder(run_dir / name, f"{name}/")
     if recording_dir is not None:
         files |= _describe_folder(recording_dir, _RECORDING_PREFIX)
     return files

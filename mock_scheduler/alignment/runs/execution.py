@@ -72,7 +72,12 @@ class _ProcessLaunch:
         source = ConfigSource(
             config_name=self.config_name, config_path=str(self.config_path), overrides=tuple(run.overrides)
         )
-        plan = plan_launch(run.config, run.program.arguments(run.entry, source), python=run.python)
+        plan = plan_launch(
+            run.config,
+            run.program.arguments(run.entry, source),
+            num_processes=run.program.num_processes(run.config),
+            python=run.python,
+        )
         return {run.name: run_plan(_with_environment(plan, run), log_path=run.log_path, running=self.running)}
 
     def end_running(self) -> None:
@@ -252,14 +257,16 @@ def _with_environment(plan: LaunchPlan, run: PlannedRun) -> LaunchPlan:
 
 
 def _describe_group(group: RunGroup) -> list[Text]:
-    lines = [
-        Text.assemble((run.name, "bold"), f"  {run.layout}  {run.config.rollout_mock.effective_mode} …")
-        for run in group.runs
-    ]
+    lines = [Text.assemble((run.name, "bold"), f"  {run.layout}{_describe_mode(run)} …") for run in group.runs]
     if len(lines) > 1:
         processes = count_of(group.world_size, "process", "processes")
         lines.append(Text(f"  {count_of(len(lines), 'run')} in one group of {processes}"))
     return lines
+
+
+def _describe_mode(run: PlannedRun) -> str:
+    mock = run.config.rollout_mock
+    return "" if mock is None else f"  {mock.effective_mode}"
 
 
 def _describe_outcome(run: PlannedRun, outcome: Outcome, *, is_alone: bool) -> Text:

@@ -45,7 +45,7 @@ from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away, save_text
 from mock_scheduler.support.local_key import keyed_digest
-from mock_scheduler.support.run_files import RUN_FILE
+from mock_scheduler.support.run_files import RUN_FILE, START_FOLDER
 from mock_scheduler.support.version import VERSION
 from mock_scheduler.verdict.results import AlignmentTimes
 
@@ -77,12 +77,12 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
 class RunCache:
     """The finished runs of one alignment.
 
-    ``recording_dir``: the recording of its runs. ``environ``: of the launcher; ``None``: this
+    ``recording_dir``: the recording of its runs, ``None`` without one. ``environ``: of the launcher; ``None``: this
     process's. For each run: ``find``, then either take it or ``clear``, run, ``keep``. A run that replays may be looked
     for only when the recording is there.
     """
 
-    recording_dir: Path
+    recording_dir: Path | None
     environ: Mapping[str, str] | None = None
     machine: Mapping[str, str] = field(default_factory=lambda: read_machine())
     _codes: dict[tuple[object, ...], dict[str, JSON]] = field(default_factory=dict)
@@ -106,7 +106,8 @@ class RunCache:
         )
 
     def _recorded_by(self, run: PlannedRun) -> Path | None:
-        return self.recording_dir if run.config.rollout_mock.effective_mode == "dump" else None
+        mock = run.config.rollout_mock
+        return self.recording_dir if mock is not None and mock.effective_mode == "dump" else None
 
     def _fingerprint(self, run: PlannedRun) -> Fingerprint:
         return compute_fingerprint(
@@ -119,7 +120,11 @@ class RunCache:
 
     def _read_by(self, run: PlannedRun) -> dict[str, str]:
         checkpoint, grafted = run.config.resume_from_checkpoint, run.config.graft.trace_dir
-        read = {} if self._recorded_by(run) is not None else {"recording": digest_folder(self.recording_dir)}
+        is_replayed = self.recording_dir is not None and self._recorded_by(run) is None
+        read = {"recording": digest_folder(self.recording_dir)} if self.recording_dir and is_replayed else {}
+        if run.begins_from is not None:
+            read["initial_state"] = digest_folder(run.begins_from)
+            read["start"] = digest_folder(run.begins_from.parent / START_FOLDER)
         if checkpoint is not None:
             read["checkpoint"] = digest_checkpoint(Path(checkpoint))
         if grafted is not None:
@@ -127,11 +132,12 @@ class RunCache:
         return read
 
     def _code(self, run: PlannedRun) -> dict[str, JSON]:
-        key = (run.sources, run.entry)
+        further = tuple(run.program.list_sources(run.config))
+        key = (run.sources, run.entry, further)
         if key not in self._codes:
             self._codes[key] = {
                 "mock-scheduler": VERSION,
-                "sources": digest_sources(run.sources),
+                "sources": digest_sources(run.sources, further),
                 "entry": _digest_entry(run),
             }
         return self._codes[key]

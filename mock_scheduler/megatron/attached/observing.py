@@ -34,13 +34,15 @@ def observe_model(
 def layout_of(model: ObservedModel) -> ParallelConfig:
     """The layout that a built model is in."""
     ranks = model.ranks
+    # Without experts their degrees say nothing: Megatron's etp is tp where nobody sets it.
+    has_experts = bool(model.config.num_moe_experts)
     return ParallelConfig(
         tensor_model_parallel_size=ranks.tp_size,
         pipeline_model_parallel_size=ranks.pp_size,
         virtual_pipeline_model_parallel_size=ranks.num_chunks if ranks.num_chunks > 1 else None,
         context_parallel_size=ranks.cp_size,
-        expert_model_parallel_size=ranks.ep_size,
-        expert_tensor_parallel_size=ranks.etp_size,
+        expert_model_parallel_size=ranks.ep_size if has_experts else 1,
+        expert_tensor_parallel_size=ranks.etp_size if has_experts else 1,
         data_parallel_size=ranks.dp_size,
         sequence_parallel=bool(model.config.sequence_parallel),
     )

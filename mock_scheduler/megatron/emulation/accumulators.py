@@ -106,7 +106,8 @@ class _Take(torch.autograd.Function):
     def forward(
         ctx: Context, parameter: torch.Tensor, accumulator: Accumulator, owner: Accumulators
     ) -> tuple[torch.Tensor, ...]:
-        ctx.accumulator, ctx.owner = accumulator, owner
+        # The replica of this forward pass, whenever its backward pass comes.
+        ctx.accumulator, ctx.round = accumulator, owner.round
         # A part that no loss reached has no gradient; one of zeros would make an accumulator.
         ctx.set_materialize_grads(False)
         split = accumulator.split
@@ -117,7 +118,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         split, size = ctx.accumulator.split, ctx.accumulator.split.num_parts
         # Replicas of this round are numbered behind those of the rounds before.
-        first = ctx.owner.round * split.num_replicas
+        first = ctx.round * split.num_replicas
         for index, grad in enumerate(grads):
             if grad is not None:
                 ctx.accumulator.add((first + index // size, index % size), grad)

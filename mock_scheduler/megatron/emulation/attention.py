@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -32,16 +34,21 @@ def emulate_attention(attention: SelfAttention, modules: EmulatedModules) -> Non
         attention_mask: torch.Tensor | None,
         *,
         rotary_pos_emb: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         mixed, _ = attention.linear_qkv(hidden)
         queries, keys, values = _split_heads(attention, modules, mixed)
+        if packed_seq_params is not None:
+            # Packed rows lie in one line, whose dimension Megatron takes away before attention.
+            queries, keys, values = ([part.squeeze(1) for part in parts] for parts in (queries, keys, values))
         if rotary_pos_emb is not None:
-            angles = _angles_by_rank(rotary_pos_emb, mixed.shape[0], modules)
-            queries = [_turn(part, own, attention) for part, own in zip(queries, angles, strict=True)]
-            keys = [_turn(part, own, attention) for part, own in zip(keys, angles, strict=True)]
-        context = core(queries, keys, values, attention_mask)
-        return attention.linear_proj(context)
+            angles = _angles_by_rank(rotary_pos_emb, mixed.shape[0], modules, is_packed=packed_seq_params is not None)
+            of_queries, of_keys = _row_bounds(packed_seq_params)
+            queries = [_turn(part, own, attention, of_queries) for part, own in zip(queries, angles, strict=True)]
+            keys = [_turn(part, own, attention, of_keys) for part, own in zip(keys, angles, strict=True)]
+        packed = {} if packed_seq_params is None else {"packed_seq_params": packed_seq_params}
+        return attention.linear_proj(core(queries, keys, values, attention_mask, **packed))
 
     modules.replace(attention, forward)
 
@@ -69,46 +76,68 @@ def _split_heads(
     return queries, keys, values
 
 
-def _angles_by_rank(angles: torch.Tensor, length: int, modules: EmulatedModules) -> _Parts:
+def _row_bounds(packed: PackedSeqParams | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The bounds of packed rows of queries and of keys, padding included, as ``Attention.forward`` takes them."""
+    if packed is None:
+        return None, None
+    padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+    return (
+        packed.cu_seqlens_q if padded[0] is None else padded[0],
+        packed.cu_seqlens_kv if padded[1] is None else padded[1],
+    )
+
+
+def _angles_by_rank(angles: torch.Tensor, length: int, modules: EmulatedModules, *, is_packed: bool) -> _Parts:
+    if is_packed:  # each row takes those from the first on
+        return [angles] * modules.plan.tp
     by_share = angles[:length].chunk(modules.plan.shares)
     return [own for own in by_share for _ in range(modules.plan.tp)]
 
 
-def _turn(tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention) -> torch.Tensor:
-    return apply_rotary_pos_emb(tensor, angles, config=attention.config, cp_group=attention.pg_collection.cp)
+def _turn(
+    tensor: torch.Tensor, angles: torch.Tensor, attention: SelfAttention, bounds: torch.Tensor | None
+) -> torch.Tensor:
+    return apply_rotary_pos_emb(
+        tensor, angles, config=attention.config, cu_seqlens=bounds, cp_group=attention.pg_collection.cp
+    )
 
 
-def emulate_core(core: DotProductAttention, modules: EmulatedModules) -> None:
-    """Lets the core attention take lists of the ranks' tensors, and give the whole context ``[s, b, heads · head]``."""
+def emulate_core(
+    core: DotProductAttention, modules: EmulatedModules, *, attend: Callable[..., torch.Tensor] | None = None
+) -> None:
+    """Lets the core attention take lists of the ranks' tensors, and give the whole context ``[s, b, heads · head]``.
+
+    attend: one rank's attention, called with a copy of the module that has the rank's heads; the module's own.
+    """
     tp, cp, shares = modules.plan.tp, modules.plan.cp, modules.plan.shares
-    of_rank = _with_heads(core, tp)
+    of_rank = _with_heads(core, tp, attend or type(core).forward)
 
     def forward(
-        query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **unused: object
+        query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **packed: object
     ) -> torch.Tensor:
         all_keys, all_values = (_gathered_by_lane(parts, tp, cp) for parts in (key, value))
         # A mask is cut by the rows of queries alone; the keys of a replica are gathered over its cp ranks.
         masks = [None] * shares if attention_mask is None else list(attention_mask.chunk(shares, dim=2))
         contexts = [
-            of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp]) for rank in range(shares * tp)
+            of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp], **packed)
+            for rank in range(shares * tp)
         ]
+        if packed:
+            contexts = [context.reshape(context.shape[0], 1, -1) for context in contexts]
         return modules.join_heads(contexts)
 
     modules.replace(core, forward)
 
 
-def _with_heads(core: DotProductAttention, tp: int) -> Callable[..., torch.Tensor]:
-    """Megatron's attention over a tp-th of the heads, as one process computes it."""
+def _with_heads(core: DotProductAttention, tp: int, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An attention over a tp-th of the heads, as one process computes it."""
     # A shallow copy: scale, softmax and dropout stay the layer's, and only the numbers of heads are a rank's.
     part = copy.copy(core)
     part.num_attention_heads_per_partition = core.num_attention_heads_per_partition // tp
     part.num_query_groups_per_partition = core.num_query_groups_per_partition // tp
     part.hidden_size_per_partition = core.hidden_size_per_partition // tp
 
-    def compute(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return DotProductAttention.forward(part, query, key, value, mask)
-
-    return compute
+    return partial(attend, part)
 
 
 def _gathered_by_lane(parts: _Parts, tp: int, cp: int) -> _Parts:

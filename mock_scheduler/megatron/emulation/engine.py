@@ -14,15 +14,18 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.megatron.emulation.accumulators import Accumulators
 from mock_scheduler.megatron.emulation.attention import emulate_attention, emulate_core
+from mock_scheduler.megatron.emulation.cross_entropy import emulate_cross_entropy
 from mock_scheduler.megatron.emulation.experts import emulate_experts
 from mock_scheduler.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
 from mock_scheduler.megatron.emulation.modules import EmulatedModules, Emulators
+from mock_scheduler.megatron.emulation.router import emulate_router
 
 _LAYERS = "decoder.layers."
 
@@ -36,6 +39,7 @@ MEGATRON_MODULES: Emulators = {
     MLP: lambda module, modules: modules.mlp(module),
     SharedExpertMLP: lambda module, modules: modules.mlp(module),
     MoELayer: emulate_experts,
+    TopKRouter: emulate_router,
     ColumnParallelLinear: lambda module, modules: modules.output(module),
 }
 
@@ -85,10 +89,14 @@ class Engine:
         """Says whose micro-batches come next: those of this lot of virtual replicas."""
         self.accumulators.round = self._modules.round = number
 
-    def write_gradients(self, num_tokens: torch.Tensor | None) -> None:
-        """Writes every parameter's main gradient; num_tokens: as for ``write_main_gradients``."""
+    def set_loss_scale(self, scale: float) -> None:
+        """Says how large a replica's loss is in units of this process's, a power of two."""
+        self._modules.loss_scale = scale
+
+    def write_gradients(self, scaling: torch.Tensor | None) -> None:
+        """Writes every parameter's main gradient; scaling: as for ``write_main_gradients``."""
         parameters = [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
-        write_main_gradients(parameters, self.accumulators, self.plan, num_tokens)
+        write_main_gradients(parameters, self.accumulators, self.plan, scaling)
 
     def gradient_norm(self) -> float:
         """Of the main gradients as they are."""
@@ -153,4 +161,5 @@ def emulate_gpt(
             modules.emulate(module)
     modules.emulate(gpt.decoder.final_layernorm)
     modules.emulate(gpt.output_layer)
+    emulate_cross_entropy(gpt, modules)
     return modules

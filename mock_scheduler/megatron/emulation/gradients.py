@@ -27,14 +27,12 @@ def write_main_gradients(
     parameters: Sequence[torch.nn.Parameter],
     accumulators: Accumulators,
     plan: OrderPlan,
-    num_tokens: torch.Tensor | None,
+    scaling: torch.Tensor | None,
 ) -> None:
     """Every parameter's ``main_grad`` from its accumulators.
 
-    num_tokens: of the update, over all replicas; ``None`` where each replica has divided already.
+    scaling: 1 / tokens of the update, over all replicas; ``None`` where each replica has divided already.
     """
-    # Megatron multiplies by 1 / tokens and does not divide: the two round differently.
-    scaling = None if num_tokens is None or int(num_tokens) == 0 else 1.0 / num_tokens
     for parameter in parameters:
         uses = [_gradient_of_use(item, plan) for item in accumulators.of(parameter)]
         gradients = [item for item in uses if item is not None]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
@@ -32,11 +33,21 @@ Emulators = Mapping[type[torch.nn.Module], Emulator]
 """The emulator of each type of module. A subclass may compute something else, so it needs an entry of its own."""
 
 
+def find_emulator(module: torch.nn.Module, emulators: Emulators) -> Emulator | None:
+    """The emulator of a module; ``None`` of a type that is not followed."""
+    kind = type(module)
+    if kind not in emulators and isinstance(module, DotProductAttention):
+        # Whatever a subclass does, each rank does it with its heads.
+        kind = DotProductAttention
+    return emulators.get(kind)
+
+
 class EmulatedModules:
     """The modules of one chunk, and how they hold their parameters.
 
     ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: the lot
-    of virtual replicas that computes now. ``emulators``: by type of module.
+    of virtual replicas that computes now. ``loss_scale``: a replica's loss in units of this process's. ``emulators``:
+    by type of module.
     """
 
     def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators, emulators: Emulators) -> None:
@@ -46,13 +57,16 @@ class EmulatedModules:
         self.emulators = emulators
         self.is_paused = False
         self.round = 0
+        self.loss_scale = 1.0
         self._tied: list[list[torch.Tensor]] | None = None
         # On one stage both uses of a tied weight share an accumulator; on two, each stage has one of its own.
         self._is_tied_here = plan.is_tied and plan.stages == 1 and gpt.share_embeddings_and_output_weights
 
     def emulate(self, module: torch.nn.Module) -> None:
         """Let a module compute as the ranks do."""
-        self.emulators[type(module)](module, self)
+        emulator = find_emulator(module, self.emulators)
+        assert emulator is not None
+        emulator(module, self)
 
     def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
         """Let one module's method compute so, unless paused; hooks on it stay."""

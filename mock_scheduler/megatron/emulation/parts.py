@@ -114,6 +114,22 @@ class _SpreadBias(torch.autograd.Function):
         return (None, None, *(part.sum_to_size(part.shape[-1]) for part in parts))
 
 
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.scale, None
+
+
+def scale_gradient(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    """The tensor itself, whose gradient is multiplied by a power of two."""
+    return tensor if scale == 1.0 else _ScaleGradient.apply(tensor, scale)
+
+
 def cut_graph(whole: torch.Tensor, dim: int, num_parts: int, blocks: int = 1) -> list[torch.Tensor]:
     """``cut`` with a graph; the gradient is put together from the parts'."""
     return [whole] if num_parts == 1 else list(_Cut.apply(whole, dim, num_parts, blocks))

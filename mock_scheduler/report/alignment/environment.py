@@ -65,7 +65,7 @@ def load_run_facts(folder: Path) -> RunFacts:
 def load_recording_facts(folder: Path | None) -> RecordingFacts:
     """Load a recording's ``recording.json``; empty where there is none."""
     if folder is None:
-        return RecordingFacts(problems=("no recording is known",))
+        return RecordingFacts()
     try:
         manifest = load_manifest(open_storage(str(folder)))
     except (MockSchedulerError, OSError) as error:
@@ -137,7 +137,7 @@ MAX_LISTED = 100
 
 _VALUE_WIDTH = 160
 #: Keys by which every candidate differs from its baseline.
-_OWN_KEYS = ("exp_name", "output_dir", "checkpoint_config.", "rollout_mock.", "align.")
+_OWN_KEYS = ("exp_name", "output_dir", "checkpoint_config.", "rollout_mock.", "align.", "initial_state")
 _CATEGORIES = (
     ("built", "built"),
     ("suppressed", "suppressed: had no effect"),
@@ -206,7 +206,12 @@ def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: Rec
 
 
 def describe_ledger(facts: RunFacts) -> tuple[tuple[str, str], ...]:
-    """List a run's built, called, answered and suppressed calls, as a label and ``get_batch 4, close 1`` each."""
+    """List a run's built, called, answered and suppressed calls, as a label and ``get_batch 4, close 1`` each.
+
+    Empty for a run without a scheduler, which has nothing to count.
+    """
+    if not any(count for counts in facts.ledger.values() for count in counts.values()):
+        return ()
     return tuple(
         (label, ", ".join(f"{name} {count:,}" for name, count in facts.ledger[category].items()) or "nothing")
         for category, label in _CATEGORIES

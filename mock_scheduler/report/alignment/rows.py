@@ -66,7 +66,7 @@ def _describe_metric(metric: MetricDifference) -> str:
 
 def describe_built(built: Mapping[str, int]) -> str:
     """Describe a run's engines and environments, out of its ledger: ``engines built 0, environments built 0``."""
-    return ", ".join(f"{what}s built {count}" for what, count in built.items()) or "nothing counted in its ledger"
+    return ", ".join(f"{what}s built {count}" for what, count in built.items())
 
 
 def candidate_seconds(candidate: CandidateResult, facts: RunFacts) -> tuple[tuple[str, float], ...]:
@@ -83,7 +83,7 @@ def run_seconds(elapsed_s: float, rollout_s: float, facts: RunFacts) -> tuple[tu
     """Seconds of a run, as seen from outside and as it says itself."""
     rows = [("with the start of its processes", elapsed_s)]
     rows += [("the run itself", facts.seconds["wall_s"])] if "wall_s" in facts.seconds else []
-    rows.append(("rollout", rollout_s))
+    rows += [("rollout", rollout_s)] if rollout_s else []
     rows += [("training", facts.seconds["train_s"])] if "train_s" in facts.seconds else []
     return tuple(rows)
 

@@ -142,7 +142,8 @@ class Emulation(Execution):
         if total is not None and self._gpt.config.params_dtype is torch.float64:
             # 1 / tokens of an integer would be in float32.
             total = total.double()
-        self._engine.write_gradients(total)
+        # Megatron multiplies by 1 / tokens and does not divide: the two round differently.
+        self._engine.write_gradients(None if total is None or int(total) == 0 else 1.0 / total)
         if self._gpt.config.moe_router_enable_expert_bias:
             _update_router_expert_bias(list(chunks), self._gpt.config)
         reset_model_temporary_tensors(self._gpt.config, list(chunks))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from mock_scheduler.megatron.emulation.attention import emulate_core
 from mock_scheduler.megatron.emulation.engine import MEGATRON_MODULES
@@ -16,6 +17,11 @@ from pipelines.megatron.layers.attention import RowAttention
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter, unbiased_scores
 from pipelines.megatron.layers.experts import RowMoELayer
 from pipelines.megatron.layers.repairs import ValueHead
+
+
+def emulate_row_attention(attention: RowAttention, modules: EmulatedModules) -> None:
+    """Lets attention compute rank by rank; keys of cp ranks are there already, and nothing is kept between passes."""
+    emulate_core(attention, modules, attend=DotProductAttention.forward)
 
 
 def emulate_value_head(head: ValueHead, modules: EmulatedModules) -> None:
@@ -78,7 +84,7 @@ def _counts_of_replicas(
 #: Megatron's modules, and the layers that this pipeline puts in their place.
 PIPELINE_MODULES: Emulators = {
     **MEGATRON_MODULES,
-    RowAttention: emulate_core,
+    RowAttention: emulate_row_attention,
     ValueHead: emulate_value_head,
     LayoutInvariantRouter: emulate_row_router,
     RowMoELayer: emulate_experts,

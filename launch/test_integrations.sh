@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The tests with programs that others wrote (tests/integrations), in .venv-integrations: Python 3.12, since the wheel of
+# megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there.
+#   launch/test.sh --integrations            all of them
+#   launch/test.sh --integrations ARGS...    arguments go to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# The first that is Python 3.12: $PYTHON, python3.12 and python3 on the path, the newest of pyenv.
+candidates=("${PYTHON:-}" python3.12 python3)
+while read -r found; do
+    candidates+=("$found")
+done < <(compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.12.*/bin/python" | sort --version-sort --reverse)
+python=""
+for candidate in "${candidates[@]}"; do
+    if [[ -n "$candidate" ]] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
+        python="$candidate"
+        break
+    fi
+done
+if [[ -z "$python" ]]; then
+    echo "Python 3.12 is needed for the tests with other programs, and none was found: not \$PYTHON (${PYTHON:-not set})," \
+        "python3.12 or python3 on the path, nor pyenv's. Set PYTHON=/path/to/python3.12" >&2
+    exit 5
+fi
+
+VENV=.venv-integrations PYTHON="$python" bash launch/setup_venv.sh
+selection=("$@")
+exec .venv-integrations/bin/python -m pytest -m integrations "${selection[@]:-tests/integrations}"

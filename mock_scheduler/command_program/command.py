@@ -1,0 +1,135 @@
+"""Makes the command line, the variables and the run file of one run out of its configuration.
+
+Contract: pure, but for the texts of this process's environment. ``MOCK_SCHEDULER_RUN`` is among the variables that a
+launcher takes to other machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.command_program.config import (
+    ARGUMENTS_FIELD,
+    COMMAND_FIELD,
+    ENV_FIELD,
+    ENV_JSON_FIELD,
+    LAYOUT_FIELDS,
+    LINE_FIELD,
+    VALUE_FIELD,
+    CommandConfig,
+)
+from mock_scheduler.command_program.fields import render
+from mock_scheduler.command_program.values import value_text
+from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
+from mock_scheduler.determinism.environment import launch_environment
+from mock_scheduler.support.run_files import ATTACHED_FILE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command to start.
+
+    ``words``: with its launcher. ``env``: variables over this process's. ``working_dir``: its folder. ``inner``: the
+    command without its launcher, for messages. ``cancel``: ends a job that the launcher submitted. ``run_file``: the
+    path of ``run``.
+    """
+
+    words: tuple[str, ...]
+    env: Mapping[str, str]
+    working_dir: Path
+    inner: tuple[str, ...]
+    cancel: tuple[str, ...]
+    run_file: Path
+    run: AttachedRun
+
+
+def build_command(config: CommandConfig, *, folder: Path, python: str) -> Command:
+    """Builds the command of a run.
+
+    Args:
+        config: the run's.
+        folder: of its configuration's file.
+        python: the interpreter; programs beside it, such as ``torchrun``, are found before others.
+    """
+    output_dir = Path(config.output_dir).absolute()
+    run_file = output_dir / ATTACHED_FILE
+    fields = _fill_fields(config, folder=folder, python=python, run_file=run_file)
+    env = {
+        **launch_environment(config.system_envs),
+        **{name: render(text, fields) for name, text in config.env.items()},
+        RUN_FILE_VARIABLE: str(run_file),
+    }
+    inner = tuple(_fill_words(config, fields))
+    path = env.get("PATH", os.environ.get("PATH", os.defpath))
+    return Command(
+        words=_launch(config, inner, fields, env),
+        env={**env, "PATH": os.pathsep.join((str(Path(python).parent), path))},
+        working_dir=folder / (config.working_dir or ""),
+        inner=inner,
+        cancel=tuple(render(word, fields) for word in config.cancel),
+        run_file=run_file,
+        run=describe_run(config, output_dir),
+    )
+
+
+def describe_run(config: CommandConfig, output_dir: Path) -> AttachedRun:
+    """Writes down the part of the instruments in a run."""
+    return AttachedRun(
+        exp_name=config.exp_name,
+        output_dir=str(output_dir),
+        precision=config.precision,
+        parallel=config.parallel,
+        system_envs=config.system_envs,
+        first_step=config.first_step,
+        last_step=config.max_steps - 1,
+        trace=config.trace,
+        perturbation=config.perturbation,
+        graft=config.graft,
+        order=config.order,
+        initial_state=config.initial_state,
+        vocab_size=config.vocab_size,
+        pad_token_id=config.pad_token_id,
+        rollout_mock=config.rollout_mock,
+    )
+
+
+def _fill_fields(config: CommandConfig, *, folder: Path, python: str, run_file: Path) -> dict[str, str]:
+    passed = {key: value_text(value) for key, value in config.passed_keys().items()}
+    world_size = config.parallel.world_size
+    return {
+        **passed,
+        **{field: passed[key] for field, key in LAYOUT_FIELDS.items()},
+        "vpp": str(config.parallel.num_chunks),
+        "world_size": str(world_size),
+        "nodes": str(config.nodes),
+        "processes_per_node": str(min(config.processes_per_node or world_size, world_size)),
+        "python": python,
+        "exp_name": config.exp_name,
+        "output_dir": str(run_file.parent),
+        "run_file": str(run_file),
+        "folder": str(folder),
+    }
+
+
+def _fill_words(config: CommandConfig, fields: Mapping[str, str]) -> list[str]:
+    arguments: list[str] = []
+    for key in config.arguments:
+        own = {**fields, VALUE_FIELD: value_text(config.passed_keys()[key])}
+        arguments += [render(word, own) for word in config.words_for(key) or ()]
+    place = f"{{{ARGUMENTS_FIELD}}}"
+    words = config.command if place in config.command else [*config.command, place]
+    return [part for word in words for part in (arguments if word == place else [render(word, fields)])]
+
+
+def _launch(
+    config: CommandConfig, inner: tuple[str, ...], fields: Mapping[str, str], env: Mapping[str, str]
+) -> tuple[str, ...]:
+    several = {f"{{{COMMAND_FIELD}}}": inner, f"{{{ENV_FIELD}}}": tuple(f"{name}={text}" for name, text in env.items())}
+    texts = {**fields, LINE_FIELD: shlex.join(inner), ENV_JSON_FIELD: json.dumps(dict(env))}
+    words = config.launcher or [f"{{{COMMAND_FIELD}}}"]
+    return tuple(part for word in words for part in (several.get(word) or (render(word, texts),)))

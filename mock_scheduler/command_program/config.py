@@ -1,0 +1,232 @@
+"""The configuration of a program that is any command; importing this imports no torch.
+
+A key reaches the command by its ``arguments``, or as a field, such as ``{tp}``, in the command or its variables. What
+the instruments alone need (trace, perturbed weights, grafts, the steps to observe) reaches the training through
+``megatron.attach``, which reads the file that ``MOCK_SCHEDULER_RUN`` names (``config.attached``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mock_scheduler.command_program.fields import list_fields
+from mock_scheduler.command_program.values import (
+    ANY_VALUE,
+    OPTIONS,
+    ArgumentTable,
+    Environment,
+    Scalar,
+    Settings,
+    Words,
+    is_neutral,
+    value_text,
+)
+from mock_scheduler.config.align import AlignConfig
+from mock_scheduler.config.base import ConfigSection, Decides, FileName, NonNegativeInt, PositiveInt
+from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
+from mock_scheduler.config.layout import LAYOUT_AXES, ParallelConfig
+from mock_scheduler.config.problems import Problem, raise_keyed
+from mock_scheduler.config.rollout_mock import RolloutMockConfig
+
+Effect = Literal["nothing", "order", "bits", "training"]
+
+#: The facts behind the words of ``effects``.
+EFFECTS: dict[Effect, Decides] = {
+    "nothing": Decides.NOTHING,
+    "order": Decides.ORDER,
+    "bits": Decides.BITS,
+    "training": Decides.TRAINING,
+}
+#: In an argument: the value of its key.
+VALUE_FIELD = ""
+#: As a word of its own in ``command``: where the arguments go.
+ARGUMENTS_FIELD = "arguments"
+#: In ``launcher``: the command word by word, or in one text for a shell; the variables of the run, likewise or as JSON.
+COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD = "command", "command_line", "env", "env_json"
+
+#: The short names of a layout's keys, which are fields.
+LAYOUT_FIELDS = {**{axis: f"parallel.{key}" for axis, key in LAYOUT_AXES.items()}, "sp": "parallel.sequence_parallel"}
+SIZE_FIELDS = ("world_size", "nodes", "processes_per_node")
+PLACE_FIELDS = ("python", "exp_name", "output_dir", "run_file", "folder")
+
+
+class CommandConfig(ConfigSection):
+    """One run of a training command with the instruments attached.
+
+    ``command``: the words of the command, with fields such as ``{world_size}``; ``{arguments}``, as a word of its own,
+    is where the arguments go, else they follow the last word. ``arguments``: by key, its arguments with ``{}`` for the
+    value, or by value a list each, ``*`` being any other value. Nothing is passed for a degree of 1, nor for an option
+    that is false or null, unless the value is listed.
+
+    ``options``: keys of the user's own with their values; ``effects``: the effect of an option, ``bits`` where nothing
+    is said. ``env``: further variables of the command, with fields. ``working_dir``: relative to the file's folder;
+    ``None`` is that folder. ``launcher``: the words that start the command elsewhere, with ``{command}`` as a word of
+    its own, or ``{command_line}`` for all of it in one text. ``cancel``: the words that end a job of the launcher's
+    elsewhere, where the run is interrupted. ``processes_per_node``: for ``{nodes}``; ``None``: all on
+    one. ``timeout_s``: after so many seconds the command is ended. ``sources``: files and folders, relative to the
+    file's folder, whose code decides the bits.
+
+    ``first_step``: the first step to observe; ``max_steps``: where the run ends, counted from 0. ``initial_state``: a
+    trace whose initial state the training begins with. ``reductions``: by key, smaller values for ``minimise``, or the
+    least one, down to which the value is halved. ``rollout_mock``: only of a program that takes its rollouts through
+    the proxy.
+    """
+
+    command: Annotated[Words, Decides.BITS] = Field(min_length=1)
+    arguments: Annotated[ArgumentTable, Decides.BITS] = Field(default={})
+    options: Annotated[dict[str, Scalar], Decides.BITS] = Field(default={})
+    effects: Annotated[dict[str, Effect], Decides.NOTHING] = Field(default={})
+    env: Annotated[Environment, Decides.BITS] = Field(default={})
+    working_dir: Annotated[str | None, Decides.BITS] = None
+    launcher: Annotated[Words, Decides.EXECUTION] = Field(default=[])
+    cancel: Annotated[Words, Decides.NOTHING] = Field(default=[])
+    processes_per_node: Annotated[PositiveInt | None, Decides.EXECUTION] = None
+    timeout_s: Annotated[float | None, Decides.NOTHING] = Field(default=None, gt=0.0)
+    sources: Annotated[list[str], Decides.LABEL] = Field(default=["."])
+
+    exp_name: Annotated[FileName, Decides.LABEL] = "training"
+    output_dir: Annotated[str, Decides.LABEL] = "./output"
+    first_step: Annotated[NonNegativeInt, Decides.TRAINING] = 0
+    max_steps: Annotated[PositiveInt, Decides.TRAINING] = 2
+    precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS] = "float32"
+    vocab_size: Annotated[PositiveInt | None, Decides.NOTHING] = None
+    pad_token_id: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
+    # Every candidate has one and the baseline none; the state itself is compared before anything else.
+    initial_state: Annotated[str | None, Decides.LABEL] = None
+    reductions: Annotated[dict[str, int | list[Scalar]], Decides.NOTHING] = Field(default={})
+
+    system_envs: Annotated[Settings, Decides.OUTSIDE] = Field(default={}, validate_default=True)
+    parallel: ParallelConfig = ParallelConfig()
+    rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None
+    trace: TraceConfig = TraceConfig()
+    align: AlignConfig = AlignConfig()
+    order: OrderConfig = OrderConfig()
+    perturbation: PerturbationConfig = PerturbationConfig()
+    graft: GraftConfig = GraftConfig()
+
+    @property
+    def resume_from_checkpoint(self) -> str | None:
+        """A command finds its checkpoints by itself, so nothing is resumed by a key."""
+        return None
+
+    @property
+    def nodes(self) -> int:
+        """The machines of a run."""
+        return -(-self.parallel.world_size // (self.processes_per_node or self.parallel.world_size))
+
+    def passed_keys(self) -> dict[str, Scalar]:
+        """Returns the keys that arguments or fields may bring to the command, with their values."""
+        layout = self.parallel.model_dump()
+        values: dict[str, Scalar] = {key: layout[key.partition(".")[2]] for key in LAYOUT_FIELDS.values()}
+        values |= {"precision": self.precision, "max_steps": self.max_steps}
+        return values | {f"{OPTIONS}.{name}": value for name, value in self.options.items()}
+
+    def reaches_command(self, key: str) -> bool:
+        """Says whether the command is told the value of a key."""
+        if key in self.arguments:
+            return True
+        used = set(list_fields(self._texts()))
+        names = {key, *(field for field, own in LAYOUT_FIELDS.items() if own == key)}
+        # Replicas have no argument in Megatron: they are the processes that no other axis takes.
+        return bool(used & (names | set(SIZE_FIELDS) if key == LAYOUT_FIELDS["dp"] else names))
+
+    def words_for(self, key: str) -> list[str] | None:
+        """Returns a key's arguments, fields open; ``None`` where its value has none."""
+        by_value, value = self.arguments[key], self.passed_keys()[key]
+        found = by_value.get(value_text(value), by_value.get(ANY_VALUE))
+        return [] if found is None and is_neutral(key, value) else found
+
+    def _texts(self) -> list[str]:
+        words = [text for by_value in self.arguments.values() for texts in by_value.values() for text in texts]
+        return [*self.command, *words, *self.env.values(), *self.launcher]
+
+    @model_validator(mode="after")
+    def _check(self) -> CommandConfig:
+        problems = list(_iterate_problems(self))
+        if problems:
+            raise_keyed("CommandConfig", problems, dict(self))
+        return self
+
+
+def _iterate_problems(config: CommandConfig) -> Iterator[Problem]:
+    yield from _argument_problems(config)
+    yield from _field_problems(config)
+    yield from _option_problems(config)
+    world_size, share = config.parallel.world_size, config.processes_per_node
+    if share is not None and world_size > share and world_size % share:
+        yield "processes_per_node", f"is {share}, by which the {world_size} processes of the layout do not divide"
+    for number, candidate in enumerate(config.align.candidates):
+        if candidate.entry is not None:
+            yield (
+                f"align.candidates.{number}.entry",
+                "names a Python module, and a command has none of ours; change the command itself by an option, or by "
+                "an override of command",
+            )
+
+
+def _argument_problems(config: CommandConfig) -> Iterator[Problem]:
+    known = config.passed_keys()
+    for key, by_value in config.arguments.items():
+        if key not in known:
+            yield f"arguments.{key}", f"is for no key that changes{_nearest(key, known)}; keys are {', '.join(known)}"
+        elif config.words_for(key) is None:
+            values = ", ".join(by_value) or "none"
+            yield key, f"is {value_text(known[key])}, for which arguments.{key} has no entry; it has: {values}"
+
+
+def _field_problems(config: CommandConfig) -> Iterator[Problem]:
+    known = {*config.passed_keys(), *LAYOUT_FIELDS, *SIZE_FIELDS, *PLACE_FIELDS}
+    whole = {f"{{{ARGUMENTS_FIELD}}}"}
+    elsewhere = {COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD}
+    yield from _unknown_fields("command", [word for word in config.command if word not in whole], known)
+    yield from _unknown_fields("env", config.env.values(), known)
+    yield from _unknown_fields("cancel", config.cancel, known)
+    yield from _unknown_fields("launcher", config.launcher, known | elsewhere)
+    for key, by_value in config.arguments.items():
+        for words in by_value.values():
+            yield from _unknown_fields(f"arguments.{key}", words, known | {VALUE_FIELD})
+    if config.launcher and not {COMMAND_FIELD, LINE_FIELD} & set(list_fields(config.launcher)):
+        yield (
+            "launcher",
+            "starts no command: give {command} as a word of its own, as in [srun, '{command}'], or {command_line} for "
+            "all of it in one text, as in [sbatch, --wait, --wrap, '{command_line}']",
+        )
+    for word in config.launcher:
+        if set(list_fields([word])) & {COMMAND_FIELD, ENV_FIELD} and word not in ("{command}", "{env}"):
+            yield (
+                "launcher",
+                f"has {word!r}: {{command}} and {{env}} stand for several words, so each is one of its own",
+            )
+
+
+def _unknown_fields(key: str, texts: Iterable[str], known: set[str]) -> Iterator[Problem]:
+    for name in list_fields(texts):
+        if name not in known:
+            yield (
+                key,
+                f"has the unknown field {{{name}}}{_nearest(name, known)}; write {{{{ and }}}} for braces of your own",
+            )
+
+
+def _option_problems(config: CommandConfig) -> Iterator[Problem]:
+    mapped = [key for key in config.arguments if key.startswith(f"{OPTIONS}.")]
+    for name in config.options:
+        key = f"{OPTIONS}.{name}"
+        if not config.reaches_command(key):
+            yield key, f"reaches no command{_nearest(key, mapped)}; add arguments.{key}, or the field {{{key}}}"
+    for name in config.effects:
+        if name not in config.options:
+            yield f"effects.{name}", f"is for no option{_nearest(name, config.options)}"
+    for key in config.reductions:
+        if key != "max_steps" and key.partition(".")[2] not in config.options:
+            names = ["max_steps", *(f"{OPTIONS}.{name}" for name in config.options)]
+            yield f"reductions.{key}", f"is for no key that a run becomes smaller by{_nearest(key, names)}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; nearest: {found[0]}" if found else ""

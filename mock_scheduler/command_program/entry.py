@@ -1,0 +1,134 @@
+"""Runs one command with its run file: ``python -m mock_scheduler.command_program.entry --config-name NAME ...``.
+
+Contract: a command that ends well must have written ``run.json`` by ``megatron.attach``, of the layout and the last
+step that were asked for; else ``error.json`` says what is missing. Exit codes of a foreign program mean nothing here,
+since 1 to 5 are ours: without an ``error.json`` every one becomes 70. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mock_scheduler.command_program.command import Command, build_command
+from mock_scheduler.command_program.config import CommandConfig
+from mock_scheduler.command_program.loading import build_loader
+from mock_scheduler.command_program.processes import run_to_end
+from mock_scheduler.config.attached import RUN_FILE_VARIABLE
+from mock_scheduler.config.loading import dump_config, parse_config_arguments
+from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, LayoutError, MockSchedulerError
+from mock_scheduler.run_folder.finished_run import RunSummary, load_failure, load_summary
+from mock_scheduler.support.files import save_json, save_text
+from mock_scheduler.support.local_key import mark_own
+from mock_scheduler.support.processes import describe_signal, write_signal_error
+from mock_scheduler.support.run_files import COMMAND_FILE, ERROR_FILE, RUN_FILE
+from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
+from mock_scheduler.support.text import join_words
+
+#: Runs a command to its end, within so many seconds; returns its exit code, minus a signal's number.
+Start = Callable[[Command, float | None], int]
+
+_NAME = "mock_scheduler.command_program.entry"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command of a configuration; returns the exit code of the run."""
+    with guarded_terminal():
+        source = parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=_NAME)
+        config = build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)
+        return run_command(config, folder=Path(source.config_path).absolute())
+
+
+def run_command(config: CommandConfig, *, folder: Path, start: Start | None = None) -> int:
+    """Writes the run file, runs the command to its end, and checks its files.
+
+    ``start`` runs it to its end within so many seconds; ``None``: as processes.
+    """
+    command = build_command(config, folder=folder, python=sys.executable)
+    output_dir = command.run_file.parent
+    try:
+        _prepare(config, command, output_dir)
+        code = (start or run_to_end)(command, config.timeout_s)
+        if code != 0:
+            return _report_failure(command, output_dir, code)
+        check_finished(config, output_dir)
+    except MockSchedulerError as error:
+        return _fail(output_dir, error)
+    return 0
+
+
+def check_finished(config: CommandConfig, output_dir: Path) -> None:
+    """Checks the files of a command that has ended well.
+
+    Raises:
+        AlignmentError: nothing was attached, or the run ended before its last step.
+        LayoutError: the run had another layout.
+    """
+    if not (output_dir / RUN_FILE).is_file():
+        raise AlignmentError(
+            f"the command ended with exit code 0 and wrote no {RUN_FILE} to {output_dir}, so nothing was attached to "
+            "it. Call run = megatron.attach(model_chunks, optimizer) (from mock_scheduler import megatron) once the "
+            f"training has built both. Where it is called, {RUN_FILE_VARIABLE} did not reach the processes: a launcher "
+            "for other machines must pass it on, as in [ray, job, submit, --, env, '{env}', '{command}']"
+        )
+    summary = load_summary(config.exp_name, output_dir, elapsed_s=None)
+    asked = config.parallel.describe()
+    if summary.layout != asked:
+        raise LayoutError(
+            f"the command trained with the layout {summary.layout}, and {asked} was asked for; check that arguments "
+            "passes each axis, and that the command passes them on"
+        )
+    _check_steps(config, summary)
+
+
+def _check_steps(config: CommandConfig, summary: RunSummary) -> None:
+    last = config.max_steps - 1
+    steps = sorted(map(int, summary.batches))
+    if steps and steps[-1] < last:
+        raise AlignmentError(
+            f"the command ended after step {steps[-1]}, and max_steps={config.max_steps} asks for steps "
+            f"{config.first_step} to {last}; let it train for longer, or set max_steps={steps[-1] + 1}"
+        )
+
+
+def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:
+    if not command.working_dir.is_dir():
+        raise ConfigError(f"working_dir: there is no folder {command.working_dir}")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # Left by an earlier run, they would speak for this one.
+        for name in (RUN_FILE, ERROR_FILE):
+            (output_dir / name).unlink(missing_ok=True)
+        save_json(command.run_file, command.run.model_dump(mode="json"), sort_keys=False)
+        save_text(output_dir / COMMAND_FILE, dump_config(config))
+        mark_own(output_dir / COMMAND_FILE)
+    except OSError as error:
+        raise ConfigError(f"output_dir {output_dir} cannot be written: {error.strerror}; set another one") from error
+
+
+def _report_failure(command: Command, output_dir: Path, code: int) -> int:
+    """Says how the command failed, in the last line of the output; returns the exit code of the run."""
+    words = join_words(list(command.inner))
+    if code < 0:
+        message = f"the command was ended by {describe_signal(code)}: {words}"
+        print_message(message)
+        write_signal_error(output_dir, message, code=code, global_rank=None)
+        return 128 - code
+    print_message(f"the command ended with exit code {code}: {words}")
+    stated = load_failure(output_dir)
+    return stated.exit_code if stated is not None and stated.exit_code else int(ExitCode.INTERNAL)
+
+
+def _fail(output_dir: Path, error: MockSchedulerError) -> int:
+    print_message(f"{type(error).__name__}: {error}")
+    content = {"type": type(error).__name__, "message": str(error), "exit_code": int(error.exit_code)}
+    try:
+        save_json(output_dir / ERROR_FILE, {**content, "global_rank": None})
+    except OSError as problem:
+        print_message(f"{output_dir / ERROR_FILE} cannot be written: {problem.strerror}")
+    return int(error.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Any training command as a program that the instruments run and compare; importing this imports no torch.
+
+``mock_scheduler.program`` finds ``PROGRAM`` for every configuration with a ``command``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mock_scheduler.command_program.config import EFFECTS, CommandConfig
+from mock_scheduler.command_program.loading import build_loader
+from mock_scheduler.command_program.reductions import CommandReductions, own_config
+from mock_scheduler.config.base import ConfigSection, KeyEffects, effects_of
+from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.layouts.order_plan import OrderPlan
+from mock_scheduler.program import ClipRule, ConfigLoader, Plain, Program, Reductions, RunConfig
+
+# A configuration's own YAML counts key by key, and other files of a folder may be results.
+_CODE_SUFFIXES = (".py", ".sh")
+_MADE_HERE = ".mock-scheduler-*"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandProgram:
+    """A command as a ``mock_scheduler.program.Program``. Its one process of ours starts and ends the command."""
+
+    schema: type[ConfigSection] = CommandConfig
+    entry: str = "mock_scheduler.command_program.entry"
+    session_entry: str | None = None
+    replay_entry: str | None = None
+    packages: tuple[str, ...] = ()
+    initial_state_key: str | None = "initial_state"
+    quiet_keys: Mapping[str, Plain] = field(default_factory=dict)
+    folder_keys: Mapping[str, Plain] = field(default_factory=dict)
+    reductions: Reductions | None = field(default_factory=CommandReductions)
+
+    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
+        """Builds a loader, as ``command_program.loading`` does; folders of code become absolute."""
+        load = build_loader(config_name, config_path, reads_once=reads_once)
+        folder = Path(config_path).absolute()
+
+        def load_placed(overrides: Sequence[str]) -> RunConfig:
+            config = load(overrides)
+            return config.model_copy(update={"sources": [str(folder / name) for name in config.sources]})
+
+        return load_placed
+
+    def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
+        """Starts the entry module with the configuration's source."""
+        return ("-m", entry, *source.arguments())
+
+    def num_processes(self, config: RunConfig) -> int:
+        """One, which starts the command; the command starts its own."""
+        return 1
+
+    def effects(self, config: RunConfig) -> KeyEffects:
+        """Adds the stated effects of options."""
+        own = {f"options.{name}": EFFECTS[effect] for name, effect in own_config(config).effects.items()}
+        return KeyEffects(by_key={**effects_of(CommandConfig).by_key, **own})
+
+    def list_sources(self, config: RunConfig) -> Sequence[Path]:
+        """Lists the code in ``sources``, hidden folders and those of alignments left out."""
+        return sorted({path for name in own_config(config).sources for path in _list_code(Path(name))})
+
+    def first_step(self, config: RunConfig) -> int:
+        """Gives the first observed step."""
+        return own_config(config).first_step
+
+    def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
+        """Ends the run earlier, where the command itself is not told its length: a schedule may follow from that."""
+        own = own_config(config)
+        if last_step is None or last_step + 1 >= own.max_steps or own.reaches_command("max_steps"):
+            return []
+        return [f"max_steps={last_step + 1}"]
+
+    def count_elements(self, config: RunConfig, *, vocabulary: int) -> int | None:
+        """Knows nothing of the model."""
+        return None
+
+    def order_limits(self, config: RunConfig) -> tuple[str, ...]:
+        """Knows none: the run itself refuses an order that cannot be followed in it."""
+        return ()
+
+    def plan_order(self, config: RunConfig) -> OrderPlan | None:
+        """Knows no order before the run, which builds the model."""
+        return None
+
+    def load_clip_rule(self, config_path: Path) -> ClipRule:
+        """Knows no loss, so no token counts as clipped."""
+        return ClipRule(low=0.0, high=0.0, has_clip=False)
+
+
+def _list_code(place: Path) -> Iterator[Path]:
+    if place.is_file():
+        yield place
+        return
+    if not place.is_dir():
+        raise ConfigError(f"sources: there is no file or folder {place}")
+    if any(place.glob(_MADE_HERE)):
+        return
+    for path in place.iterdir():
+        if path.name.startswith(".") or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _list_code(path)
+        elif path.suffix in _CODE_SUFFIXES:
+            yield path
+
+
+PROGRAM: Program = CommandProgram()

@@ -1,0 +1,64 @@
+"""Layouts that are known to compute wrong values are found in a training that knows no rule about them.
+
+Three of the five rules hold for megatron-core 0.19.2; the other two layouts are right there, and called right.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.alignments import Alignment, align
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(3600)]
+
+CONFIG = Path(__file__).parent / "known_wrong.yaml"
+SEQUENCE_PARALLEL = "parallel.tensor_model_parallel_size=2,parallel.sequence_parallel=true"
+
+
+def candidates(**overrides: str) -> str:
+    """The candidates by name, each with its overrides separated by commas."""
+    items = [
+        f"{{name: {name}, overrides: ['{text.replace(',', chr(39) + ',' + chr(39))}']}}"
+        for name, text in overrides.items()
+    ]
+    return f"align.candidates=[{','.join(items)}]"
+
+
+def first_difference(found: Alignment, name: str) -> str:
+    return str(found.candidates[name]["report"]["first"]["key"]["name"])
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Alignment:
+    chunks = "parallel.pipeline_model_parallel_size=2,parallel.virtual_pipeline_model_parallel_size=2"
+    chosen = candidates(crossed=f"{chunks},options.crossed=true", chunks=chunks, cp2="parallel.context_parallel_size=2")
+    return align(CONFIG, tmp_path_factory.mktemp("dense"), "options.masked=true", chosen)
+
+
+def test_stages_whose_messages_cross_are_found(dense: Alignment) -> None:
+    assert dense.verdicts["chunks"] == "identical"
+    assert dense.verdicts["crossed"] == "diverged"
+    assert first_difference(dense, "crossed").startswith("decoder.layers.")
+
+
+def test_a_mean_over_each_part_of_the_context_is_found(dense: Alignment) -> None:
+    """The loss is right, and all gradients are wrong."""
+    assert dense.verdicts["cp2"] == "diverged"
+
+
+def test_biases_of_experts_summed_over_ranks_that_hold_others_are_found(tmp_path: Path) -> None:
+    chosen = candidates(
+        tp2_ep2=f"{SEQUENCE_PARALLEL},parallel.expert_model_parallel_size=2",
+        dp2_ep2="parallel.data_parallel_size=2,parallel.expert_model_parallel_size=2",
+    )
+    found = align(CONFIG, tmp_path, "options.experts=4", "options.biases=true", chosen)
+    assert found.verdicts == {"tp2_ep2": "diverged", "dp2_ep2": "rounding"}
+    assert first_difference(found, "tp2_ep2").endswith("linear_fc2.bias")
+
+
+def test_layouts_that_this_release_repaired_are_called_right(tmp_path: Path) -> None:
+    chosen = candidates(tp2=SEQUENCE_PARALLEL, tp2_ep2=f"{SEQUENCE_PARALLEL},parallel.expert_model_parallel_size=2")
+    found = align(CONFIG, tmp_path, "options.experts=4", "options.aux_loss=0.01", "options.per_token=true", chosen)
+    assert found.verdicts == {"tp2": "rounding", "tp2_ep2": "rounding"}
