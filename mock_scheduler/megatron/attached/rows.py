@@ -187,9 +187,10 @@ def _fits(positions: Ints, lines: Ints, found: Ints, bounds: PackedBounds | None
 
 
 def _slice_places(length: int, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
-    """The places of a row that a rank holds, by way: zigzag, as ``get_batch_on_this_cp_rank`` slices it, and contiguous.
+    """The places of a row that a rank holds, by way.
 
-    Zigzag: the row is 2 · cp equal parts, and rank r has parts r and 2 · cp - 1 - r.
+    Zigzag, as ``get_batch_on_this_cp_rank`` slices: the row is 2 · cp equal parts, and rank r has parts r and
+    2 · cp - 1 - r. Contiguous: rank r has the r-th of cp equal parts.
     """
     if cp_size == 1:
         everything = np.arange(length, dtype=np.int64)
