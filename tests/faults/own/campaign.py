@@ -111,12 +111,15 @@ def faulty_candidate(fault: OwnFault) -> dict[str, Any]:
 
 
 def run_campaign(
-    root: Path, *, model: Model, precision: Precision, faults: Iterable[OwnFault] = OWN_FAULTS
+    root: Path, *, model: Model, precision: Precision, faults: Iterable[OwnFault] = OWN_FAULTS, **proofs: object
 ) -> list[OwnJudgement]:
-    """Aligns one model in one precision under its clean layouts and with its faults."""
+    """Aligns one model in one precision under its clean layouts and with its faults; ``proofs``: keys of theirs."""
     clean = [clean_candidate(layout, options) for layout, options in CLEAN[model]]
     faulty = [faulty_candidate(fault) for fault in faults if fault.model == model]
-    path = write_config(root / f"{model}-{precision}", model=model, precision=precision, candidates=[*clean, *faulty])
+    candidates = [*clean, *faulty]
+    path = write_config(
+        root / f"{model}-{precision}", model=model, precision=precision, candidates=candidates, **proofs
+    )
     alignment = align(path.stem, config_path=path.parent)
     return [judge(item, model=model, precision=precision) for item in alignment.result.candidates]
 
