@@ -129,6 +129,13 @@ def test_a_command_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     assert str(stated(tmp_path)["message"]).startswith("the command had not ended after 0.3 s (timeout_s), so it was")
 
 
+def test_a_job_elsewhere_is_cancelled_where_its_time_is_over(tmp_path: Path) -> None:
+    cancel = ["{python}", "-c", "open('{folder}/cancelled', 'w').write('{exp_name}')"]
+    folder = write(tmp_path, "import time; time.sleep(600)", timeout_s=0.3, cancel=cancel, exp_name="job-7")
+    assert run(folder) == 3
+    assert (tmp_path / "cancelled").read_text(encoding="utf-8") == "job-7"
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -37,8 +37,10 @@ from mock_scheduler.megatron.attached.row_exchange import RowExchange
 from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.attached.updates import UpdateResult, watch_updates
+from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.graft import GraftSource
+from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.run_output import report_failure
@@ -48,12 +50,14 @@ from mock_scheduler.support.run_output import report_failure
 class Attachment:
     """What a training was attached with.
 
-    settings: determinism settings as they were read back. draws: what draws random numbers in the model.
+    order: in which the training adds. settings: determinism settings as they were read back. draws: what draws random
+    numbers in the model.
     started_s: when it was attached, in seconds since the epoch.
     """
 
     run: AttachedRun
     model: ObservedModel
+    order: TrainingOrder
     ranks: RankGroup
     files: RunFiles
     settings: Mapping[str, str]
@@ -69,6 +73,7 @@ class AttachedTraining(TrainingHandle):
         self._run, self._model, self._ranks = attachment.run, attachment.model, attachment.ranks
         self._clock = Clock()
         self._next_step = 0
+        self._is_started = self._run.first_step == 0
         self._notes: StepNotes | None = None
         self._written_last: tuple[StepNotes, list[tuple[float, float]]] | None = None
         self._instruments: StepInstruments | None = None
@@ -100,6 +105,7 @@ class AttachedTraining(TrainingHandle):
                 raise SchedulerError(
                     f"run.step({number}): its number must be at least {self._next_step}; steps only grow"
                 )
+            self._start_before(number)
             self._begin_step(
                 StepNotes(number=number, is_grouped=True, ids=None if rows is None else list(map(str, rows)))
             )
@@ -150,6 +156,7 @@ class AttachedTraining(TrainingHandle):
 
     def _update_begins(self) -> None:
         with self._edge():
+            self._attachment.order.before_step()
             notes = self._notes or self._begin_step(StepNotes(number=self._next_step))
             if not self._is_instrumented(notes.number):
                 return
@@ -213,6 +220,13 @@ class AttachedTraining(TrainingHandle):
             self._close(notes, instruments)
         if self._run.last_step is not None and notes.number >= self._run.last_step:
             self._finish()
+        self._start_before(self._next_step)
+
+    def _start_before(self, step: int) -> None:
+        """Gives the run its start where its first observed step comes next. Collective, and at a boundary alone."""
+        if not self._is_started and step >= self._run.first_step:
+            self._is_started = True
+            apply_start(self._model, self._run, self._ranks)
 
     def _close(self, notes: StepNotes, instruments: StepInstruments | None) -> None:
         """Ends the files of a step on all ranks. Collective."""
@@ -286,6 +300,7 @@ class AttachedTraining(TrainingHandle):
             "repeated_rows": self._num_repeated,
             "forward_passes": {"trained": self._passes.num_counted, "others": self._passes.num_bypasses},
             "draws": list(self._attachment.draws),
+            "not_followed": list(self._attachment.order.facts.not_followed),
             "settings": dict(self._attachment.settings),
         }
         self._attachment.files.end(
