@@ -193,7 +193,7 @@ def run_alignment(
         open_folder(plan.output_dir, fresh=overwrite)
         runner = AlignmentRunner(
             plan=plan,
-            config_name=config_name,
+            config_name=_name_alignment(config_name, load(overrides)),
             load=load,
             store=RunStore(
                 launch=make_launch(config_name, config_path),
@@ -210,6 +210,11 @@ def run_alignment(
         assert view is not None  # a result that has ended was saved
         write_alignment_page(view, plan.output_dir / PAGE_FILE)
     return Alignment(result=result, view=view)
+
+
+def _name_alignment(config_name: str, config: RunConfig) -> str:
+    """Names an alignment by its configuration's file, or where that is any ``align.yaml`` by its ``exp_name``."""
+    return config.exp_name if config_name.removesuffix(".yaml") == "align" else config_name
 
 
 def _further_kinds(config: RunConfig) -> Sequence[str]:

@@ -22,9 +22,9 @@ from mock_scheduler.command_program.config import (
     LINE_FIELD,
     VALUE_FIELD,
     CommandConfig,
-    value_text,
 )
 from mock_scheduler.command_program.fields import render
+from mock_scheduler.command_program.values import value_text
 from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.support.run_files import ATTACHED_FILE
@@ -35,13 +35,15 @@ class Command:
     """A command to start.
 
     ``words``: with its launcher. ``env``: variables over this process's. ``working_dir``: its folder. ``inner``: the
-    command without its launcher, for messages. ``run_file``: the path of ``run``.
+    command without its launcher, for messages. ``cancel``: ends a job that the launcher submitted. ``run_file``: the
+    path of ``run``.
     """
 
     words: tuple[str, ...]
     env: Mapping[str, str]
     working_dir: Path
     inner: tuple[str, ...]
+    cancel: tuple[str, ...]
     run_file: Path
     run: AttachedRun
 
@@ -69,6 +71,7 @@ def build_command(config: CommandConfig, *, folder: Path, python: str) -> Comman
         env={**env, "PATH": os.pathsep.join((str(Path(python).parent), path))},
         working_dir=folder / (config.working_dir or ""),
         inner=inner,
+        cancel=tuple(render(word, fields) for word in config.cancel),
         run_file=run_file,
         run=describe_run(config, output_dir),
     )

@@ -7,22 +7,31 @@ the instruments alone need (trace, perturbed weights, grafts, the steps to obser
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import Field, model_validator
 
 from mock_scheduler.command_program.fields import list_fields
+from mock_scheduler.command_program.values import (
+    ANY_VALUE,
+    OPTIONS,
+    ArgumentTable,
+    Environment,
+    Scalar,
+    Settings,
+    Words,
+    is_neutral,
+    value_text,
+)
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.base import ConfigSection, Decides, FileName, NonNegativeInt, PositiveInt
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import LAYOUT_AXES, ParallelConfig
 from mock_scheduler.config.problems import Problem, raise_keyed
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.determinism.settings import environment_settings
 
-Scalar: TypeAlias = "StrictBool | StrictInt | StrictFloat | StrictStr | None"
 Effect = Literal["nothing", "order", "bits", "training"]
 
 #: The facts behind the words of ``effects``.
@@ -32,8 +41,6 @@ EFFECTS: dict[Effect, Decides] = {
     "bits": Decides.BITS,
     "training": Decides.TRAINING,
 }
-#: In ``arguments``, by values: every value without an entry of its own.
-ANY_VALUE = "*"
 #: In an argument: the value of its key.
 VALUE_FIELD = ""
 #: As a word of its own in ``command``: where the arguments go.
@@ -45,64 +52,6 @@ COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD = "command", "command_line"
 LAYOUT_FIELDS = {**{axis: f"parallel.{key}" for axis, key in LAYOUT_AXES.items()}, "sp": "parallel.sequence_parallel"}
 SIZE_FIELDS = ("world_size", "nodes", "processes_per_node")
 PLACE_FIELDS = ("python", "exp_name", "output_dir", "run_file", "folder")
-_PLAIN_KEYS = ("precision", "max_steps")
-_OPTIONS, _PARALLEL = "options", "parallel"
-# At these values a key's arguments are left out: a degree of 1 is what every training has without being told.
-_NEUTRAL = {_PARALLEL: ("1", "null", "false"), _OPTIONS: ("null", "false"), "precision": ("float32",)}
-
-# Kernels of several streams reach a GPU in the order in which they were launched, as Megatron asks for.
-_ORDERED_LAUNCHES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-
-
-def value_text(value: Scalar) -> str:
-    """Writes a value as YAML does: ``true``, ``null``, ``2``."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
-
-
-def is_neutral(key: str, value: Scalar) -> bool:
-    """Says whether a key at this value needs no argument."""
-    return value_text(value) in _NEUTRAL.get(key.partition(".")[0], ())
-
-
-def _read_arguments(value: object) -> object:
-    """Brings every key to one form: from a value's text, or ``*``, to its arguments."""
-    if not isinstance(value, Mapping):
-        return value
-    flat: dict[str, object] = {}
-    for name, item in value.items():
-        is_section = str(name) in (_OPTIONS, _PARALLEL) and isinstance(item, Mapping)
-        flat |= {f"{name}.{own}": part for own, part in item.items()} if is_section else {str(name): item}
-    return {key: _by_value(key, item) for key, item in flat.items()}
-
-
-def _by_value(key: str, item: object) -> object:
-    if isinstance(item, Mapping):
-        return {value_text(value): words for value, words in item.items()}
-    # A list is for every value at which the key says something.
-    left_out = () if key == "precision" else _NEUTRAL.get(key.partition(".")[0], ())
-    return {**{text: [] for text in left_out}, ANY_VALUE: item} if isinstance(item, list) else item
-
-
-def _with_deterministic(value: object) -> object:
-    """Lays the given variables over those of a deterministic run."""
-    required = {setting.name: setting.recommended for setting in environment_settings() if setting.required}
-    return {**required, **_ORDERED_LAUNCHES, **value} if isinstance(value, Mapping) else value
-
-
-def _as_texts(value: object) -> object:
-    """Numbers and switches as the texts that an environment, or a command line, has."""
-    if isinstance(value, Mapping):
-        return {str(name): _as_texts(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_as_texts(item) for item in value]
-    return value_text(value) if isinstance(value, bool | int | float) else value
-
-
-Words = Annotated[list[str], BeforeValidator(_as_texts)]
-Environment = Annotated[dict[str, str], BeforeValidator(_as_texts)]
-_ArgumentTable = dict[str, dict[str, Words]]
 
 
 class CommandConfig(ConfigSection):
@@ -116,7 +65,8 @@ class CommandConfig(ConfigSection):
     ``options``: keys of the user's own with their values; ``effects``: the effect of an option, ``bits`` where nothing
     is said. ``env``: further variables of the command, with fields. ``working_dir``: relative to the file's folder;
     ``None`` is that folder. ``launcher``: the words that start the command elsewhere, with ``{command}`` as a word of
-    its own, or ``{command_line}`` for all of it in one text. ``processes_per_node``: for ``{nodes}``; ``None``: all on
+    its own, or ``{command_line}`` for all of it in one text. ``cancel``: the words that end a job of the launcher's
+    elsewhere, where the run is interrupted. ``processes_per_node``: for ``{nodes}``; ``None``: all on
     one. ``timeout_s``: after so many seconds the command is ended. ``sources``: files and folders, relative to the
     file's folder, whose code decides the bits.
 
@@ -127,12 +77,13 @@ class CommandConfig(ConfigSection):
     """
 
     command: Annotated[Words, Decides.BITS] = Field(min_length=1)
-    arguments: Annotated[_ArgumentTable, BeforeValidator(_read_arguments), Decides.BITS] = Field(default={})
+    arguments: Annotated[ArgumentTable, Decides.BITS] = Field(default={})
     options: Annotated[dict[str, Scalar], Decides.BITS] = Field(default={})
     effects: Annotated[dict[str, Effect], Decides.NOTHING] = Field(default={})
     env: Annotated[Environment, Decides.BITS] = Field(default={})
     working_dir: Annotated[str | None, Decides.BITS] = None
     launcher: Annotated[Words, Decides.EXECUTION] = Field(default=[])
+    cancel: Annotated[Words, Decides.NOTHING] = Field(default=[])
     processes_per_node: Annotated[PositiveInt | None, Decides.EXECUTION] = None
     timeout_s: Annotated[float | None, Decides.NOTHING] = Field(default=None, gt=0.0)
     sources: Annotated[list[str], Decides.LABEL] = Field(default=["."])
@@ -148,9 +99,7 @@ class CommandConfig(ConfigSection):
     initial_state: Annotated[str | None, Decides.LABEL] = None
     reductions: Annotated[dict[str, int | list[Scalar]], Decides.NOTHING] = Field(default={})
 
-    system_envs: Annotated[dict[str, str], BeforeValidator(_with_deterministic), Decides.OUTSIDE] = Field(
-        default={}, validate_default=True
-    )
+    system_envs: Annotated[Settings, Decides.OUTSIDE] = Field(default={}, validate_default=True)
     parallel: ParallelConfig = ParallelConfig()
     rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None
     trace: TraceConfig = TraceConfig()
@@ -174,7 +123,7 @@ class CommandConfig(ConfigSection):
         layout = self.parallel.model_dump()
         values: dict[str, Scalar] = {key: layout[key.partition(".")[2]] for key in LAYOUT_FIELDS.values()}
         values |= {"precision": self.precision, "max_steps": self.max_steps}
-        return values | {f"{_OPTIONS}.{name}": value for name, value in self.options.items()}
+        return values | {f"{OPTIONS}.{name}": value for name, value in self.options.items()}
 
     def reaches_command(self, key: str) -> bool:
         """Says whether the command is told the value of a key."""
@@ -207,6 +156,8 @@ def _iterate_problems(config: CommandConfig) -> Iterator[Problem]:
     yield from _argument_problems(config)
     yield from _field_problems(config)
     yield from _option_problems(config)
+    if config.max_steps <= config.first_step:
+        yield "max_steps", f"is {config.max_steps}, and first_step {config.first_step}: no step would be observed"
     world_size, share = config.parallel.world_size, config.processes_per_node
     if share is not None and world_size > share and world_size % share:
         yield "processes_per_node", f"is {share}, by which the {world_size} processes of the layout do not divide"
@@ -235,6 +186,7 @@ def _field_problems(config: CommandConfig) -> Iterator[Problem]:
     elsewhere = {COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD}
     yield from _unknown_fields("command", [word for word in config.command if word not in whole], known)
     yield from _unknown_fields("env", config.env.values(), known)
+    yield from _unknown_fields("cancel", config.cancel, known)
     yield from _unknown_fields("launcher", config.launcher, known | elsewhere)
     for key, by_value in config.arguments.items():
         for words in by_value.values():
@@ -263,9 +215,9 @@ def _unknown_fields(key: str, texts: Iterable[str], known: set[str]) -> Iterator
 
 
 def _option_problems(config: CommandConfig) -> Iterator[Problem]:
-    mapped = [key for key in config.arguments if key.startswith(f"{_OPTIONS}.")]
+    mapped = [key for key in config.arguments if key.startswith(f"{OPTIONS}.")]
     for name in config.options:
-        key = f"{_OPTIONS}.{name}"
+        key = f"{OPTIONS}.{name}"
         if not config.reaches_command(key):
             yield key, f"reaches no command{_nearest(key, mapped)}; add arguments.{key}, or the field {{{key}}}"
     for name in config.effects:
@@ -273,7 +225,7 @@ def _option_problems(config: CommandConfig) -> Iterator[Problem]:
             yield f"effects.{name}", f"is for no option{_nearest(name, config.options)}"
     for key in config.reductions:
         if key != "max_steps" and key.partition(".")[2] not in config.options:
-            names = ["max_steps", *(f"{_OPTIONS}.{name}" for name in config.options)]
+            names = ["max_steps", *(f"{OPTIONS}.{name}" for name in config.options)]
             yield f"reductions.{key}", f"is for no key that a run becomes smaller by{_nearest(key, names)}"
 
 

@@ -1,8 +1,5 @@
 """Runs one command with its run file: ``python -m mock_scheduler.command_program.entry --config-name NAME ...``.
 
-The command's processes form a group of their own. A signal to this process goes on to the group once; orphans of the
-command are ended by the supervisor of this process (``launch.ranks``).
-
 Contract: a command that ends well must have written ``run.json`` by ``megatron.attach``, of the layout and the last
 step that were asked for; else ``error.json`` says what is missing. Exit codes of a foreign program mean nothing here,
 since 1 to 5 are ours: without an ``error.json`` every one becomes 70. Imports no torch.
@@ -10,39 +7,29 @@ since 1 to 5 are ours: without an ``error.json`` every one becomes 70. Imports n
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from mock_scheduler.command_program.command import Command, build_command
 from mock_scheduler.command_program.config import CommandConfig
 from mock_scheduler.command_program.loading import build_loader
+from mock_scheduler.command_program.processes import run_to_end
 from mock_scheduler.config.attached import RUN_FILE_VARIABLE
 from mock_scheduler.config.loading import dump_config, parse_config_arguments
-from mock_scheduler.config.variables import RANK_VARIABLES
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, LayoutError, MockSchedulerError
 from mock_scheduler.run_folder.finished_run import RunSummary, load_failure, load_summary
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
-from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, write_signal_error
-from mock_scheduler.support.run_files import ERROR_FILE, RUN_FILE
+from mock_scheduler.support.processes import describe_signal, write_signal_error
+from mock_scheduler.support.run_files import COMMAND_FILE, ERROR_FILE, RUN_FILE
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import join_words
-
-#: The configuration of the run, for whoever wants to start it again.
-COMMAND_FILE = "command.yaml"
 
 #: Runs a command to its end, within so many seconds; returns its exit code, minus a signal's number.
 Start = Callable[[Command, float | None], int]
 
 _NAME = "mock_scheduler.command_program.entry"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# The supervisor kills this process 30 s after it asked it to end.
-_GRACE_S = 20.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,8 +48,8 @@ def run_command(config: CommandConfig, *, folder: Path, start: Start | None = No
     command = build_command(config, folder=folder, python=sys.executable)
     output_dir = command.run_file.parent
     try:
-        _prepare(config, command, output_dir)
-        code = (start or _run_to_end)(command, config.timeout_s)
+        _prepare(_place(config, command, folder), command, output_dir)
+        code = (start or run_to_end)(command, config.timeout_s)
         if code != 0:
             return _report_failure(command, output_dir, code)
         check_finished(config, output_dir)
@@ -105,6 +92,16 @@ def _check_steps(config: CommandConfig, summary: RunSummary) -> None:
         )
 
 
+def _place(config: CommandConfig, command: Command, folder: Path) -> CommandConfig:
+    """Writes places in full: the stored file lies in another folder than the one it was loaded from."""
+    places = {
+        "output_dir": str(command.run_file.parent),
+        "working_dir": str(command.working_dir),
+        "sources": [str(folder / name) for name in config.sources],
+    }
+    return config.model_copy(update=places)
+
+
 def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:
     if not command.working_dir.is_dir():
         raise ConfigError(f"working_dir: there is no folder {command.working_dir}")
@@ -118,59 +115,6 @@ def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:
         mark_own(output_dir / COMMAND_FILE)
     except OSError as error:
         raise ConfigError(f"output_dir {output_dir} cannot be written: {error.strerror}; set another one") from error
-
-
-def _run_to_end(command: Command, timeout_s: float | None) -> int:
-    """Starts the command and waits; returns its exit code, minus a signal's number."""
-    print_message(f"{command.working_dir}$ {join_words(list(command.words))}")
-    try:
-        process = subprocess.Popen(
-            command.words,
-            cwd=command.working_dir,
-            env=_child_environment(command, os.environ),
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
-    except OSError as error:
-        raise ConfigError(f"command: {command.words[0]!r} cannot be started: {error.strerror}") from error
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        _send(process, signal.Signals(number))
-
-    previous = {which: signal.signal(which, pass_on) for which in _SIGNALS if signal.getsignal(which) != signal.SIG_IGN}
-    try:
-        return _wait(process, timeout_s)
-    finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float | None) -> int:
-    try:
-        return process.wait(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        _send(process, signal.SIGTERM)
-        try:
-            process.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            _send(process, signal.SIGKILL)
-            process.wait()
-        raise AlignmentError(
-            f"the command had not ended after {timeout_s:g} s (timeout_s), so it was ended; a rank may wait for "
-            "another one that has failed, or the steps take longer"
-        ) from None
-
-
-def _send(process: subprocess.Popen[bytes], which: signal.Signals) -> None:
-    """Sends a signal to the command's whole group, while the command has not been waited for."""
-    if process.returncode is None:
-        os.killpg(process.pid, which)
-
-
-def _child_environment(command: Command, environ: Mapping[str, str]) -> dict[str, str]:
-    """Takes the marks of our own rank away: the command's processes are no ranks of ours."""
-    own = {*RANK_VARIABLES, PARENT_VARIABLE}
-    return {**{name: text for name, text in environ.items() if name not in own}, **command.env}
 
 
 def _report_failure(command: Command, output_dir: Path, code: int) -> int:

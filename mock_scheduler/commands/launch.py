@@ -38,6 +38,10 @@ def run_launch(
     _announce(source, run_stored_code=run_stored_code)
     program = find_program(source.config_name, source.config_path)
     config = load_config(source, program)
+    if nnodes > 1 and program.num_processes(config) != config.parallel.world_size:
+        raise ConfigError(
+            "--nnodes is for ranks that this command starts itself; a command reaches machines by launcher"
+        )
     check_settings(config.system_envs)
     plan = plan_launch(
         config,

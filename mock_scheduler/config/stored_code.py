@@ -25,6 +25,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.foreign_files import describe_failure, read_bytes, read_text
 from mock_scheduler.support.run_files import (
     ALIGN_FILE,
+    ATTACHED_FILE,
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     DOCTOR_FILE,
@@ -49,10 +50,10 @@ COMMAND_KEY = "command"
 
 _COMMAND = re.compile(rf"^{COMMAND_KEY}:", re.MULTILINE)
 # What such a configuration puts into the command line and the environment of its processes.
-_COMMAND_CODE = (COMMAND_KEY, "arguments", "launcher", "env", "working_dir")
+_COMMAND_CODE = (COMMAND_KEY, "arguments", "launcher", "cancel", "env", "working_dir")
 _NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
 _HOME = (RUN_FILE, METRICS_FILE, LEDGER_FILE, ERROR_FILE, LOG_FILE, TRACE_FOLDER, OPERATIONS_FOLDER)
-_LEFT_BESIDE = (*_HOME, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
+_LEFT_BESIDE = (*_HOME, ATTACHED_FILE, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
 _LEFT_ABOVE = (ALIGN_FILE, DOCTOR_FILE, ".mock-scheduler-align", ".mock-scheduler-doctor", "minimise.json")
 _COMPOSED = ("defaults", "hydra")
 _ENVIRONMENT = "system_envs"

@@ -11,6 +11,8 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 #: What a completed run says about itself; there only where it completed.
 RUN_FILE = "run.json"
+#: The configuration of a run of a command, from which it can be started again.
+COMMAND_FILE = "command.yaml"
 #: What the instruments do in a run of a command; ``MOCK_SCHEDULER_RUN`` names it.
 ATTACHED_FILE = "attached_run.json"
 #: What an attached run started from: its own state, or the baseline's.

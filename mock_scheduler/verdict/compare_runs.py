@@ -87,7 +87,8 @@ def judge_runs(
         draws = baseline.draws or candidate.draws
         if draws:
             return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
-    if is_deterministic or verdict.kind is VerdictKind.IDENTICAL:
+    # Other rows or tokens are read, not computed: no repetition would change them.
+    if is_deterministic or verdict.kind is VerdictKind.IDENTICAL or isinstance(verdict.why, OtherData):
         return verdict
     return replace(verdict, kind=VerdictKind.UNVERIFIED, why=NotDeterministic(otherwise=verdict.why))
 

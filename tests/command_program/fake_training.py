@@ -189,7 +189,7 @@ def train(run: AttachedRun, arguments: argparse.Namespace) -> int:
         "settings": {},
         "packages": {"torch": torch.__version__},
     }
-    (folder / "ledger.json").write_text(json.dumps({"built": {}}), encoding="utf-8")
+    (folder / "ledger.json").write_text(json.dumps({"built": {"engine": 0, "environment": 0}}), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
     return 0
 

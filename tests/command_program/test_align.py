@@ -10,14 +10,24 @@ from xml.etree import ElementTree
 
 import pytest
 
+from mock_scheduler import cli
+from mock_scheduler import compare as compare_runs
+from mock_scheduler.alignment.plan.plan import plan_alignment
+from mock_scheduler.alignment.prove.proof_runs import order_reductions, plan_perturbed
+from mock_scheduler.command_program.command import build_command
+from mock_scheduler.command_program.program import PROGRAM
+from mock_scheduler.command_program.reductions import own_config
 from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions, run_align
+from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise
 from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from tests.command_program.simulated import DP2, TP2, Runs, write_config
 
 FEW = {"proofs": {"num_perturbations": 2}}
+#: Nothing beyond the noise of one run.
+QUICK = {"num_perturbations": 1, "localise": False, "referee": "never", "consequence": False}
 
 
 @pytest.fixture
@@ -243,6 +253,31 @@ def test_what_would_cut_the_initial_state_is_refused_before_anything_runs(
     assert runs.made == []
 
 
+def test_extract_of_a_command_is_refused_with_a_way_to_go_on(tmp_path: Path, runs: Runs) -> None:
+    path = write_config(tmp_path, {"fault": [TP2, "options.fault=scale"]}, align={"proofs": QUICK})
+    align(path, runs)
+    folder = tmp_path / "out" / "align"
+    with pytest.raises(ConfigError) as caught:
+        run_extract(folder, "fault", output=tmp_path / "small", step=None, num_groups=None, is_checked=False)
+    assert str(caught.value) == (
+        f"extract cuts recorded rollouts, and the runs of {folder} are a command that reads its own data; "
+        "mock-scheduler minimise CONFIG fault shrinks its layout, changes, steps and the keys of reductions"
+    )
+
+
+def test_finished_runs_of_a_command_are_compared_and_checked_as_any_others(tmp_path: Path, runs: Runs) -> None:
+    path = write_config(
+        tmp_path, {"tp2": [TP2], "fault": [TP2, "options.fault=scale"]}, align={"proofs": {**QUICK, "emulate": False}}
+    )
+    align(path, runs)
+    folder = tmp_path / "out" / "align"
+    assert compare_runs(folder / "baseline", folder / "fault").exit_code == 1
+    stated = compare_runs(folder / "baseline", folder / "tp2", tolerance={"gradient": 1e-5, "update": 1e-5})
+    assert stated.exit_code == 0
+    assert cli.main(["replicas", str(folder / "tp2")]) == 0
+    assert cli.main(["replicas", str(folder / "baseline")]) == 3  # one process holds no copies
+
+
 def test_a_layout_without_arguments_is_refused_by_the_name_of_its_key(tmp_path: Path, runs: Runs) -> None:
     path = write_config(tmp_path, align={"matrix": {"layouts": ["pp2"]}})
     with pytest.raises(ConfigError) as caught:
@@ -276,3 +311,34 @@ def test_minimise_reduces_steps_layout_and_stated_keys(tmp_path: Path, monkeypat
     assert (code, result["verdict"], result["is_complete"]) == (1, "diverged", True)
     assert sorted(result["overrides"]) == ["max_steps=1", "options.layers=1"]
     assert result["candidate_overrides"] == [TP2, "options.fault=scale"]
+
+
+def test_a_program_with_a_scheduler_records_in_the_baseline_and_replays_in_the_others(tmp_path: Path) -> None:
+    """What its proxy does reaches it by the run file, as everything else."""
+    path = write_config(tmp_path, {"tp2": [TP2]}, rollout_mock={"enable": True})
+    load = PROGRAM.build_loader(path.stem, path.parent)
+    plan = plan_alignment(load, program=PROGRAM, overrides=(), output_dir=tmp_path / "align")
+    noise = plan_perturbed(plan.baseline, 0, load=load, root=plan.proofs_dir)
+    asked = [
+        build_command(own_config(run.config), folder=tmp_path, python=run.python).run.rollout_mock
+        for run in (*plan.runs, noise)
+    ]
+    recording = str(tmp_path / "align" / "recording")
+    assert plan.recording_dir == Path(recording)
+    assert [(mock.effective_mode, mock.dump_dir) for mock in asked if mock is not None] == [
+        ("dump", recording),
+        ("mock", recording),
+        ("mock", recording),
+    ]
+    assert [run.begins_from for run in (*plan.runs, noise)] == [None, *[plan.baseline.output_dir / "trace"] * 2]
+
+
+def test_sums_over_more_than_two_processes_are_made_in_the_order_of_ranks(tmp_path: Path) -> None:
+    """A library's own order over more ranks is nobody's to follow, so a reference could not equal the candidate."""
+    arguments = {"parallel": {"tensor_model_parallel_size": ["--tp", "{}"], "data_parallel_size": ["--dp", "{}"]}}
+    values = {"arguments": arguments, "command": ["{python}", "a.py"], "options": {}, "effects": {}, "reductions": {}}
+    path = write_config(tmp_path, {"tp2": [TP2], "dp4": ["parallel.data_parallel_size=4"]}, **values)
+    load = PROGRAM.build_loader(path.stem, path.parent)
+    plan = plan_alignment(load, program=PROGRAM, overrides=(), output_dir=tmp_path / "align")
+    ordered = order_reductions(plan, load=load)
+    assert [run.config.order.ordered_reductions for run in ordered.runs] == [False, False, True]

@@ -61,6 +61,8 @@ def test_an_attached_command_ends_well_in_the_folder_of_its_file(tmp_path: Path)
     assert not (tmp_path / "out" / "error.json").exists()
     again = load_config(ConfigSource(config_name="command", config_path=str(tmp_path / "out")), PROGRAM)
     assert own_config(again).command == ["{python}", "train.py"]
+    # Started again from where it lies, it is the same run.
+    assert run_command(own_config(again), folder=tmp_path / "out") == 0
 
 
 def test_a_command_without_attach_is_told_how_to_attach(tmp_path: Path) -> None:
@@ -127,6 +129,13 @@ def test_a_killed_command_says_so(tmp_path: Path) -> None:
 def test_a_command_that_hangs_is_ended_after_its_time(tmp_path: Path) -> None:
     assert run(write(tmp_path, "import time; time.sleep(600)", timeout_s=0.3)) == 3
     assert str(stated(tmp_path)["message"]).startswith("the command had not ended after 0.3 s (timeout_s), so it was")
+
+
+def test_a_job_elsewhere_is_cancelled_where_its_time_is_over(tmp_path: Path) -> None:
+    cancel = ["{python}", "-c", "open('{folder}/cancelled', 'w').write('{exp_name}')"]
+    folder = write(tmp_path, "import time; time.sleep(600)", timeout_s=0.3, cancel=cancel, exp_name="job-7")
+    assert run(folder) == 3
+    assert (tmp_path / "cancelled").read_text(encoding="utf-8") == "job-7"
 
 
 @pytest.mark.parametrize(

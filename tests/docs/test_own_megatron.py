@@ -75,20 +75,15 @@ def test_unknown_fault_is_refused_with_the_known_ones() -> None:
         find_own_fault("scale-2")
 
 
-@pytest.mark.timeout(600)
-def test_layout_and_repetition_pass_and_a_fault_is_named_at_its_place(tmp_path: Path) -> None:
-    candidates = [
-        clean_candidate("tp1", ()),
-        clean_candidate("pp2", ()),
-        faulty_candidate(find_own_fault("qk-norms-not-summed")),
-    ]
-    path = write_config(tmp_path, model="dense", precision="float32", candidates=candidates, num_perturbations=0)
-    found = [
-        judge(item, model="dense", precision="float32")
-        for item in align(path.stem, config_path=tmp_path).result.candidates
-    ]
-    assert [item.verdict for item in found] == ["identical", "identical", "diverged"]
-    assert found[2].is_placed, found[2].sentence
+def test_repetition_passes_and_a_fault_is_named_at_its_place(tmp_path: Path) -> None:
+    candidates = [clean_candidate("tp1", ()), faulty_candidate(find_own_fault("qk-norms-not-summed"))]
+    path = write_config(
+        tmp_path, model="dense", precision="float32", candidates=candidates, num_perturbations=0, emulate=False
+    )
+    results = align(path.stem, config_path=tmp_path).result.candidates
+    found = [judge(item, model="dense", precision="float32") for item in results]
+    assert [(item.verdict, item.failure) for item in found] == [("identical", ""), ("diverged", "")]
+    assert found[1].is_placed, found[1].sentence
 
 
 @pytest.mark.all

@@ -93,7 +93,7 @@ def forge(document: dict[str, Any], rng: random.Random) -> str:
     elif action == 5 and ending:
         size = rng.choice([0, 1, 10**6])
         ending["footer"]["rows"] = {"identities": ["x"] * 10_000, "lengths": [size] * 10_000}
-    elif action == 6 and ending:
+    elif action == 6 and ending and ending["footer"]["ledgers"]:
         ledger = ending["footer"]["ledgers"]["collective"]
         ledger["order"] = [0] * rng.choice([0, 10**5])
         ledger["calls"] = ledger["calls"] * rng.choice([1, 1000])

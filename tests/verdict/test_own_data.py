@@ -150,6 +150,16 @@ def test_other_tokens_of_one_row_are_incomparable(tmp_path: Path) -> None:
     )
 
 
+def test_other_tokens_are_other_data_whether_or_not_runs_repeat_themselves(tmp_path: Path) -> None:
+    other = replace(STEP, tokens={**TOKENS, "nine": [9, 1, 2, 3, 5]})
+    for name, step in (("a", STEP), ("b", other)):
+        save_content_run(tmp_path / name, step)
+    ours, theirs = (load_summary(name, tmp_path / name, elapsed_s=None) for name in "ab")
+    verdict = judge_runs(ours, theirs, bounds=EXACT, is_deterministic=False)
+    assert verdict.kind is VerdictKind.INCOMPARABLE
+    assert isinstance(verdict.why, OtherData)
+
+
 def test_other_tokens_are_found_whatever_kinds_are_chosen(tmp_path: Path) -> None:
     other = replace(STEP, tokens={**TOKENS, "nine": [9, 1, 2, 3, 5]})
     assert isinstance(compare(tmp_path, step=other, kinds=["gradient"]).why, OtherData)

@@ -39,7 +39,7 @@ from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import is_inside
 from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.local_key import is_own
-from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, COMMAND_FILE, CONFIG_FILE
 from mock_scheduler.support.version import PACKAGE
 
 _DIVERGED = "diverged"
@@ -152,6 +152,7 @@ def read_diverged(
     """
     result = _read_result(align_dir)
     found = _find_candidate(result, name, align_dir)
+    _refuse_command(align_dir, name)
     divergence = found.first_divergence or _Divergence()
     configs = [_config_file(align_dir, run) for run in (BASELINE_NAME, name)]
     origin, stored = configs[0], found.overrides or ()
@@ -233,6 +234,15 @@ def _find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
             f"divergence to reproduce; the diverged candidates are {printable(', '.join(diverged)) or 'none'}"
         )
     return found
+
+
+def _refuse_command(align_dir: Path, name: str) -> None:
+    """Refuses runs of a command, whose data nobody but itself can cut."""
+    if (align_dir / BASELINE_NAME / COMMAND_FILE).is_file():
+        raise ConfigError(
+            f"extract cuts recorded rollouts, and the runs of {align_dir} are a command that reads its own data; "
+            f"mock-scheduler minimise CONFIG {name} shrinks its layout, changes, steps and the keys of reductions"
+        )
 
 
 def _find_change(baseline: RunConfig, name: str, found: _Candidate) -> CandidateConfig:

@@ -51,6 +51,9 @@ _LAYER_PARTS = (
     "mlp.linear_fc2",
     "mlp.experts",
     "mlp",
+    "transformer_layer",
+    "final_layernorm",
+    "output_layer",
 )
 #: What comes after the layers, and what is made of tokens without a layer, in the order of a step. ``None`` stands for
 #: every other name.

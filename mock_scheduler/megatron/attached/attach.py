@@ -25,9 +25,9 @@ from mock_scheduler.megatron.attached.handle import NOT_ATTACHED, TrainingHandle
 from mock_scheduler.megatron.attached.observing import check_followable, check_layout, layout_of
 from mock_scheduler.megatron.attached.run_files import RunFiles
 from mock_scheduler.megatron.draws import find_draws
+from mock_scheduler.megatron.emulation.follow import follow
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
-from mock_scheduler.megatron.perturbation import perturb_embedding
 from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.foreign_files import read_text
@@ -114,20 +114,23 @@ def _attach(
     check_agreement({**settings, "run file": run.model_dump_json()}, ranks)
     files = RunFiles(run, is_writer=ranks.global_rank == 0)
     do_together(ranks, files.begin)
-    apply_start(model, run, ranks)
-    for gpt in model.gpts():
-        perturb_embedding(gpt, run.perturbation)
+    if run.first_step == 0:
+        apply_start(model, run, ranks)
     if run.order.ordered_reductions:
         OrderedReductions().__enter__()  # for good: a training has no block of ours around it
-    model = replace(model, num_replicas=follow(model, run))
+    order = follow(model, run.order)
+    if order.num_replicas is not None:
+        model = replace(model, num_replicas=order.num_replicas)
     draws = sorted({name for item in share(ranks, {"draws": find_draws(model)}) for name in item["draws"]})
     return AttachedTraining(
-        Attachment(run=run, model=model, ranks=ranks, files=files, settings=settings, draws=draws, started_s=started_s)
+        Attachment(
+            run=run,
+            model=model,
+            order=order,
+            ranks=ranks,
+            files=files,
+            settings=settings,
+            draws=draws,
+            started_s=started_s,
+        )
     )
-
-
-def follow(model: ObservedModel, run: AttachedRun) -> int:
-    """Lets the model compute in the order of ``order.emulate``; gives the ranks whose gradients are summed."""
-    if run.order.emulate is not None:
-        raise ConfigError("order.emulate: this training's order cannot be changed")
-    return model.num_replicas

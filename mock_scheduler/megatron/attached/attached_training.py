@@ -37,6 +37,7 @@ from mock_scheduler.megatron.attached.row_exchange import RowExchange
 from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.attached.updates import UpdateResult, watch_updates
+from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.graft import GraftSource
 from mock_scheduler.support.clock import Clock
@@ -48,12 +49,14 @@ from mock_scheduler.support.run_output import report_failure
 class Attachment:
     """What a training was attached with.
 
-    settings: determinism settings as they were read back. draws: what draws random numbers in the model.
+    order: in which it adds. settings: determinism settings as they were read back. draws: what draws random numbers in
+    the model.
     started_s: when it was attached, in seconds since the epoch.
     """
 
     run: AttachedRun
     model: ObservedModel
+    order: TrainingOrder
     ranks: RankGroup
     files: RunFiles
     settings: Mapping[str, str]
@@ -150,6 +153,7 @@ class AttachedTraining(TrainingHandle):
 
     def _update_begins(self) -> None:
         with self._edge():
+            self._attachment.order.before_step()
             notes = self._notes or self._begin_step(StepNotes(number=self._next_step))
             if not self._is_instrumented(notes.number):
                 return
@@ -286,6 +290,7 @@ class AttachedTraining(TrainingHandle):
             "repeated_rows": self._num_repeated,
             "forward_passes": {"trained": self._passes.num_counted, "others": self._passes.num_bypasses},
             "draws": list(self._attachment.draws),
+            "not_followed": list(self._attachment.order.facts.not_followed),
             "settings": dict(self._attachment.settings),
         }
         self._attachment.files.end(

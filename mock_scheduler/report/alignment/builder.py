@@ -201,7 +201,8 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
         sample=find_worst_sample(candidate, sources.trace, result.recording_dir) if sources.is_full else None,
         run=RunView(
-            built="" if run is None else describe_built(run.built),
+            # Without a recording there is nothing whose absence a replay could show.
+            built="" if run is None or result.recording_dir is None else describe_built(run.built),
             run_dir="" if run is None else str(run.output_dir),
             log_path="" if candidate.log_path is None else str(candidate.log_path),
             seconds=candidate_seconds(candidate, facts),

@@ -210,7 +210,7 @@ def describe_ledger(facts: RunFacts) -> tuple[tuple[str, str], ...]:
 
     Empty for a run without a scheduler, which has nothing to count.
     """
-    if not any(facts.ledger.values()):
+    if not any(count for counts in facts.ledger.values() for count in counts.values()):
         return ()
     return tuple(
         (label, ", ".join(f"{name} {count:,}" for name, count in facts.ledger[category].items()) or "nothing")

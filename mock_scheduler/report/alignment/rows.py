@@ -65,10 +65,7 @@ def _describe_metric(metric: MetricDifference) -> str:
 
 
 def describe_built(built: Mapping[str, int]) -> str:
-    """Describe a run's engines and environments, out of its ledger: ``engines built 0, environments built 0``.
-
-    Empty for a run that builds none of either.
-    """
+    """Describe a run's engines and environments, out of its ledger: ``engines built 0, environments built 0``."""
     return ", ".join(f"{what}s built {count}" for what, count in built.items())
 
 

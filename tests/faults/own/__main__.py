@@ -35,7 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = Path(options.keep or made)
         for precision in options.precision.split(","):
             for model in options.models.split(","):
-                found = run_campaign(root, model=model, precision=precision, faults=faults)
+                found = run_campaign(
+                    root,
+                    model=model,
+                    precision=precision,
+                    faults=faults,
+                    num_perturbations=options.perturbations,
+                    emulate=not options.without_emulation,
+                )
                 judgements += found
                 print(summarise(found), file=sys.stderr, flush=True)
     print_table(judgements, Console(width=max(Console().width, 240)))
@@ -79,6 +86,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", help="ids, with commas between them; all where it is not given")
     parser.add_argument("--precision", default=",".join(PRECISIONS), help="float32, bfloat16 or both")
     parser.add_argument("--models", default=",".join(CLEAN), help=f"of {', '.join(get_args(Model))}")
+    parser.add_argument("--perturbations", type=int, default=5, help="runs that measure the noise")
+    parser.add_argument("--without-emulation", action="store_true", help="leave out references in other orders of sums")
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
     parser.add_argument("--keep", type=Path, help="leave the alignments in this folder")
     return parser.parse_args(arguments)
