@@ -157,5 +157,5 @@ def _layout_overrides(layout: str) -> Iterator[str]:
     if layout == _PLAIN:
         return
     for key, value in parse_layout(layout).items():
-        if value not in (1, None, False):
+        if value is True or (value is not None and value > 1):
             yield f"parallel.{key}={str(value).lower()}"
