@@ -72,6 +72,7 @@ CASES = {
     "dp2-do": Case(distributed_optimizer=True),
     "other-row": Case(tp=2, fault="row"),
     "equal-rows": Case(fault="equal"),
+    "equal-rows-dp2": Case(fault="equal", start="equal-rows"),
     "extra-pass": Case(pp=2, fault="pass"),
     "stepped-twice": Case(fault="step"),
     "wrong-layout": Case(run={"parallel": {"tensor_model_parallel_size": 4}}),
