@@ -201,4 +201,5 @@ def use_host_device() -> None:
     _install_random_tracker()
     _install_backward()
     _install_split_sizes()
+    define_router_gemm()
     HostDeviceMode().__enter__()

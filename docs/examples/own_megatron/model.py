@@ -46,6 +46,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        init_method_std=args.hidden_size**-0.5,
         transformer_impl="transformer_engine" if torch.cuda.is_available() else "local",
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -66,7 +66,7 @@ def make_batch(args: argparse.Namespace, first: int) -> Batch:
     columns = {
         "tokens": [row[:-1] for row in rows],
         "labels": [row[1:] for row in rows],
-        "positions": [torch.arange(len(row) - 1) for row in rows],
+        "positions": [torch.arange(len(row) - 1 if args.packed else args.seq_length) for row in rows],
     }
     batch = {name: join_rows(args, column) for name, column in columns.items()}
     return {**batch, "loss_mask": batch["labels"] > 0, "lengths": torch.tensor([len(row) - 1 for row in rows])}

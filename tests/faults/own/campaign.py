@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from mock_scheduler import align
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.layout import parse_layout
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind
@@ -66,8 +67,9 @@ class OwnJudgement:
 
     @property
     def is_found(self) -> bool:
-        """Whether the candidate does not pass, for a reason of numerics."""
-        return self.verdict in (VerdictKind.DIVERGED.value, VerdictKind.SUSPECT.value)
+        """Whether the candidate does not pass, and ran to its end; other data are incomparable."""
+        found = (VerdictKind.DIVERGED.value, VerdictKind.SUSPECT.value, VerdictKind.INCOMPARABLE.value)
+        return not self.failure and self.verdict in found
 
     @property
     def is_wrong(self) -> bool:
@@ -86,7 +88,7 @@ def write_config(
     config["options"] |= {**MODELS[model], "fault": None}
     config["effects"]["fault"] = "nothing"  # as a bug's effect is: nobody said it
     config |= {"exp_name": f"own_{model}_{precision}", "precision": precision, "sources": [str(FOLDER)]}
-    config |= {"output_dir": str(folder / "runs")}
+    config |= {"output_dir": str(folder / "runs"), "trace": {"level": "full", "kinds": [*get_args(TraceKind)]}}
     config["align"] = {
         "output_dir": str(folder / "alignment"),
         "candidates": [*candidates],
