@@ -77,6 +77,20 @@ def test_setting_up_installs_once_and_again_when_requirements_change(tmp_path: P
     assert installations() == 2
 
 
+def test_the_tests_with_other_programs_say_that_python_is_missing(tmp_path: Path) -> None:
+    for name in ("python3.12", "python3"):
+        (tmp_path / name).write_text("#!/usr/bin/env bash\nexit 1\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHON": "/no/such/python"}
+    command = ["bash", str(ROOT / "launch/test.sh"), "--integrations"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (5, "")
+    assert done.stderr == (
+        "Python 3.12 is needed for the tests with other programs, and none was found: not $PYTHON (/no/such/python), "
+        "python3.12 or python3 on the path, nor pyenv's. Set PYTHON=/path/to/python3.12\n"
+    )
+
+
 def test_multi_node_names_what_is_missing() -> None:
     command = ["bash", str(ROOT / "launch/multi_node.sh"), "run", "--nnodes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

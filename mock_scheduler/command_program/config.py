@@ -156,6 +156,8 @@ def _iterate_problems(config: CommandConfig) -> Iterator[Problem]:
     yield from _argument_problems(config)
     yield from _field_problems(config)
     yield from _option_problems(config)
+    if config.max_steps <= config.first_step:
+        yield "max_steps", f"is {config.max_steps}, and first_step {config.first_step}: no step would be observed"
     world_size, share = config.parallel.world_size, config.processes_per_node
     if share is not None and world_size > share and world_size % share:
         yield "processes_per_node", f"is {share}, by which the {world_size} processes of the layout do not divide"

@@ -48,7 +48,7 @@ def run_command(config: CommandConfig, *, folder: Path, start: Start | None = No
     command = build_command(config, folder=folder, python=sys.executable)
     output_dir = command.run_file.parent
     try:
-        _prepare(config, command, output_dir)
+        _prepare(_place(config, command, folder), command, output_dir)
         code = (start or run_to_end)(command, config.timeout_s)
         if code != 0:
             return _report_failure(command, output_dir, code)
@@ -90,6 +90,16 @@ def _check_steps(config: CommandConfig, summary: RunSummary) -> None:
             f"the command ended after step {steps[-1]}, and max_steps={config.max_steps} asks for steps "
             f"{config.first_step} to {last}; let it train for longer, or set max_steps={steps[-1] + 1}"
         )
+
+
+def _place(config: CommandConfig, command: Command, folder: Path) -> CommandConfig:
+    """Writes places in full: the stored file lies in another folder than the one it was loaded from."""
+    places = {
+        "output_dir": str(command.run_file.parent),
+        "working_dir": str(command.working_dir),
+        "sources": [str(folder / name) for name in config.sources],
+    }
+    return config.model_copy(update=places)
 
 
 def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:

@@ -21,6 +21,11 @@ def main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
     return wide
 
 
+def is_marked_split(parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron has marked a parameter as split over tp ranks; it leaves the mark out of others."""
+    return bool(vars(parameter).get("tensor_model_parallel", False))
+
+
 def partition_dim(parameter: torch.nn.Parameter) -> int:
     """Returns the dimension that tp ranks split a parameter along; -1 where they do not."""
     marked: Any = parameter

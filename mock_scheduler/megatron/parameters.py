@@ -1,7 +1,12 @@
-"""Places each parameter and buffer of this rank in the whole model, by reading the built model alone."""
+"""Places each parameter and buffer of this rank in the whole model, by reading the built model alone.
+
+Names within the language model have its own paths, whatever holds it; of a vision-language model all else keeps its
+path in the chunk.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,12 +14,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
-from mock_scheduler.megatron.marks import partition_dim
-from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.errors import TraceError
+from mock_scheduler.megatron.observed_model import ObservedModel, language_model_path, strip_wrappers, unwrapped
+from mock_scheduler.megatron.partition import split_dim
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
 
-_GATED = ("linear_fc1.weight", "linear_fc1.bias")
+# Of dense layers, shared experts, and experts one by one or grouped, also where an adapter wraps the layer.
+_GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
 _EXPERTS = ".mlp.experts."
 
 
@@ -40,12 +47,33 @@ def layer_offset(gpt: GPTModel) -> int:
     return int(layers[0].layer_number) - 1 if layers else 0
 
 
+def mtp_offset(gpt: GPTModel) -> int:
+    """The global number, from 0, of the first prediction module (MTP) of a chunk; 0 for one without any."""
+    block = gpt._modules.get("mtp")
+    return 0 if block is None else int(next(iter(block.layers)).layer_number) - 1
+
+
 def iterate_parameters(model: ObservedModel) -> Iterator[LocalParameter]:
-    """Yields every parameter of this rank with its canonical name and shard, in the order of chunks and modules."""
-    for gpt in model.gpts():
-        for local_name, parameter in gpt.named_parameters():
-            name = _canonical_name(local_name, gpt, model)
-            spec = _parameter_spec(name, parameter, gpt, model)
+    """Yields every parameter of this rank with its canonical name and shard, in the order of chunks and modules.
+
+    Raises:
+        TraceError: two parameters have one name, or a mark of Megatron's contradicts a layer.
+    """
+    seen: dict[str, str] = {}
+    for chunk in model.chunks:
+        gpt, path, inner = unwrapped(chunk), language_model_path(chunk), strip_wrappers(chunk)
+        for local_name, parameter in inner.named_parameters():
+            name = _name_in_chunk(local_name, path, gpt, model)
+            if name in seen and local_name.endswith(OUTPUT_LAYER):
+                continue  # a stage with MTP has an embedding of its own; Megatron (0.16.1) never uses this copy then
+            if name in seen:
+                raise TraceError(
+                    f"{name}: the parameters {seen[name]} and {local_name} of this rank both have this name. Rename a "
+                    "module, or report the model's layers: names are those of megatron-core 0.16.1 and 0.19.2"
+                )
+            seen[name] = local_name
+            module = inner.get_submodule(local_name.rpartition(".")[0])
+            spec = _parameter_spec(name, local_name.rpartition(".")[2], parameter, gpt, module, model)
             yield LocalParameter(spec=replace(spec, name=model.prefix + name), parameter=parameter)
 
 
@@ -54,13 +82,14 @@ def iterate_state_buffers(model: ObservedModel) -> Iterator[LocalBuffer]:
 
     A checkpoint holds the same beside parameters. Megatron (0.16.1) splits none of them: each rank has the whole.
     """
-    for gpt in model.gpts():
-        for path, module in gpt.named_modules():
+    for chunk in model.chunks:
+        gpt, language = unwrapped(chunk), language_model_path(chunk)
+        for path, module in strip_wrappers(chunk).named_modules():
             for own_name, buffer in module.named_buffers(recurse=False):
                 # torch tells it in no other way that changes nothing: Megatron's ``state_dict`` may convert a buffer.
                 if own_name in module._non_persistent_buffers_set or not buffer.is_floating_point():
                     continue
-                name = _canonical_name(f"{path}.{own_name}" if path else own_name, gpt, model)
+                name = _name_in_chunk(f"{path}.{own_name}" if path else own_name, language, gpt, model)
                 yield LocalBuffer(spec=whole(model.prefix + name, tuple(buffer.shape)), buffer=buffer)
 
 
@@ -71,30 +100,38 @@ def has_value_head(gpt: GPTModel) -> bool:
     return int(gpt.output_layer.weight.shape[0]) == 1
 
 
-def _canonical_name(local_name: str, gpt: GPTModel, model: ObservedModel) -> str:
-    """Of a parameter or buffer of this rank's chunk, without the model's prefix."""
+def _name_in_chunk(local_name: str, language: str, gpt: GPTModel, model: ObservedModel) -> str:
+    """Of a parameter or buffer of this rank's chunk, without the model's prefix; ``language``: where its GPT is."""
+    if not local_name.startswith(language):
+        return local_name
     num_experts = (model.config.num_moe_experts or 0) // model.ranks.ep_size
     return canonical_parameter_name(
-        local_name,
+        local_name.removeprefix(language),
         layer_offset=layer_offset(gpt),
         expert_offset=model.ranks.ep_rank * num_experts,
+        mtp_offset=mtp_offset(gpt),
         tied_output=gpt.share_embeddings_and_output_weights,
     )
 
 
-def _parameter_spec(name: str, parameter: torch.nn.Parameter, gpt: GPTModel, model: ObservedModel) -> ShardSpec:
+def _parameter_spec(
+    name: str,
+    own_name: str,
+    parameter: torch.nn.Parameter,
+    gpt: GPTModel,
+    module: torch.nn.Module,
+    model: ObservedModel,
+) -> ShardSpec:
     local_shape, ranks = tuple(parameter.shape), model.ranks
     if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) and not (name == OUTPUT_LAYER and has_value_head(gpt)):
         return _vocab_spec(name, local_shape, model.vocab_size, ranks.tp_rank)
-    # Set by Megatron on the parameters it splits; experts are split over etp.
+    # Experts are split over etp.
     rank, size = (ranks.etp_rank, ranks.etp_size) if _EXPERTS in name else (ranks.tp_rank, ranks.tp_size)
-    if not getattr(parameter, "tensor_model_parallel", False) and not (_EXPERTS in name and size > 1):
-        return whole(name, local_shape)
-    dim = partition_dim(parameter)
-    if dim < 0 or size == 1:
+    dim = split_dim(module, own_name, parameter, name)
+    if dim is None or size == 1:
         return whole(name, local_shape)
     global_shape = tuple(length * size if index == dim else length for index, length in enumerate(local_shape))
-    num_parts = 2 if model.config.gated_linear_unit and name.endswith(_GATED) else 1
+    num_parts = 2 if dim == 0 and model.config.gated_linear_unit and _GATED.search(name) else 1
     splits = even_split(dim, size=global_shape[dim], rank=rank, num_ranks=size, num_parts=num_parts)
     return ShardSpec(name=name, global_shape=global_shape, local_shape=local_shape, splits=splits)
 

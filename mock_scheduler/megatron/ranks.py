@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+from mock_scheduler.errors import LayoutError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,23 +65,62 @@ class ModelRanks:
         }
 
 
-def read_ranks(*, device: torch.device, num_chunks: int = 1) -> ModelRanks:
-    """Reads this process's place from Megatron's global groups (``parallel_state``), which must be there."""
+_AXES: Mapping[str, tuple[str, Callable[[], ProcessGroup | None]]] = {
+    "tp": ("tp", partial(parallel_state.get_tensor_model_parallel_group, check_initialized=False)),
+    "pp": ("pp", partial(parallel_state.get_pipeline_model_parallel_group, check_initialized=False)),
+    "dp": ("dp", parallel_state.get_data_parallel_group),
+    "cp": ("cp", partial(parallel_state.get_context_parallel_group, check_initialized=False)),
+    "ep": ("ep", partial(parallel_state.get_expert_model_parallel_group, check_initialized=False)),
+    "etp": ("expt_tp", partial(parallel_state.get_expert_tensor_parallel_group, check_initialized=False)),
+}
+"""By axis: its field in a model's ``ProcessGroupCollection``, and Megatron's global group of it."""
+
+# A layout without these has them as groups of one process; a collection may leave the others out.
+_NEEDED = ("tp", "pp", "dp")
+
+
+def read_ranks(
+    *,
+    device: torch.device,
+    num_chunks: int = 1,
+    groups: ProcessGroupCollection | None = None,
+    dp_group: ProcessGroup | None = None,
+) -> ModelRanks:
+    """Reads this process's place from a model's own process groups, and where they lack one from ``parallel_state``.
+
+    The one place that knows both ways: releases before 0.16 have global groups alone, later ones hand groups over.
+
+    Args:
+        device: this process computes on it.
+        num_chunks: model chunks of each pipeline stage.
+        groups: the model's, as its ``pg_collection``.
+        dp_group: data parallelism's where ``groups`` lack it, as ``DistributedDataParallel`` has it.
+
+    Raises:
+        LayoutError: a group of tp, pp or dp is in neither.
+    """
+    own = {} if groups is None else vars(groups)
+    found = {axis: own.get(field) or _global_group(axis) for axis, (field, _) in _AXES.items()}
+    found["dp"] = own.get("dp") or dp_group or found["dp"]
+    missing = [axis for axis in _NEEDED if found[axis] is None]
+    if missing:
+        raise LayoutError(
+            f"no process group of {', '.join(missing)}: the model's pg_collection lacks it, and Megatron's "
+            "parallel_state is not initialized. Build the model with all of its groups, or call "
+            "parallel_state.initialize_model_parallel before"
+        )
+    places: dict[str, int] = {}
+    for axis, group in found.items():
+        places[f"{axis}_rank"] = 0 if group is None else group.rank()
+        places[f"{axis}_size"] = 1 if group is None else group.size()
     return ModelRanks(
         global_rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         num_chunks=num_chunks,
+        **places,
     )
+
+
+def _global_group(axis: str) -> ProcessGroup | None:
+    return _AXES[axis][1]() if parallel_state.model_parallel_is_initialized() else None

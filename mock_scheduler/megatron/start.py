@@ -25,7 +25,7 @@ from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.optimizer_state import count_updates
-from mock_scheduler.megatron.perturbation import Perturbation, perturb_weights
+from mock_scheduler.megatron.perturbation import Perturbation, perturb_embedding, perturb_weights
 from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.megatron.start_setting import StartSetting, call_together
 from mock_scheduler.megatron.start_source import StartSource, write_start
@@ -39,7 +39,9 @@ logger = logging.getLogger("mock_scheduler.start")
 def apply_start(model: ObservedModel, run: AttachedRun, group: RankGroup) -> StartReport:
     """Compares a run's start with its baseline's, sets what differs, perturbs, and writes ``start.json`` on rank 0.
 
-    A perturbation moves the weights here; the embedding's output is moved by ``perturb_embedding``.
+    A perturbation moves the weights, and from then on the embedding's output. Where updates come before the first
+    observed step, it is called behind the last of them: a stage of a pipeline begins a step only when the one before
+    has computed its own part.
 
     Without ``run.initial_state`` the run is a baseline itself: where it writes whole tensors, it stores the part of its
     start that its trace lacks.
@@ -60,6 +62,8 @@ def apply_start(model: ObservedModel, run: AttachedRun, group: RankGroup) -> Sta
     perturbation = Perturbation.build(run.perturbation)
     if perturbation is not None:
         perturb_weights(model, perturbation)
+        for gpt in model.gpts():
+            perturb_embedding(gpt, run.perturbation)
     report = replace(own, is_perturbed=perturbation is not None)
     is_writer = group.global_rank == 0
     call_together(lambda: save_start(output_dir, report) if is_writer else None, group)

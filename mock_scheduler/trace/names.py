@@ -2,6 +2,7 @@
 
 A canonical name is the one that Megatron's local layer implementation gives in one process. Pipeline stages number
 their layers from 0, wrappers add ``module.``, TransformerEngine fuses a norm into the linear layer following it,
+adapters (LoRA) push a weight one module down, releases name the layer within a prediction module (MTP) differently,
 and a tied output layer is the embedding under another name: all of these are undone here.
 Names read from megatron-core 0.16.1 and 0.19.2 and TransformerEngine 2.20.2.
 """
@@ -13,50 +14,59 @@ import re
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
-_LAYER_OR_MODULE = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)?$")
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)?$")
 _EXPERT = re.compile(r"^(.+\.mlp\.experts\.local_experts\.)(\d+)(\..+)$")
 # TransformerEngine's grouped linear layer numbers its experts at the parameter.
 _GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.)(experts\.)(linear_fc[12])\.(weight|bias)(\d+)$")
+_PREDICTION_MODULE = re.compile(r"^(mtp\.layers\.)(\d+)(\..+)?$")
+# megatron-core 0.19 has another name than 0.16 for the transformer layer within.
+_PREDICTION_LAYER = re.compile(r"^(mtp\.layers\.\d+\.)mtp_model_layer(?=\.|$)")
 _WRAPPER = re.compile(r"^(?:module\.)+")
+# Megatron-Bridge's adapters wrap a linear layer as ``to_wrap``, those in PEFT's form as ``base_layer``.
+_ADAPTED = re.compile(r"\.(?:to_wrap|base_layer)(?=\.|$)")
 _FUSED_NORMS = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$"), r".input_layernorm.\1"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$"), r".pre_mlp_layernorm.\1"),
+    (re.compile(r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$"), r".\1_layernorm.\2"),
 )
 
 
 def canonical_parameter_name(
-    name: str, *, layer_offset: int = 0, expert_offset: int = 0, tied_output: bool = False
+    name: str, *, layer_offset: int = 0, expert_offset: int = 0, mtp_offset: int = 0, tied_output: bool = False
 ) -> str:
     """The layout-independent name of the parameter a rank calls ``name``.
 
     ``layer_offset``: global index of the first layer of the rank's chunk. ``expert_offset``: global index of the rank's
-    first expert. ``tied_output``: the model shares its embedding with its output layer, so the output layer's
-    weight on the last stage is a second holder of the embedding.
+    first expert. ``mtp_offset``: global index of the chunk's first prediction module. ``tied_output``: the model shares
+    its embedding with its output layer, so the output layer's weight on the last stage is a second holder of the
+    embedding.
     """
-    name = _WRAPPER.sub("", name)
+    name = _ADAPTED.sub("", _WRAPPER.sub("", name))
     for pattern, replacement in _FUSED_NORMS:
         name = pattern.sub(replacement, name)
     name = _GROUPED_EXPERT.sub(r"\1local_experts.\4.\2.\3", name)
-    expert = _EXPERT.match(name)
-    if expert is not None:
-        name = f"{expert[1]}{int(expert[2]) + expert_offset}{expert[3]}"
+    name = _numbered(_EXPERT, name, expert_offset)
     if tied_output and name == OUTPUT_LAYER:
         return WORD_EMBEDDINGS
-    layer = _LAYER.match(name)
-    if layer is None:
-        return name
-    return f"{layer[1]}{int(layer[2]) + layer_offset}{layer[3]}"
+    return _number_layers(name, layer_offset, mtp_offset)
 
 
-def canonical_module_name(name: str, *, layer_offset: int = 0) -> str:
+def canonical_module_name(name: str, *, layer_offset: int = 0, mtp_offset: int = 0) -> str:
     """The layout-independent name of the module a rank calls ``name``; ``decoder.layers.3`` is a whole layer.
 
-    ``layer_offset``: global index of the first layer of the rank's chunk. Both implementations name alike the modules
-    whose outputs can be seen; a norm TransformerEngine has fused into a linear layer is none.
+    ``layer_offset``: global index of the first layer of the rank's chunk; ``mtp_offset``: of its first prediction
+    module. Both implementations name alike the modules whose outputs can be seen; a norm TransformerEngine has fused
+    into a linear layer is none.
     """
-    name = _WRAPPER.sub("", name)
-    layer = _LAYER_OR_MODULE.match(name)
-    if layer is None:
-        return name
-    return f"{layer[1]}{int(layer[2]) + layer_offset}{layer[3] or ''}"
+    return _number_layers(_WRAPPER.sub("", name), layer_offset, mtp_offset)
+
+
+def _number_layers(name: str, layer_offset: int, mtp_offset: int) -> str:
+    name = _numbered(_LAYER, name, layer_offset)
+    return _PREDICTION_LAYER.sub(r"\1transformer_layer", _numbered(_PREDICTION_MODULE, name, mtp_offset))
+
+
+def _numbered(pattern: re.Pattern[str], name: str, offset: int) -> str:
+    """A name whose number in the pattern's second group is counted from ``offset``."""
+    found = pattern.match(name)
+    return name if found is None else f"{found[1]}{int(found[2]) + offset}{found[3] or ''}"

@@ -87,7 +87,9 @@ def _check_in_row(name: str, start: int, size: int, length: int) -> None:
 
 
 def unite_footers(footers: Mapping[int, StepFooter]) -> tuple[dict[int, StepFooter], list[str]]:
-    """Puts the rows of all ranks, sorted by identity, into each rank's footer; other footers stay as they are.
+    """Puts the rows of all ranks, sorted by identity, into each rank's footer, and what any of them does not show.
+
+    Footers without rows by content keep their rows.
 
     Args:
         footers: by global rank; each table is checked by itself.
@@ -95,8 +97,11 @@ def unite_footers(footers: Mapping[int, StepFooter]) -> tuple[dict[int, StepFoot
     Returns:
         The footers, and what ranks say otherwise of rows.
     """
+    # Each rank knows the layers of its own stage.
+    unobserved = tuple(dict.fromkeys(item for _, footer in sorted(footers.items()) for item in footer.unobserved))
+    footers = {rank: replace(footer, unobserved=unobserved) for rank, footer in footers.items()}
     if not any(footer.rows.starts for footer in footers.values()):
-        return dict(footers), []
+        return footers, []
     problems: list[str] = []
     lengths: dict[str, tuple[int, int]] = {}
     places: dict[int, str] = {}

@@ -131,6 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"data_parallel_size": 6}, "processes_per_node": 4}, "processes_per_node: is 4, by which the 6"),
     ({"align": {"candidates": [{"name": "a", "entry": "my.module"}]}},
      "align.candidates.0.entry: names a Python module, and a command has none of ours"),
+    ({"first_step": 2}, "max_steps: is 2, and first_step 2: no step would be observed"),
     ({"command": []}, "command: is [], "),
 ]  # fmt: skip
 

@@ -61,6 +61,8 @@ def test_an_attached_command_ends_well_in_the_folder_of_its_file(tmp_path: Path)
     assert not (tmp_path / "out" / "error.json").exists()
     again = load_config(ConfigSource(config_name="command", config_path=str(tmp_path / "out")), PROGRAM)
     assert own_config(again).command == ["{python}", "train.py"]
+    # Started again from where it lies, it is the same run.
+    assert run_command(own_config(again), folder=tmp_path / "out") == 0
 
 
 def test_a_command_without_attach_is_told_how_to_attach(tmp_path: Path) -> None:

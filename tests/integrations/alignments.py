@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ class Alignment:
         """What a run found of its baseline's start."""
         document: dict[str, Any] = json.loads((self.folder / run / "start.json").read_text(encoding="utf-8"))
         return document
+
+
+def candidates(**overrides: Sequence[str]) -> str:
+    """The override that gives an alignment these candidates alone, by name; ``_`` in a name stands for ``-``."""
+    items = [
+        f"{{name: {name.replace('_', '-')}, overrides: [{', '.join(map(repr, texts))}]}}"
+        for name, texts in overrides.items()
+    ]
+    return f"align.candidates=[{', '.join(items)}]"
 
 
 def align(config: Path, folder: Path, *overrides: str) -> Alignment:

@@ -150,7 +150,7 @@ class AlignmentRunner:
             try:
                 run = plan_emulated(item.run, self.plan.baseline, load=self.load, root=self.plan.proofs_dir)
             except ConfigError as error:
-                item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=str(error))
+                item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=_in_one_line(error))
                 continue
             # Names and folders apart, candidates with one layout have one reference.
             values = run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
@@ -210,7 +210,7 @@ class AlignmentRunner:
             ]
         except ConfigError as error:
             for item in wanted:
-                item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=str(error))
+                item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=_in_one_line(error))
                 item.judge()
             return
         with self.store.timed("referee"):
@@ -304,6 +304,10 @@ def _why_not_emulated(item: CandidateState) -> NotTried | None:
         return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
     problem = describe_order_limits(item.run)
     return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
+
+
+def _in_one_line(error: ConfigError) -> str:
+    return " ".join(str(error).split())
 
 
 def _seconds(outcome: Outcome) -> float:

@@ -24,6 +24,10 @@ _EMBEDDING, _LAYERS, _AFTER_LAYERS = (0, 1, 2)
 
 #: The parts of a transformer layer in the order of the forward pass. Longer names win over those that they begin with.
 _LAYER_PARTS = (
+    "embedding",
+    "enorm",
+    "hnorm",
+    "eh_proj",
     "input_layernorm",
     "self_attention.linear_qkv",
     "self_attention.linear_q_proj",
@@ -47,6 +51,9 @@ _LAYER_PARTS = (
     "mlp.linear_fc2",
     "mlp.experts",
     "mlp",
+    "transformer_layer",
+    "final_layernorm",
+    "output_layer",
 )
 #: What comes after the layers, and what is made of tokens without a layer, in the order of a step. ``None`` stands for
 #: every other name.
@@ -108,7 +115,8 @@ def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
         # The layers that predict further tokens run after the decoder's.
         stage = _AFTER_LAYERS if re.search(r"\bmtp\b", name) else _LAYERS
         outer = _OUTER_NAMES.index(None) if stage == _AFTER_LAYERS else 0
-        return (stage, outer, int(layer[1]), *_layer_place(layer[2])), natural
+        part = layer[2] and layer[2].removeprefix("transformer_layer.")
+        return (stage, outer, int(layer[1]), *_layer_place(part)), natural
     if _BEFORE_LAYERS.search(name):
         return (_EMBEDDING, 0, 0, 0, 0, 0), natural
     return (_AFTER_LAYERS, _outer_place(name), 0, 0, 0, 0), natural

@@ -42,13 +42,14 @@ def do_together(ranks: RankGroup, work: Callable[[], T]) -> T:
     Raises:
         MockSchedulerError: on every rank, as of ``share``.
     """
+    results: list[T] = []
+    error = None
     try:
-        result = work()
-    except MockSchedulerError as error:
-        share(ranks, {}, error)
-        raise  # only where ``share`` did not
-    share(ranks, {})
-    return result
+        results.append(work())
+    except MockSchedulerError as raised:
+        error = raised
+    share(ranks, {}, error)
+    return results[0]
 
 
 def _combined(by_message: Mapping[tuple[str, str], list[int]], *, world_size: int) -> MockSchedulerError:

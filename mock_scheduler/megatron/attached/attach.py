@@ -22,13 +22,12 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.attached.agreement import do_together, share
 from mock_scheduler.megatron.attached.attached_training import AttachedTraining, Attachment, edge
 from mock_scheduler.megatron.attached.handle import NOT_ATTACHED, TrainingHandle
-from mock_scheduler.megatron.attached.observing import check_followable, check_layout, layout_of, observe_model
+from mock_scheduler.megatron.attached.observing import check_followable, check_layout, layout_of
 from mock_scheduler.megatron.attached.run_files import RunFiles
 from mock_scheduler.megatron.draws import find_draws
 from mock_scheduler.megatron.emulation.follow import follow
-from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
-from mock_scheduler.megatron.perturbation import perturb_embedding
 from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.foreign_files import read_text
@@ -115,9 +114,8 @@ def _attach(
     check_agreement({**settings, "run file": run.model_dump_json()}, ranks)
     files = RunFiles(run, is_writer=ranks.global_rank == 0)
     do_together(ranks, files.begin)
-    apply_start(model, run, ranks)
-    for gpt in model.gpts():
-        perturb_embedding(gpt, run.perturbation)
+    if run.first_step == 0:
+        apply_start(model, run, ranks)
     if run.order.ordered_reductions:
         OrderedReductions().__enter__()  # for good: a training has no block of ours around it
     order = follow(model, run.order)

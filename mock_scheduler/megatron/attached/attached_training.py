@@ -49,8 +49,8 @@ from mock_scheduler.support.run_output import report_failure
 class Attachment:
     """What a training was attached with.
 
-    order: in which the training adds. settings: determinism settings as they were read back. draws: what draws random
-    numbers in the model.
+    order: in which it adds. settings: determinism settings as they were read back. draws: what draws random numbers in
+    the model.
     started_s: when it was attached, in seconds since the epoch.
     """
 

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError, LayoutError
-from mock_scheduler.megatron.observed_model import ObservedModel, unwrapped
-from mock_scheduler.megatron.ranks import read_ranks
+from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.support.text import bullet_list
-
-
-def observe_model(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, vocab_size: int | None, prefix: str
-) -> ObservedModel:
-    """Reads a built model's place in the layout from its objects and Megatron's groups."""
-    gpts = [unwrapped(chunk) for chunk in chunks]
-    ranks = read_ranks(device=next(gpts[0].parameters()).device, num_chunks=len(chunks))
-    return ObservedModel(
-        chunks=tuple(chunks),
-        optimizer=optimizer,
-        ranks=ranks,
-        vocab_size=vocab_size or int(gpts[0].vocab_size),
-        num_replicas=ranks.dp_size * ranks.cp_size,
-        prefix=prefix,
-    )
 
 
 def layout_of(model: ObservedModel) -> ParallelConfig:

@@ -53,10 +53,11 @@ class RowExchange:
         if ranks.cp_size == 1:
             return [own]
         place = f"{key}/slice/{ranks.dp_rank}"
-        self._put(f"{place}/{ranks.cp_rank}", _pack({}, own.tokens, own.lines, own.positions))
+        self._put(
+            f"{place}/{ranks.cp_rank}", _pack({"fits": own.fits.tolist()}, own.tokens, *own.lines, *own.positions)
+        )
         others = (self._store.get(f"{place}/{cp_rank}") for cp_rank in range(ranks.cp_size))
-        unpacked = [_unpack(message)[1] for message in others]
-        return [Slice(tokens=arrays[0], lines=arrays[1], positions=arrays[2]) for arrays in unpacked]
+        return [_read_slice(message) for message in others]
 
     def name_rows(self, key: str, update: str, names: Sequence[str]) -> tuple[str, ...]:
         """Tells repeated names of an update apart: the second is ``{name}~2``. All ranks of ``gather_slices`` call it.
@@ -121,6 +122,17 @@ def name_found(found: FoundRows, names: tuple[str, ...]) -> MicroBatchRows:
         lengths=tuple(row.size for row in found.rows),
         numbers=found.numbers,
         positions=found.positions,
+    )
+
+
+def _read_slice(message: bytes) -> Slice:
+    header, (tokens, *by_way) = _unpack(message)
+    num_ways = len(by_way) // 2
+    return Slice(
+        tokens=tokens,
+        lines=np.stack(by_way[:num_ways]),
+        positions=np.stack(by_way[num_ways:]),
+        fits=np.array(header["fits"], dtype=np.int64),
     )
 
 

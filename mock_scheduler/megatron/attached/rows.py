@@ -44,12 +44,19 @@ class FoundRows:
 class Slice:
     """The places of a call on one rank of context parallelism, before anybody else's are known.
 
-    tokens, lines, positions: int64 ``[b, s]``. lines: the row of each place, in the order of the call; -1 on padding.
+    tokens: int64 ``[b, s]``. lines: the row of each place, in the order of the call; -1 on padding. positions: in the
+    row, of each place. lines, positions: int64 ``[W, b, s]``, for each way to slice rows (``WAYS``). fits: bool
+    ``[W]``, whether the call's ``position_ids`` are those of this way, or 0, as on padding.
     """
 
     tokens: Ints
     lines: Ints
     positions: Ints
+    fits: Ints
+
+
+#: How a row's 2 · cp equal parts are dealt to the ranks of context parallelism, Megatron's own way first.
+WAYS = ("zigzag", "contiguous")
 
 
 def name_row(tokens: Ints) -> str:
@@ -60,7 +67,7 @@ def name_row(tokens: Ints) -> str:
 def slice_call(
     tokens: Ints, positions: Ints | None, bounds: PackedBounds | None, *, cp_rank: int, cp_size: int
 ) -> Slice:
-    """Says the row and position of each place of a call.
+    """Says the row and position of each place of a call, for each way to slice rows.
 
     Args:
         tokens: int64 ``[b, s]``, this rank's.
@@ -70,14 +77,26 @@ def slice_call(
         cp_size: the number of its ranks.
 
     Raises:
-        TraceError: the positions are those of no known way to slice rows.
+        TraceError: the call is of another shape than its pieces, or cannot be sliced.
     """
-    if bounds is not None:
-        lines, found = _packed_places(tokens.shape, positions, bounds, cp_rank=cp_rank, cp_size=cp_size)
-    else:
-        lines = np.repeat(np.arange(tokens.shape[0], dtype=np.int64)[:, None], tokens.shape[1], axis=1)
-        found = _dense_positions(tokens.shape, positions, cp_rank=cp_rank, cp_size=cp_size)
-    return Slice(tokens=tokens, lines=lines, positions=found)
+    if bounds is not None and tokens.shape[0] != 1:
+        raise TraceError(f"a packed forward pass has tokens of shape {list(tokens.shape)}; expected one line")
+    by_way = []
+    for way in range(len(WAYS)):
+        if bounds is not None:
+            lines, found = _packed_places(tokens.shape, bounds, way, cp_rank=cp_rank, cp_size=cp_size)
+        else:
+            lines = np.repeat(np.arange(tokens.shape[0], dtype=np.int64)[:, None], tokens.shape[1], axis=1)
+            row = _slice_places(tokens.shape[1] * cp_size, cp_rank, cp_size)[way]
+            found = np.broadcast_to(row, tokens.shape).copy()
+        by_way.append((lines, found, cp_size == 1 or positions is None or _fits(positions, lines, found, bounds)))
+    all_lines, all_positions, fits = zip(*by_way, strict=True)
+    return Slice(
+        tokens=tokens,
+        lines=np.stack(all_lines),
+        positions=np.stack(all_positions),
+        fits=np.array(fits, dtype=np.int64),
+    )
 
 
 def find_rows(own: Slice, slices: Sequence[Slice], *, pad_token_id: int | None) -> FoundRows:
@@ -89,29 +108,30 @@ def find_rows(own: Slice, slices: Sequence[Slice], *, pad_token_id: int | None) 
         pad_token_id: cut from the end of each row.
 
     Raises:
-        TraceError: the slices do not make whole rows.
+        TraceError: ``position_ids`` are those of no known way to slice rows.
     """
+    ways = [way for way in range(len(WAYS)) if all(part.fits[way] for part in slices)]
+    if not ways:
+        raise TraceError(
+            "position_ids of a forward pass under context parallelism are neither those of zigzag slices of each row "
+            "nor of contiguous ones, so its tokens' rows are unknown: slice position_ids as Megatron-core's "
+            "get_batch_on_this_cp_rank does, and start them at 0 in each row"
+        )
+    way = ways[0]
     lines, positions, tokens = (
-        np.concatenate([np.ravel(getattr(part, name)) for part in slices]) for name in ("lines", "positions", "tokens")
+        np.concatenate([part.lines[way].ravel() for part in slices]),
+        np.concatenate([part.positions[way].ravel() for part in slices]),
+        np.concatenate([part.tokens.ravel() for part in slices]),
     )
     rows: list[Ints] = []
-    number_of_line: dict[int, tuple[int, int]] = {}
+    numbers = np.full(own.tokens.shape, -1, dtype=np.int64)
     for line in range(int(lines.max(initial=-1)) + 1):
         is_here = lines == line
-        order = np.argsort(positions[is_here], kind="stable")
-        if not np.array_equal(positions[is_here][order], np.arange(order.size)):
-            raise TraceError(
-                f"row {line} of a forward pass has the positions {_describe(positions[is_here][order])}; expected each "
-                f"of 0 to {order.size - 1} once. The ranks of context parallelism hold no whole row together"
-            )
-        row = _without_padding(tokens[is_here][order], pad_token_id)
+        row = _without_padding(tokens[is_here][np.argsort(positions[is_here], kind="stable")], pad_token_id)
         if row.size:
-            number_of_line[line] = (len(rows), row.size)
+            numbers[(own.lines[way] == line) & (own.positions[way] < row.size)] = len(rows)
             rows.append(row)
-    numbers = np.full(own.lines.shape, -1, dtype=np.int64)
-    for line, (number, length) in number_of_line.items():
-        numbers[(own.lines == line) & (own.positions < length)] = number
-    return FoundRows(numbers=numbers, positions=np.where(numbers >= 0, own.positions, 0), rows=tuple(rows))
+    return FoundRows(numbers=numbers, positions=np.where(numbers >= 0, own.positions[way], 0), rows=tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -136,58 +156,41 @@ def read_bounds(packed: Any) -> PackedBounds | None:  # noqa: ANN401 - Megatron'
 
 
 def _packed_places(
-    shape: tuple[int, ...], positions: Ints | None, bounds: PackedBounds, *, cp_rank: int, cp_size: int
+    shape: tuple[int, ...], bounds: PackedBounds, way: int, *, cp_rank: int, cp_size: int
 ) -> tuple[Ints, Ints]:
-    if shape[0] != 1:
-        raise TraceError(f"a packed forward pass has tokens of shape {list(shape)}; expected one line, [1, tokens]")
     lines, found = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    ways = [_slice_places(int(room), cp_rank, cp_size) for room in bounds.rooms]
+    end = 0
     # Each rank holds its slices of one piece after another (TransformerEngine, thd_get_partitioned_indices).
-    ends = np.cumsum([way[0].size for way in ways])
-    if ends.size and ends[-1] > shape[1]:
-        raise TraceError(
-            f"cu_seqlens of a forward pass has {int(ends[-1])} places for this rank, but its tokens are {shape[1]}"
-        )
-    for way in range(2):
-        for number, (choices, end) in enumerate(zip(ways, ends, strict=True)):
-            at = slice(int(end) - choices[0].size, int(end))
-            found[0, at] = choices[way]
-            lines[0, at] = np.where(choices[way] < bounds.lengths[number], number, -1)
-        if cp_size == 1 or positions is None or _agrees(positions[0], found[0], lines[0], bounds):
-            return lines, found
-    raise TraceError(
-        "position_ids of a packed forward pass under context parallelism are neither those of zigzag slices of each "
-        "piece nor of contiguous ones, so its tokens' rows are unknown: pass position_ids as Megatron-core slices them"
-    )
+    for number, (room, length) in enumerate(zip(bounds.rooms.tolist(), bounds.lengths.tolist(), strict=True)):
+        places = _slice_places(room, cp_rank, cp_size)[way]
+        start, end = end, end + places.size
+        if end > shape[1]:
+            raise TraceError(
+                f"cu_seqlens of a forward pass has {int(bounds.rooms.sum()) // cp_size} places for this rank, but its "
+                f"tokens are {shape[1]}"
+            )
+        found[0, start:end] = places
+        lines[0, start:end] = np.where(places < length, number, -1)
+    return lines, found
 
 
-def _agrees(positions: Ints, found: Ints, lines: Ints, bounds: PackedBounds) -> bool:
-    """Whether the given positions count from each piece's start, or from the line's."""
-    is_token = lines >= 0
-    from_line = found + bounds.starts[np.maximum(lines, 0)] if bounds.starts.size else found
-    given = positions[is_token]
-    return np.array_equal(given, found[is_token]) or np.array_equal(given, from_line[is_token])
-
-
-def _dense_positions(shape: tuple[int, ...], positions: Ints | None, *, cp_rank: int, cp_size: int) -> Ints:
-    if cp_size == 1:
-        return np.broadcast_to(np.arange(shape[1], dtype=np.int64), shape).copy()
-    ways = _slice_places(shape[1] * cp_size, cp_rank, cp_size)
-    if positions is None:
-        return np.broadcast_to(ways[0], shape).copy()
-    for way in ways:
-        if np.array_equal(positions, np.broadcast_to(way, shape)):
-            return np.broadcast_to(way, shape).copy()
-    raise TraceError(
-        f"position_ids of a forward pass under context parallelism are {_describe(positions[0])} in the first line; "
-        f"expected {_describe(ways[0])} (zigzag) or {_describe(ways[1])} (contiguous)"
-    )
+def _fits(positions: Ints, lines: Ints, found: Ints, bounds: PackedBounds | None) -> bool:
+    """Whether given positions count from each row's start, or from the packed line's, or are 0, as on padding."""
+    is_token = (lines >= 0) & (positions != 0)
+    from_row = found
+    if np.array_equal(positions[is_token], from_row[is_token]):
+        return True
+    if bounds is None or not bounds.starts.size:
+        return False
+    from_line = found + bounds.starts[np.maximum(lines, 0)]
+    return np.array_equal(positions[is_token], from_line[is_token])
 
 
 def _slice_places(length: int, cp_rank: int, cp_size: int) -> tuple[Ints, Ints]:
-    """The places of a row that a rank holds: zigzag, as ``get_batch_on_this_cp_rank`` slices it, and contiguous.
+    """The places of a row that a rank holds, by way.
 
-    Zigzag: the row is 2 · cp equal parts, and rank r has parts r and 2 · cp - 1 - r.
+    Zigzag, as ``get_batch_on_this_cp_rank`` slices: the row is 2 · cp equal parts, and rank r has parts r and
+    2 · cp - 1 - r. Contiguous: rank r has the r-th of cp equal parts.
     """
     if cp_size == 1:
         everything = np.arange(length, dtype=np.int64)
@@ -209,8 +212,3 @@ def _without_padding(row: Ints, pad_token_id: int | None) -> Ints:
 
 def _host(tensor: Any) -> Ints:  # noqa: ANN401 - a tensor
     return np.asarray(tensor.detach().cpu().numpy(), dtype=np.int64)
-
-
-def _describe(values: Ints) -> str:
-    shown = ", ".join(map(str, values[:8].tolist()))
-    return f"{shown}, ..." if values.size > 8 else shown

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.met_rows import MetRows
 from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
-from mock_scheduler.megatron.probe.observed import ObservedOutput, OutputForm
+from mock_scheduler.megatron.probe.forms import OutputForm
+from mock_scheduler.megatron.probe.observed import ObservedOutput
 from mock_scheduler.megatron.probe.watches import Gather
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, RowTable
@@ -192,7 +195,9 @@ def gradient_scale(model: ObservedModel) -> float:
 def _by_token(output: ObservedOutput, tensor: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """The tokens of an output that has so many numbers for each of its places, ``[n, width]``."""
     expected = tokens.num_places * output.form.width
-    if tensor.numel() != expected:
+    # Leading dimensions count places: a slice of the columns with all features has as many elements as all columns with
+    # a slice of the features.
+    if tensor.numel() != expected or tokens.num_places not in accumulate(tensor.shape, mul):
         raise TraceError(
             f"{output.name}: the module computed {list(tensor.shape)}; expected {output.form.width} numbers for each "
             f"of {tokens.num_places} places"

@@ -50,6 +50,32 @@ def watch_output(module: torch.nn.Module, see: See) -> Iterator[None]:
         yield
 
 
+def watch_call(path: str, call: int) -> Watch:
+    """Watches the output of one of the calls of a model's module in a forward pass; ``call``: its number, from 0."""
+
+    @contextmanager
+    def watch(model: torch.nn.Module, see: See) -> Iterator[None]:
+        num_calls = 0
+
+        def begin(*_: object) -> None:
+            nonlocal num_calls
+            num_calls = 0
+
+        def see_call(tensor: torch.Tensor, gather: Gather | None) -> torch.Tensor | None:
+            nonlocal num_calls
+            num_calls += 1
+            return see(tensor, gather) if num_calls == call + 1 else None
+
+        handle = model.register_forward_pre_hook(begin)
+        try:
+            with watch_output(model.get_submodule(path), see_call):
+                yield
+        finally:
+            handle.remove()
+
+    return watch
+
+
 @contextmanager
 def watch_scores(router: Router, see: See) -> Iterator[None]:
     """See a router's logits ``[s, b, E]``, before anything is made of them."""

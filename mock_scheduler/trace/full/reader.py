@@ -89,7 +89,7 @@ class TraceReader:
         return self._steps[step].ranks[0].footer
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """Each rank's statements, by global rank: ledgers and unobserved tensors are its own."""
+        """Each rank's statements, by global rank: ledgers are its own."""
         return tuple((rank_files.place, rank_files.footer) for rank_files in self._steps[step].ranks)
 
     def size_bytes(self, step: int) -> int:

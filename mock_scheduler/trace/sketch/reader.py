@@ -106,7 +106,7 @@ class SketchReader:
         return self._steps[step][0].footer
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
-        """Each rank's statements, by global rank: ledgers and unobserved tensors are its own."""
+        """Each rank's statements, by global rank: ledgers are its own."""
         return tuple((rank.place, rank.footer) for rank in self._steps[step])
 
     def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
