@@ -74,6 +74,8 @@ _Piece = tuple[ShardSpec, torch.Tensor]
 
 
 def _gradients(local: LocalParameter, optimizers: Sequence[MegatronOptimizer]) -> Iterator[_Piece]:
+    if not local.parameter.requires_grad:
+        return
     distributed = _distributed(optimizers)
     if not distributed:
         yield local.spec, main_grad(local.parameter)
