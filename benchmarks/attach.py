@@ -7,7 +7,8 @@ leaves the sketches of gradients and parameters as they are.
 Every mode has a model of its own in the same process, since what is attached stays attached. Every round takes one step
 of each, in an order that is turned round from round to round, and one round is not counted. Ratios are medians over the
 rounds of the quotient of two steps of the same round; processor time is what to look at where other programs run
-beside. Memory is the peak of a step above the memory before it (Linux alone), beyond that of a step without attach.
+beside. Memory is the peak of a step above the memory before it (Linux alone), beyond the largest such peak where
+nothing is traced.
 
 - *none*: nothing is attached; twice, so that its ratio to itself shows what is noise;
 - *nothing asked*: ``megatron.attach(model, optimizer)`` without a run file;
@@ -169,14 +170,16 @@ def measure_modes(trained: dict[str, Trained], rounds: int) -> list[Result]:
             if number:
                 steps[mode].append(cost)
     without = steps["none"]
-    plain_peak = max(cost.peak_bytes for cost in without)
+    # The allocator keeps what was freed, so peaks of equal steps differ; the largest of those without a trace counts.
+    peaks = {mode: int(statistics.median(cost.peak_bytes for cost in taken)) for mode, taken in steps.items()}
+    plain_peak = max(peak for mode, peak in peaks.items() if MODES[mode] is None)
     return [
         Result(
             mode=mode,
             step_ms=statistics.median(cost.elapsed_ms for cost in taken),
             ratio=statistics.median(a.elapsed_ms / b.elapsed_ms for a, b in zip(taken, without, strict=True)),
             cpu_ratio=statistics.median(a.cpu_ms / b.cpu_ms for a, b in zip(taken, without, strict=True)),
-            extra_peak_bytes=max(cost.peak_bytes for cost in taken) - plain_peak,
+            extra_peak_bytes=peaks[mode] - plain_peak,
         )
         for mode, taken in steps.items()
     ]

@@ -46,7 +46,8 @@ def run_doctor(
     Raises ``ConfigError`` before anything runs; ``AlignmentError``, with the run's exit code, where a run fails.
     """
     console = console or build_console()
-    told = check_stored_code(config_name, config_path, use=Use.RUN, run_stored_code=run_stored_code)
+    # Its runs leave the whole configuration marked as the user's own, an alignment's part too.
+    told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
     if told:
         console.print(told, markup=False, highlight=False, soft_wrap=True)
     program = find_program(config_name, config_path)

@@ -85,6 +85,7 @@ def run_replay_actions(
 
 def _announce(source: ConfigSource, *, run_stored_code: bool) -> None:
     """Say on stderr what code a stored configuration names; raise ``ConfigError`` where nobody asked for it."""
-    told = check_stored_code(source.config_name, source.config_path, use=Use.RUN, run_stored_code=run_stored_code)
+    # A run leaves the whole configuration marked as the user's own, an alignment's part too.
+    told = check_stored_code(source.config_name, source.config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
     if told:
         print_message(told)

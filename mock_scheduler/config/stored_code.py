@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -50,21 +50,20 @@ COMMAND_KEY = "command"
 
 _COMMAND = re.compile(rf"^{COMMAND_KEY}:", re.MULTILINE)
 # What such a configuration puts into the command line and the environment of its processes.
-_COMMAND_CODE = (COMMAND_KEY, "arguments", "launcher", "cancel", "env", "working_dir")
+_COMMAND_CODE = (COMMAND_KEY, "arguments", "options", "launcher", "cancel", "env", "working_dir")
 _NAMED = re.compile(rf"""^{PROGRAM_KEY}:\s*['"]?([^\s'"#]+)""", re.MULTILINE)
 _HOME = (RUN_FILE, METRICS_FILE, LEDGER_FILE, ERROR_FILE, LOG_FILE, TRACE_FOLDER, OPERATIONS_FOLDER)
 _LEFT_BESIDE = (*_HOME, ATTACHED_FILE, TENSORBOARD_FOLDER, CHECKPOINTS_FOLDER, "recording", "reproduce.sh", "README.md")
 _LEFT_ABOVE = (ALIGN_FILE, DOCTOR_FILE, ".mock-scheduler-align", ".mock-scheduler-doctor", "minimise.json")
 _COMPOSED = ("defaults", "hydra")
-_ENVIRONMENT = "system_envs"
-_CANDIDATE = re.compile(r"align\.candidates\.[^.]+")
-# Each holds overrides of runs: ``align.baseline``, ``overrides`` of a candidate, ``align.matrix.options``.
-_OVERRIDES = re.compile(r"align\.(baseline|candidates\.[^.]+\.overrides|matrix\.options\.[^.]+)")
-_CANDIDATE_CODE = re.compile(r"align\.candidates\.[^.]+\.(python|entry)")
+_Path: TypeAlias = "tuple[str, ...]"
+_KINDS_OF_CANDIDATES = {"python": "interpreter", "entry": "entry"}
 _MAX_DEPTH = 20
-_SECTION = re.compile(r"align(\.(candidates(\.[^.]+)?|matrix(\.options)?|baseline))?|system_envs")
+# Hydra puts a whole file elsewhere by a comment in its head.
+_PACKAGE = re.compile(r"@\s*package")
 # A setting chooses between known ways; a path or a plug-in's name lets the process load a file.
 _PLAIN_VALUE = re.compile(r"[\w.,:^=+ -]*")
+_PLACES = ("_DIR", "_FILE")
 _MAX_SHOWN = 2000
 
 
@@ -149,7 +148,9 @@ def find_stored_code(
     finder = _Finder(folder=path.parent, settings=frozenset(settings), only=only, seen=set())
     named = _find_program_name(text)
     found = [] if named in (None, *own_programs) else [_code("program", PROGRAM_KEY, named, Use.LOAD)]
-    return [*found, *finder.walk(content, ""), *finder.of_overrides(overrides, "overrides", Use.ALIGN)]
+    heads = [line.strip() for line in text.splitlines() if line.lstrip().startswith("#") and _PACKAGE.search(line)]
+    found += [_code("further configuration", "package", head, Use.LOAD) for head in heads]
+    return [*found, *finder.walk(content, ()), *finder.of_overrides(overrides, "overrides", Use.ALIGN)]
 
 
 def refuse_stored_code(origin: Path, found: Sequence[StoredCode], *, use: Use, is_allowed: bool) -> str:
@@ -180,24 +181,26 @@ class _Finder:
     folder: Path
     settings: frozenset[str]
     only: str | None
-    seen: set[tuple[int, str]]
+    seen: set[tuple[int, _Path]]
 
-    def walk(self, value: Any, key: str) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
-        """Yields the code named by a value at a dotted key, and by all values below it."""
-        yield from self._look_at(value, key)
+    def walk(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
+        """Yields the code named by a value at a path of keys, and by all values below it."""
+        yield from self._look_at(value, path)
+        if path and path[0] in _COMMAND_CODE:
+            return  # it was named as a whole
         # A list of one candidate a thousand times over is walked once.
-        place = (id(value), re.sub(r"\.\d+(?=\.|$)", ".*", key))
+        place = (id(value), tuple("*" if name.isdecimal() else name for name in path))
         if (
-            self._is_another_candidate(value, key)
+            self._is_another_candidate(value, path)
             or not isinstance(value, Mapping | list)
             or place in self.seen
-            or key.count(".") > _MAX_DEPTH
+            or len(path) > _MAX_DEPTH
         ):
             return
         self.seen.add(place)
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, item in items:
-            yield from self.walk(item, f"{key}.{name}" if key else str(name))
+            yield from self.walk(item, (*path, str(name)))
 
     def of_overrides(self, overrides: Sequence[object], key: str, use: Use) -> Iterator[StoredCode]:
         """Yields the code named by overrides in Hydra's grammar."""
@@ -218,34 +221,47 @@ class _Finder:
                 value = override.value()
             except (HydraException, ValueError, TypeError):
                 value = str(text)
-            yield from self.walk(_plain(value), name)
+            yield from self.walk(_plain(value), tuple(name.split(".")))
 
-    def _look_at(self, value: Any, key: str) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
-        last = key.rpartition(".")[2]
-        if key in _COMPOSED:
-            yield _code("further configuration", key, value, Use.LOAD)
-        elif key in _COMMAND_CODE and value not in (None, [], {}):
-            yield _code("command", key, value, Use.RUN)
-        elif last.startswith("_") and last.endswith("_") and len(last) > 2:
-            yield _code("class", key, value, Use.LOAD)
-        elif _SECTION.fullmatch(key) and isinstance(value, str) and key != "align.baseline":
-            yield _code("unresolved section", key, value, Use.ALIGN if key.startswith("align") else Use.RUN)
-        elif _CANDIDATE_CODE.fullmatch(key) and value is not None:
-            yield _code("interpreter" if last == "python" else "entry", key, value, Use.ALIGN)
-        elif _OVERRIDES.fullmatch(key):
-            yield from self.of_overrides(value if isinstance(value, list) else [value], key, Use.ALIGN)
-        elif key.startswith(f"{_ENVIRONMENT}.") and not self._is_setting(key.removeprefix(f"{_ENVIRONMENT}."), value):
-            yield _code("environment", key, value, Use.RUN)
+    def _look_at(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
+        key = ".".join(path)
+        match path:
+            case ("defaults" | "hydra",):
+                yield _code("further configuration", key, value, Use.LOAD)
+            case (name, *_) if name in _COMMAND_CODE:
+                if value not in (None, [], {}):
+                    yield _code("command", key, value, Use.RUN)
+            case (*_, name) if len(name) > 2 and name.startswith("_") and name.endswith("_"):
+                yield _code("class", key, value, Use.LOAD)
+            case ("align", "candidates", _, "python" | "entry" as name) if value is not None:
+                yield _code(_KINDS_OF_CANDIDATES[name], key, value, Use.ALIGN)
+            # Overrides of runs, each by itself.
+            case ("align", "baseline", *_):
+                yield from self._of_override(value, path[:2])
+            case ("align", "candidates", _, "overrides", *_) | ("align", "matrix", "options", _, *_):
+                yield from self._of_override(value, path[:4])
+            case ("align",) | ("align", "candidates" | "matrix") | ("align", "candidates", _) | ("align", "matrix", _):
+                if isinstance(value, str):
+                    yield _code("unresolved section", key, value, Use.ALIGN)
+            case ("system_envs",) if isinstance(value, str):
+                yield _code("unresolved section", key, value, Use.RUN)
+            case ("system_envs", *names) if names and not self._is_setting(".".join(names), value):
+                yield _code("environment", key, value, Use.RUN)
 
-    def _is_another_candidate(self, value: object, key: str) -> bool:
-        if self.only is None or not _CANDIDATE.fullmatch(key) or not isinstance(value, Mapping):
+    def _of_override(self, value: object, path: _Path) -> Iterator[StoredCode]:
+        if not isinstance(value, Mapping | list):
+            yield from self.of_overrides([value], ".".join(path), Use.ALIGN)
+
+    def _is_another_candidate(self, value: object, path: _Path) -> bool:
+        if self.only is None or len(path) != 3 or path[:2] != ("align", "candidates") or not isinstance(value, Mapping):
             return False
         name = value.get("name")
         return isinstance(name, str) and name != self.only and "${" not in name
 
     def _is_setting(self, name: str, value: object) -> bool:
         is_plain = isinstance(value, str | int) and _PLAIN_VALUE.fullmatch(str(value)) is not None
-        return name in self.settings and is_plain and (not name.endswith("_PLUGIN") or value in ("", "none"))
+        is_choice = not name.endswith(("_PLUGIN", *_PLACES)) or value in ("", "none")
+        return name in self.settings and is_plain and is_choice
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - Hydra's values

@@ -25,6 +25,8 @@ _HARMLESS_OF_PYTHON = frozenset(
 _FAMILIES = (
     *("LD_", "DYLD_", "GCONV_", "GLIBC_", "PYTHON", "PYDEVD", "COVERAGE_", "BASH", "ZDOTDIR", "GIT_", "SSH_"),
     *("PERL5", "RUBY", "NODE_", "JAVA_", "_JAVA_", "JDK_", "LUA_", "OPENSSL_"),
+    # oneDNN, which torch is built with, loads the libraries that these name at its first product of matrices.
+    *("INTEL_LIBITTNOTIFY", "INTEL_JIT_PROFILER", "VS_PROFILER"),
 )
 # A word of a name, between underscores, that says that its value names code.
 _WORDS = frozenset(

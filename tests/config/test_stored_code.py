@@ -86,6 +86,41 @@ def test_layouts_and_settings_are_no_code(tmp_path: Path) -> None:
             "align: {candidates: [{name: a, overrides: ['command=[evil]']}]}",
             ["command: command = \"['evil']\""],
         ),
+        # The name of an option may hold dots.
+        (
+            "align: {matrix: {options: {v1.5: [system_envs.A_LIBRARY=/e.so]}}}",
+            ["environment: system_envs.A_LIBRARY = '/e.so'"],
+        ),
+        (
+            "align: {matrix: {options: {a.b.c: ['align.candidates=[{name: a, python: ./evil}]']}}}",
+            ["interpreter: align.candidates.0.python = './evil'"],
+        ),
+        # An override may set a part of a list or of a mapping.
+        ("align: {baseline: [command.0=evil]}", ["command: command.0 = 'evil'"]),
+        ("align: {baseline: [env.PATH=/e]}", ["command: env.PATH = '/e'"]),
+        (
+            "align: {baseline: ['align.candidates.0.overrides.0=\"program=evil:P\"']}",
+            ["program: align.candidates.0.overrides = 'program=evil:P'"],
+        ),
+        (
+            "align: {baseline: [align.candidates.0.python=./evil]}",
+            ["interpreter: align.candidates.0.python = './evil'"],
+        ),
+        # Hydra puts the whole file below this key.
+        (
+            "# @package align\ncandidates: [{name: a, python: ./evil}]",
+            ["further configuration: package = '# @package align'"],
+        ),
+        ("# a\n\n#  @package  align\nbaseline: []", ["further configuration: package = '#  @package  align'"]),
+        (
+            "system_envs: {TORCHINDUCTOR_CACHE_DIR: cache}",
+            ["environment: system_envs.TORCHINDUCTOR_CACHE_DIR = 'cache'"],
+        ),
+        ("system_envs: {NCCL_TOPO_FILE: topo.xml}", ["environment: system_envs.NCCL_TOPO_FILE = 'topo.xml'"]),
+        (
+            "command: [sh, -c, '{options.x}']\noptions: {x: evil}",
+            ["command: command = \"['sh', '-c', '{options.x}']\"", "command: options = \"{'x': 'evil'}\""],
+        ),
     ],
 )
 def test_every_way_to_name_code_is_found(tmp_path: Path, text: str, expected: list[str]) -> None:

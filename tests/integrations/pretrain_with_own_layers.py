@@ -31,8 +31,8 @@ from pipelines.megatron.layers.repairs import TorchNorm, repair_layers
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs/examples/megatron_training"))
 
-from megatron_on_host import HOST_ARGUMENTS, run_megatron_training_on_host  # type: ignore[import-not-found]
-from pretrain_gpt import SMALL_GPT, compute_loss, provide_datasets  # type: ignore[import-not-found]
+from megatron_on_host import HOST_ARGUMENTS, run_megatron_training_on_host
+from pretrain_gpt import SMALL_GPT, compute_loss, provide_datasets
 
 CROSS_STAGES, WITH_BIASES = "--cross-stages", "--with-biases"
 

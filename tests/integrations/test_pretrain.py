@@ -16,7 +16,6 @@ FEWER_RUNS = ("align.proofs.num_perturbations=2", "align.proofs.consequence=fals
 TP2 = ["parallel.tensor_model_parallel_size=2"]
 PP2 = ["parallel.pipeline_model_parallel_size=2"]
 DP2 = ["parallel.data_parallel_size=2"]
-DISTRIBUTED = [*DP2, "options.distributed_optimizer=true"]
 EP2 = [*DP2, "parallel.expert_model_parallel_size=2"]
 PASSED = {"identical", "identical (emulated)", "rounding"}
 
@@ -56,13 +55,10 @@ def test_all_layouts_resume_one_checkpoint_with_equal_weights_and_moments(tmp_pa
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     save_checkpoint(checkpoint, "--tensor-model-parallel-size", "2", num_processes=2)
-    chosen = candidates(tp2=TP2, dp2_distributed=DISTRIBUTED)
+    chosen = candidates(tp2=TP2, dp2=DP2)
     found = align(CONFIG, tmp_path / "aligned", *FEWER_RUNS, f"options.load={checkpoint}", chosen)
-    assert {name: verdict in PASSED for name, verdict in found.verdicts.items()} == {
-        "tp2": True,
-        "dp2-distributed": True,
-    }
-    for run in ("tp2", "dp2-distributed"):
+    assert {name: verdict in PASSED for name, verdict in found.verdicts.items()} == {"tp2": True, "dp2": True}
+    for run in ("tp2", "dp2"):
         start = found.start(run)
         assert start["num_updates"] == 3
         assert {kind: counts["num_set"] for kind, counts in start["kinds"].items()} == {"initial": 0, "optimizer": 0}

@@ -245,6 +245,16 @@ def test_a_command_on_a_received_configuration_runs_none_of_its_code(
     sys.modules.pop("evil_module")
 
 
+@pytest.mark.parametrize("command", ["launch", "doctor"])
+def test_a_run_of_a_received_configuration_makes_no_code_of_its_alignment_ones_own(
+    alignment: Alignment, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alignment.text = with_change("python: ./evil")
+    alignment.write()
+    assert main([command, "config", "--config-path", str(alignment.root / "baseline")]) == 5
+    assert "  - interpreter: align.candidates.1.python = './evil'\n" in capsys.readouterr().err
+
+
 def test_correction_imports_no_program_of_a_received_configuration(alignment: Alignment) -> None:
     alignment.write()
     change_yaml(alignment, "program: evil_module:PROGRAM\n")

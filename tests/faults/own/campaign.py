@@ -81,12 +81,10 @@ class OwnJudgement:
 def write_config(
     folder: Path, *, model: Model, precision: Precision, candidates: Sequence[Mapping[str, Any]], **proofs: object
 ) -> Path:
-    """Writes the example's configuration with other candidates, and a command that can plant a fault."""
+    """Writes the example's configuration with other candidates, and a command that plants faults."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "align.yaml").read_text(encoding="utf-8"))
     config["command"] = [str(_SCRIPT) if word == "train.py" else word for word in config["command"]]
-    config["arguments"]["options"]["fault"] = ["--fault", "{}"]
-    config["options"] |= {**MODELS[model], "fault": None}
-    config["effects"]["fault"] = "nothing"  # as a bug's effect is: nobody said it
+    config["options"] |= MODELS[model]
     config |= {"exp_name": f"own_{model}_{precision}", "precision": precision, "sources": [str(FOLDER)]}
     config |= {"output_dir": str(folder / "runs"), "trace": {"level": "full", "kinds": [*get_args(TraceKind)]}}
     config["align"] = {
@@ -107,9 +105,8 @@ def clean_candidate(layout: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def faulty_candidate(fault: OwnFault) -> dict[str, Any]:
-    """A candidate of ``align``, for a fault."""
-    overrides = [*_layout_overrides(fault.layout), *fault.options, f"options.fault={fault.id}"]
-    return {"name": fault.id, "overrides": overrides}
+    """A candidate of ``align``, for a fault: it has the fault because of its name, and says nothing of it."""
+    return {"name": fault.id, "overrides": [*_layout_overrides(fault.layout), *fault.options]}
 
 
 def run_campaign(
@@ -133,7 +130,7 @@ def judge(candidate: CandidateResult, *, model: Model, precision: Precision) -> 
     log = "" if candidate.log_path is None else candidate.log_path.read_text(encoding="utf-8", errors="replace")
     fired = count_fired(log)
     failure = "the run failed" if candidate.run is None else "" if is_clean or fired else "the fault never fired"
-    options = [text for text in candidate.overrides if text.startswith("options.") and "fault" not in text]
+    options = [text for text in candidate.overrides if text.startswith("options.")]
     return OwnJudgement(
         precision=precision,
         model=model,
@@ -157,5 +154,5 @@ def _layout_overrides(layout: str) -> Iterator[str]:
     if layout == _PLAIN:
         return
     for key, value in parse_layout(layout).items():
-        if value not in (1, None, False):
+        if value is True or (value is not None and value > 1):
             yield f"parallel.{key}={str(value).lower()}"

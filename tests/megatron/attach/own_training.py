@@ -72,6 +72,7 @@ CASES = {
     "dp2-do": Case(distributed_optimizer=True),
     "other-row": Case(tp=2, fault="row"),
     "equal-rows": Case(fault="equal"),
+    "equal-rows-dp2": Case(fault="equal", start="equal-rows"),
     "extra-pass": Case(pp=2, fault="pass"),
     "stepped-twice": Case(fault="step"),
     "wrong-layout": Case(run={"parallel": {"tensor_model_parallel_size": 4}}),
@@ -106,7 +107,7 @@ class Attention(DotProductAttention):
         return super().forward(query, key, value, attention_mask, **rest)
 
 
-def build_chunks(case: Case) -> tuple[TransformerConfig, list[torch.nn.Module]]:
+def build_chunks(case: Case) -> tuple[TransformerConfig, list[Any]]:
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         num_layers=4,
@@ -185,7 +186,7 @@ def _pack(rows: list[torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def forward_step(case: Case, batches: Iterator[dict[str, Any]], chunk: torch.nn.Module) -> tuple[Any, Any]:
+def forward_step(case: Case, batches: Iterator[dict[str, Any]], chunk: Any) -> tuple[Any, Any]:
     batch = next(batches)
     gpt = chunk.module
     is_first, is_last = gpt.pre_process, gpt.post_process

@@ -1,0 +1,160 @@
+"""A training that knows nothing of us is attached by one line, in one process and in layouts of two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mock_scheduler.errors import ExitCode
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import MergedTensor, open_trace
+from tests.dist.conftest import launch
+from tests.megatron.attach.own_training import LENGTHS
+from tests.sharing import make_once
+
+pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
+
+ALONE = ("one", "again", "packed", "evaluated", "recomputed", "grouped", "sparse", "equal-rows")
+FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early")
+PAIRS = ("pp2", "pp2-vpp2", "tp2", "dp2", "dp2-do", "other-row", "equal-rows-dp2", "extra-pass")
+# Megatron adds the squares of a norm stage by stage; what was clipped by it differs by that rounding.
+BEHIND_THE_NORM = ("gradient_norm", "optimizer", "parameter")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all cases."""
+
+    def run(folder: Path) -> dict[str, object]:
+        launch(1, folder, (*ALONE, *FAULTS_ALONE), module="tests.megatron.attach.own_training")
+        launch(2, folder, PAIRS, module="tests.megatron.attach.own_training")
+        return {}
+
+    return make_once(tmp_path_factory, "attached", run)[0]
+
+
+def merge(folder: Path, *, steps: tuple[int, ...] = (0, 1)) -> dict[TraceKey, MergedTensor]:
+    with open_trace(folder / "trace") as trace:
+        return {key: trace.merge(key) for step in steps for key in trace.keys(step)}
+
+
+def different(runs: Path, name: str, *, other: str = "one", steps: tuple[int, ...] = (0, 1)) -> list[TraceKey]:
+    """The tensors without equal bits; both runs must have the same names, and no conflicts."""
+    found, expected = merge(runs / name, steps=steps), merge(runs / other, steps=steps)
+    assert found.keys() == expected.keys()
+    assert not [key for key, item in found.items() if item.conflicts or item.missing]
+    return [key for key, item in found.items() if not torch.equal(item.tensor, expected[key].tensor)]
+
+
+def exit_codes(runs: Path, name: str) -> set[str]:
+    return {path.read_text(encoding="utf-8") for path in runs.glob(f"{name}.exit.*")}
+
+
+def load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+@pytest.mark.parametrize("name", [*ALONE, *PAIRS[:5]])
+def test_a_run_ends_itself_on_all_ranks_with_its_files(runs: Path, name: str) -> None:
+    assert exit_codes(runs, name) == {"0"}
+    stated = load(runs / name / "run.json")
+    assert (stated["status"], stated["num_steps"]) == ("completed", 2)
+    lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0]["metrics"]["reward"] == 0.0
+    assert not (runs / name / "error.json").exists()
+
+
+@pytest.mark.parametrize("name", ["again", "evaluated", "recomputed"])
+def test_the_same_layout_has_equal_bits_whatever_runs_in_between(runs: Path, name: str) -> None:
+    assert different(runs, name) == []
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2-vpp2"])
+def test_pipelines_have_equal_bits_before_the_norm(runs: Path, name: str) -> None:
+    assert [key for key in different(runs, name, steps=(0,)) if key.kind not in BEHIND_THE_NORM] == []
+
+
+@pytest.mark.parametrize("name", ["packed", "tp2", "dp2", "dp2-do"])
+def test_other_sums_are_near_and_inputs_equal(runs: Path, name: str) -> None:
+    found, expected = merge(runs / name, steps=(0,)), merge(runs / "one", steps=(0,))
+    assert found.keys() == expected.keys()
+    # Adam's first update divides by its own gradient, so that the rounding of a tiny one is as large as any.
+    for key, item in ((key, item) for key, item in found.items() if key.kind not in ("optimizer", "parameter")):
+        other = expected[key].tensor.double()
+        assert float((item.tensor.double() - other).norm()) <= 1e-4 * float(other.norm()), key.describe()
+        assert key.kind not in ("input", "initial") or torch.equal(item.tensor, expected[key].tensor)
+
+
+def test_every_layout_has_the_same_rows(runs: Path) -> None:
+    batches = {name: load(runs / name / "run.json")["batches"] for name in ("one", "packed", *PAIRS[:5])}
+    assert len({json.dumps(item) for item in batches.values()}) == 1
+    with open_trace(runs / "dp2" / "trace") as trace:
+        assert sorted(trace.footer(0).rows.lengths) == sorted(LENGTHS)
+
+
+def test_passes_without_gradients_are_counted_apart(runs: Path) -> None:
+    assert load(runs / "one" / "run.json")["forward_passes"] == {"trained": 4, "others": 0}
+    assert load(runs / "evaluated" / "run.json")["forward_passes"]["trained"] == 4
+    assert load(runs / "evaluated" / "run.json")["forward_passes"]["others"] >= 6
+
+
+def test_a_block_groups_updates_and_gives_rows_their_ids(runs: Path) -> None:
+    with open_trace(runs / "grouped" / "trace") as trace:
+        footer = trace.footer(0)
+        assert footer.rows.identities == ("row0", "row1", "row2", "row3")
+        assert footer.update_rows == ((0, 1), (2, 3))
+        assert {key.update for key in trace.keys(1) if key.kind == "gradient"} == {0, 1}
+
+
+def test_only_due_steps_are_traced(runs: Path) -> None:
+    with open_trace(runs / "sparse" / "trace") as trace:
+        assert list(trace.steps) == [1]
+    assert different(runs, "sparse", steps=(1,)) == []
+
+
+@pytest.mark.parametrize("name", ["equal-rows", "equal-rows-dp2"])
+def test_equal_rows_are_told_apart_in_every_layout(runs: Path, name: str) -> None:
+    with open_trace(runs / name / "trace") as trace:
+        names = trace.footer(0).rows.identities
+    assert sum(name.endswith("~2") for name in names) == 1
+    assert load(runs / name / "run.json")["repeated_rows"] == 2
+
+
+def test_a_row_that_is_another_on_one_rank_is_found(runs: Path) -> None:
+    assert exit_codes(runs, "other-row") == {"0"}
+    conflicts = [key for key, item in merge(runs / "other-row", steps=(0,)).items() if item.conflicts]
+    assert "tokens" in {key.name for key in conflicts if key.kind == "input"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("stepped-twice", "optimizer.step was called without a forward pass with gradients since the update before"),
+        ("wrong-layout", "expected tp4 pp1 dp1"),
+        ("extra-pass", "ended without the gradient of every pass"),
+    ],
+)
+def test_a_fault_ends_all_ranks_with_its_message(runs: Path, name: str, text: str) -> None:
+    assert exit_codes(runs, name) == {str(int(ExitCode.USAGE))}
+    assert text in load(runs / name / "error.json")["message"]
+    assert not (runs / name / "run.json").exists()
+
+
+def test_a_training_that_ends_early_says_so(runs: Path) -> None:
+    assert exit_codes(runs, "ended-early") == {"none"}
+    assert load(runs / "ended-early" / "run.json")["status"] == ("ended by itself after step 1, before its last step 7")
+
+
+def test_importing_the_room_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from mock_scheduler import megatron; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
