@@ -297,8 +297,9 @@ def trace(model: ObservedModel, place: Path) -> None:
 
         probe.start_step(rows, batches, [model])
         probe.start_update(0, all_batches)
-        for chunk in model.chunks:
-            chunk.zero_grad_buffer()
+        for number in range(len(model.chunks)):
+            buffers: Any = model.chunks[number]
+            buffers.zero_grad_buffer()
         with probe.watching(model, 0):
             get_forward_backward_func()(
                 forward_step_func=forward_step,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +23,49 @@ from tests.sharing import make_once
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 MODULE = "tests.megatron.discovery_worker"
-LAYOUTS = (
-    "dense/pp2-vpp2-dp2",
-    "vision/tp2-sp-pp2",
-    "adapter/tp2-dp2",
-    "experts/tp2-sp-dp2-ep2",
-    "experts/dp4-ep2-distributed",
-    "allgather/dp4-ep4",
-    "latent/tp2-sp-dp2",
-    "predicting/tp2-sp-pp2",
+LAYOUTS = ("experts/dp4-ep2-distributed", "latent/tp2-sp-dp2", "predicting/tp2-sp-pp2")
+FURTHER = ("dense/pp2-vpp2-dp2", "vision/tp2-sp-pp2", "adapter/tp2-dp2", "experts/tp2-sp-dp2-ep2", "allgather/dp4-ep4")
+each_layout = pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.all) for layout in FURTHER)]
 )
-KINDS = tuple(dict.fromkeys(layout.partition("/")[0] for layout in LAYOUTS))
 #: Megatron's vocabulary-parallel cross-entropy computes in float32: with tp, gradients of float64 differ by about 1e-8.
 BOUND, SPLIT_VOCABULARY_BOUND = 1e-12, 1e-6
 BACKWARD = ("activation_gradient", "gradient", "optimizer")
 _SPEC = TypeAdapter(ShardSpec)
 
 
+Runs = Callable[[str], Path]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind in one process, and in a layout of four."""
-    return make_once(tmp_path_factory, "discovery", _run)[0]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """From a layout, or a kind in one process, to its folder; each list of layouts is launched once."""
+
+    def folder_of(case: str) -> Path:
+        layouts = LAYOUTS if case in _with_one_process(LAYOUTS) else FURTHER
+        name = "discovery" if layouts is LAYOUTS else "further-discovery"
+        return make_once(tmp_path_factory, name, partial(_run, layouts))[0] / case
+
+    return folder_of
 
 
-def _run(folder: Path) -> dict[str, object]:
-    launch(1, folder, tuple(f"{kind}/tp1" for kind in KINDS), module=MODULE)
-    launch(4, folder, LAYOUTS, module=MODULE)
+def _with_one_process(layouts: Sequence[str]) -> list[str]:
+    return [*dict.fromkeys(one_process(layout) for layout in layouts), *layouts]
+
+
+def one_process(layout: str) -> str:
+    return f"{layout.partition('/')[0]}/tp1"
+
+
+def _run(layouts: Sequence[str], folder: Path) -> dict[str, object]:
+    one = [case for case in _with_one_process(layouts) if case not in layouts]
+    launch(1, folder, tuple(one), module=MODULE)
+    launch(4, folder, tuple(layouts), module=MODULE)
     return {}
 
 
-def facts(runs: Path, case: str) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((runs / case).glob("*.json"))]
+def facts(runs: Runs, case: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs(case).glob("*.json"))]
 
 
 def specs(rank: Mapping[str, Any]) -> list[ShardSpec]:
@@ -66,12 +79,12 @@ def held(spec: ShardSpec) -> torch.Tensor:
     return whole
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_element_of_each_parameter_has_a_place(runs: Path, layout: str) -> None:
+@each_layout
+def test_each_element_of_each_parameter_has_a_place(runs: Runs, layout: str) -> None:
     """Names are unique on a rank; all ranks together have the names and shapes of one process, each element once by
     ranks that are no replicas.
     """
-    (one,) = facts(runs, f"{layout.partition('/')[0]}/tp1")
+    (one,) = facts(runs, one_process(layout))
     expected = {spec.name: spec.global_shape for spec in specs(one)}
     assert len(expected) == len(one["parameters"])
     owners: dict[str, torch.Tensor] = {}
@@ -89,10 +102,10 @@ def test_each_element_of_each_parameter_has_a_place(runs: Path, layout: str) -> 
     assert {name: counts.unique().tolist() for name, counts in owners.items()} == {name: [1] for name in expected}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_gradients_are_those_of_one_process(runs: Path, layout: str) -> None:
+@each_layout
+def test_values_and_gradients_are_those_of_one_process(runs: Runs, layout: str) -> None:
     """A wrong name, shard or form of an output is another tensor, or a missing one."""
-    merged, expected = (merge_step(runs / case / "trace") for case in (layout, f"{layout.partition('/')[0]}/tp1"))
+    merged, expected = (merge_step(runs(case) / "trace") for case in (layout, one_process(layout)))
     assert len(merged) > 100
     bounds = {
         key: BOUND if "tp2" not in layout or key.kind not in BACKWARD else SPLIT_VOCABULARY_BOUND for key in merged
@@ -103,12 +116,12 @@ def test_values_and_gradients_are_those_of_one_process(runs: Path, layout: str) 
     assert far == set()
 
 
-def test_a_gradient_that_megatron_leaves_partial_is_found_where_it_arises(runs: Path) -> None:
+def test_a_gradient_that_megatron_leaves_partial_is_found_where_it_arises(runs: Runs) -> None:
     """Megatron (0.16.1) adds no gradient of the rotary keys up over tp ranks where its local layers compute MLA.
 
     Each has that of its own heads alone, and gathering the projection's channels sums up nothing on the way back.
     """
-    merged, expected = (merge_step(runs / case / "trace") for case in ("latent/tp2-sp-dp2", "latent/tp1"))
+    merged, expected = (merge_step(runs(case) / "trace") for case in ("latent/tp2-sp-dp2", "latent/tp1"))
     found = distances(merged, expected)
     backward = [key for key in order_keys(found) if key.kind == "activation_gradient"]
     first = next(key for key in backward if found[key] > SPLIT_VOCABULARY_BOUND)
@@ -119,18 +132,19 @@ def test_a_gradient_that_megatron_leaves_partial_is_found_where_it_arises(runs: 
     assert is_far == [False] * 8 + [True] * 8  # kv_lora_rank, qk_pos_emb_head_dim
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_layout_shows_and_does_not_show_is_that_of_one_process(runs: Path, layout: str) -> None:
-    (one,) = facts(runs, f"{layout.partition('/')[0]}/tp1")
+@each_layout
+def test_what_a_layout_shows_and_does_not_show_is_that_of_one_process(runs: Runs, layout: str) -> None:
+    (one,) = facts(runs, one_process(layout))
     ranks = facts(runs, layout)
     assert {name for rank in ranks for name in rank["observed"]} == set(one["observed"])
     unobserved = {(name, reason) for rank in ranks for name, reason in rank["unobserved"]}
     assert unobserved == {(name, reason) for name, reason in one["unobserved"]}
-    with open_trace(runs / layout / "trace") as trace:
+    with open_trace(runs(layout) / "trace") as trace:
         assert {item.name for item in trace.footer(0).unobserved} == {name for name, _ in unobserved}
 
 
-def test_padding_of_the_vocabulary_is_no_element(runs: Path) -> None:
+@pytest.mark.all
+def test_padding_of_the_vocabulary_is_no_element(runs: Runs) -> None:
     first, second = specs(facts(runs, "adapter/tp2-dp2")[0]), specs(facts(runs, "adapter/tp2-dp2")[1])
     rows = [next(spec for spec in rank if spec.name == "output_layer.weight") for rank in (first, second)]
     assert [spec.global_shape[0] for spec in rows] == [VOCABULARY] * 2
@@ -138,10 +152,12 @@ def test_padding_of_the_vocabulary_is_no_element(runs: Path) -> None:
     assert [int(held(spec).sum()) for spec in rows] == [48 * 32, 42 * 32]
 
 
-def test_names_are_those_that_no_layout_and_no_wrapper_changes(runs: Path) -> None:
+@pytest.mark.all
+def test_names_are_those_that_no_layout_and_no_wrapper_changes(runs: Runs) -> None:
     """By kind: names beside those of a dense model; a language model's have no prefix."""
     dense = {spec.name for spec in specs(facts(runs, "dense/tp1")[0])}
-    beside = {kind: {spec.name for spec in specs(facts(runs, f"{kind}/tp1")[0])} - dense for kind in KINDS}
+    kinds = ("vision", "adapter", "experts", "latent", "predicting")
+    beside = {kind: {spec.name for spec in specs(facts(runs, f"{kind}/tp1")[0])} - dense for kind in kinds}
     assert beside["vision"] == {"vision_model.weight", "vision_model.bias"}
     assert beside["adapter"] == {
         f"decoder.layers.{layer}.mlp.linear_fc1.adapter.linear_{factor}.weight"
@@ -167,13 +183,15 @@ def test_names_are_those_that_no_layout_and_no_wrapper_changes(runs: Path) -> No
     assert all(name.startswith("mtp.layers.") for name in beside["predicting"])
 
 
-def test_experts_outputs_that_no_rank_of_a_token_has_are_unobserved(runs: Path) -> None:
+@pytest.mark.all
+def test_experts_outputs_that_no_rank_of_a_token_has_are_unobserved(runs: Runs) -> None:
     (one,) = facts(runs, "allgather/tp1")
     reason = "the allgather dispatcher adds the experts' outputs of a token up before the token's rank has them"
     assert one["unobserved"] == [[f"decoder.layers.{layer}.mlp.experts", reason] for layer in range(4)]
 
 
-def test_ranks_without_experts_have_no_axis_of_them(runs: Path) -> None:
+@pytest.mark.all
+def test_ranks_without_experts_have_no_axis_of_them(runs: Runs) -> None:
     """Megatron's tensor parallelism of experts is that of the model where nobody sets it."""
     assert facts(runs, "latent/tp2-sp-dp2")[3]["coordinates"] == {"tp": 1, "pp": 0, "dp": 1}
     assert facts(runs, "experts/tp2-sp-dp2-ep2")[3]["coordinates"] == {"tp": 1, "pp": 0, "dp": 1, "ep": 1}
