@@ -20,8 +20,9 @@ from mock_scheduler.megatron.partition import split_dim
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
 
-# Of dense layers, shared experts, and experts one by one or grouped, also where an adapter wraps the layer.
-_GATED = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
+# Gate and up halves of dense layers, shared experts, and experts one by one or grouped; and of an adapter's second
+# factor, whose output is added to them.
+_GATED = re.compile(r"\.linear_fc1(?:\.adapter\.linear_out|\.lora_B(?:\.\w+)?)?\.(?:weight|bias)$")
 _EXPERTS = ".mlp.experts."
 
 

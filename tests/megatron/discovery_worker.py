@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.megatron.full_precision import prepare_optimizer
 from mock_scheduler.megatron.host_device import define_router_gemm
 from mock_scheduler.megatron.micro_batches import TokenBatch
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
@@ -186,7 +187,9 @@ def _specs(kind: str, config: TransformerConfig, vp_stage: int | None) -> Transf
     )
 
 
-def build_model(kind: str, config: TransformerConfig, num_chunks: int) -> list[DistributedDataParallel]:
+def build_model(
+    kind: str, config: TransformerConfig, num_chunks: int, *, is_distributed: bool
+) -> list[DistributedDataParallel]:
     """This rank's chunks."""
     chunks = []
     for vp_stage in [None] if num_chunks == 1 else range(num_chunks):
@@ -206,7 +209,8 @@ def build_model(kind: str, config: TransformerConfig, num_chunks: int) -> list[D
             for layer in gpt.decoder.layers:
                 layer.mlp.linear_fc1 = Adapted(layer.mlp.linear_fc1)
         inner = Vision(gpt) if kind == "vision" else gpt
-        chunks.append(DistributedDataParallel(config, DistributedDataParallelConfig(), inner))
+        buffers = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
+        chunks.append(DistributedDataParallel(config, buffers, inner))
     return chunks
 
 
@@ -237,10 +241,14 @@ def run_case(folder: Path, case: str) -> None:
     build_layout(parallel, seed=SEED)
     define_router_gemm()
     config = build_config(kind, parallel)
-    chunks = build_model(kind, config, parallel.num_chunks)
+    is_distributed = "distributed" in layout.split("-")
+    chunks = build_model(kind, config, parallel.num_chunks, is_distributed=is_distributed)
     model = observe_model(chunks, None, vocab_size=VOCABULARY)
     set_weights(model)
-    adam = OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32)
+    prepare_optimizer(torch.float64)
+    adam = OptimizerConfig(
+        optimizer="adam", lr=1e-3, clip_grad=0.0, params_dtype=torch.float64, use_distributed_optimizer=is_distributed
+    )
     model = replace(model, optimizer=get_megatron_optimizer(adam, chunks))
     place = folder / case
     place.mkdir(parents=True, exist_ok=True)
@@ -255,10 +263,10 @@ def run_case(folder: Path, case: str) -> None:
     trace(model, place)
 
 
-def micro_batches(model: ObservedModel) -> list[TokenBatch]:
-    """This replica's share of two micro-batches for each of two replicas, one of the four with padding."""
+def micro_batches() -> list[TokenBatch]:
+    """The four micro-batches of the update."""
     batches = []
-    for number in range(model.ranks.dp_rank, 4, model.ranks.dp_size):
+    for number in range(4):
         row_ids = torch.arange(ROWS)[:, None].expand(ROWS, LENGTH) + ROWS * number
         positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
         mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
@@ -268,9 +276,10 @@ def micro_batches(model: ObservedModel) -> list[TokenBatch]:
 
 def trace(model: ObservedModel, place: Path) -> None:
     """Writes one step's trace."""
-    kinds = ["activation", "router", "logits", "activation_gradient", "gradient", "initial"]
+    kinds = ["activation", "router", "logits", "activation_gradient", "gradient", "initial", "optimizer"]
     config = TraceConfig.model_validate({"level": "full", "kinds": kinds})
-    batches, counts = micro_batches(model), [0] * len(model.chunks)
+    all_batches, counts = micro_batches(), [0] * len(model.chunks)
+    batches = all_batches[model.ranks.dp_rank :: model.ranks.dp_size]
     rows = RowTable(identities=tuple(map(str, range(4 * ROWS))), lengths=(LENGTH,) * 4 * ROWS)
 
     with StepProbe(model.ranks, place / "trace", step=0, config=config) as probe:
@@ -287,7 +296,7 @@ def trace(model: ObservedModel, place: Path) -> None:
             return losses, lambda values: (values.sum(), torch.tensor(values.numel(), dtype=torch.int), {})
 
         probe.start_step(rows, batches, [model])
-        probe.start_update(0, batches)
+        probe.start_update(0, all_batches)
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         with probe.watching(model, 0):
@@ -300,6 +309,9 @@ def trace(model: ObservedModel, place: Path) -> None:
                 micro_batch_size=ROWS,
             )
         probe.state(model, 0, "gradient")
+        assert model.optimizer is not None
+        model.optimizer.step()
+        probe.state(model, 0, "optimizer")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError, LayoutError
+from mock_scheduler.megatron.followable import find_obstacles
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.support.text import bullet_list
 
@@ -48,6 +49,7 @@ def check_followable(model: ObservedModel) -> None:
         ConfigError: with every such feature.
     """
     problems = [text for is_on, text in _obstacles(model.config) if is_on]
+    problems += find_obstacles(model)
     optimizer = model.optimizer
     if optimizer is not None and not isinstance(optimizer, MegatronOptimizer):
         problems.append(f"the optimizer is a {type(optimizer).__name__}; expected one of get_megatron_optimizer")

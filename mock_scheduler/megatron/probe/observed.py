@@ -301,6 +301,7 @@ def _strangers(model: ObservedModel) -> Iterator[Unobserved]:
     for chunk in model.chunks:
         gpt, inner = unwrapped(chunk), strip_wrappers(chunk)
         known = {place.path for place in _places(gpt) if place.row.path not in _CONTAINERS}
+        known |= {EMBEDDING.path} if _prediction_modules(gpt) else set()  # their stage has one of its own
         found: dict[str, str] = {}
         numbers = {"layer_offset": layer_offset(gpt), "mtp_offset": mtp_offset(gpt)}
         for path, module in gpt.named_modules():

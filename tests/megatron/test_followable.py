@@ -1,0 +1,65 @@
+"""What a trace would be silently wrong about is found in the built model, by the types of its objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mock_scheduler.megatron.followable import find_obstacles
+from mock_scheduler.megatron.observed_model import ObservedModel
+from tests.megatron.tiny_model import tiny_model
+
+
+def named(kind: str, base: type = torch.nn.Module) -> Any:
+    return type(kind, (base,), {})
+
+
+def with_module(kind: str) -> ObservedModel:
+    model = tiny_model()
+    model.chunks[0].decoder.layers[1].mlp.mixer = named(kind)()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("FullyShardedDataParallel", "wrap the model in DistributedDataParallel"),
+        ("MambaMixer", "no layer of attention stands there"),
+        ("GatedDeltaNet", "no layer of attention stands there"),
+        ("GroupedMLP", "set moe_use_legacy_grouped_gemm=False"),
+    ],
+)
+def test_a_module_that_cannot_be_followed_is_named_with_its_place(kind: str, reason: str) -> None:
+    (text,) = find_obstacles(with_module(kind))
+    assert text.startswith(f"decoder.layers.1.mlp.mixer is a {kind}: ")
+    assert text.endswith(reason)
+
+
+def test_other_modules_are_no_obstacle() -> None:
+    assert list(find_obstacles(with_module("TEGroupedMLP"))) == []
+
+
+def test_quantized_parameters_are_found() -> None:
+    model = tiny_model()
+    layer = model.chunks[0].decoder.layers[0].mlp.linear_fc1
+    layer.weight = named("Float8Tensor", torch.nn.Parameter)(layer.weight.detach())
+    assert list(find_obstacles(model)) == [
+        "decoder.layers.0.mlp.linear_fc1.weight is a quantized parameter: its values are not the tensor's own; keep "
+        "parameters in bfloat16"
+    ]
+
+
+def test_a_chunk_without_gradient_buffers_cannot_be_trained() -> None:
+    model = tiny_model()
+    optimizer = named("LayerWiseDistributedOptimizer", object)()
+    trained = ObservedModel(
+        chunks=model.chunks, ranks=model.ranks, vocab_size=model.vocab_size, num_replicas=1, optimizer=optimizer
+    )
+    assert list(find_obstacles(trained)) == [
+        "model chunk 0 is a TinyGpt without Megatron's DistributedDataParallel, so its parameters have no reduced "
+        "gradients (main_grad); wrap the chunk before the optimizer is built",
+        "the optimizer is a LayerWiseDistributedOptimizer: it keeps states by layer on ranks of its own; use another "
+        "optimizer",
+    ]
