@@ -297,7 +297,8 @@ def trace(model: ObservedModel, place: Path) -> None:
 
         probe.start_step(rows, batches, [model])
         probe.start_update(0, all_batches)
-        for chunk in model.chunks:
+        buffered: list[Any] = list(model.chunks)
+        for chunk in buffered:
             chunk.zero_grad_buffer()
         with probe.watching(model, 0):
             get_forward_backward_func()(
