@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mock_scheduler.command_program.fields import list_fields
-from mock_scheduler.command_program.values import (
+from mock_scheduler.command_program.arguments import (
     ANY_VALUE,
     OPTIONS,
     ArgumentTable,
@@ -25,6 +24,7 @@ from mock_scheduler.command_program.values import (
     is_neutral,
     value_text,
 )
+from mock_scheduler.command_program.brace_fields import list_fields
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.base import ConfigSection, Decides, FileName, NonNegativeInt, PositiveInt
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from mock_scheduler.command_program.arguments import value_text
 from mock_scheduler.command_program.config import CommandConfig
-from mock_scheduler.command_program.values import value_text
 from mock_scheduler.config import loading
 from mock_scheduler.config.loading import ConfigForm
 from mock_scheduler.errors import ConfigError

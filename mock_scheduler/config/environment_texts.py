@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyPath, is_section, list_alternatives
+from mock_scheduler.config.expansion import check_expansion
 
 _VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -121,11 +122,15 @@ def is_free_text(annotation: Any, path: KeyPath) -> bool:  # noqa: ANN401 - a ty
     return False
 
 
-def resolve_variables(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a stored configuration with the variables of this process; a text without its variable stays open."""
+def resolve_variables(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Returns a stored configuration with the variables of this process; a text without its variable stays open.
+
+    ``origin`` names it. Raises ``ConfigError`` where its interpolations stand for more than the limits of a file.
+    """
     if not _reads_variables(content, set()):
         return dict(content)
     config = OmegaConf.create(dict(content))
+    check_expansion(config, origin)
     return {name: _resolve(config, content[name], (name,)) for name in content}
 
 

@@ -2,7 +2,7 @@
 
 Contract of this module: values are compared as canonical JSON, so 1 is not 1.0 and not true, while a tuple is a list;
 every difference is reported, never only the first. Where both runs know a field, rule and match of the current one
-count. The program chooses the fields and their rules (``Program``).
+count. The program chooses the fields and their rules, by what each of its keys ``Decides`` (``config.base``).
 """
 
 from __future__ import annotations

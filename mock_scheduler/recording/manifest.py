@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, SealedFile
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, check_json
+from mock_scheduler.support.git import ask_git
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.text import list_some
 
@@ -150,7 +150,7 @@ def read_git_revision(module_file: Path) -> dict[str, JSON] | None:
     ``None`` without git, and where the file is not tracked: a repository that merely encloses an installed package
     (a virtual environment in a project, say) is not where the package comes from.
     """
-    if _run_git(module_file.parent, "ls-files", "--error-unmatch", module_file.name) is None:
+    if ask_git(module_file.parent, "ls-files", "--error-unmatch", module_file.name) is None:
         return None
     return read_folder_revision(module_file.parent)
 
@@ -160,11 +160,11 @@ def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
 
     ``None`` without git, outside of a repository, and before its first commit.
     """
-    root = _run_git(folder, "rev-parse", "--show-toplevel")
-    revision = _run_git(folder, "rev-parse", "HEAD")
+    root = ask_git(folder, "rev-parse", "--show-toplevel")
+    revision = ask_git(folder, "rev-parse", "HEAD")
     if root is None or revision is None:
         return None
-    is_modified = bool(_run_git(folder, "status", "--porcelain", "-uno"))
+    is_modified = bool(ask_git(folder, "status", "--porcelain", "-uno", "--ignore-submodules=all"))
     return {"root": Path(root).name, "revision": revision, "is_modified": is_modified}
 
 
@@ -179,11 +179,3 @@ def _missing_text(dump_dir: str, path: str) -> str:
         f"Recordings nearby: {'not looked for at a remote location' if is_remote else nearby or 'none'}\n"
         "Please run in dump mode first to ensure all step data is generated."
     )
-
-
-def _run_git(folder: Path, *arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()

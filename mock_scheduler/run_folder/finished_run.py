@@ -213,7 +213,7 @@ def read_stored_keys(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")
-    return resolve_variables(content)
+    return resolve_variables(content, str(path))
 
 
 def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:

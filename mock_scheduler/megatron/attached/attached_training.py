@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
@@ -28,15 +29,15 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import MockSchedulerError, SchedulerError, TraceError
 from mock_scheduler.megatron.attached.agreement import do_together, share
 from mock_scheduler.megatron.attached.call_inputs import CallInputs
-from mock_scheduler.megatron.attached.course import StepNotes
 from mock_scheduler.megatron.attached.handle import TrainingHandle
 from mock_scheduler.megatron.attached.instruments import StepInstruments, token_loss
 from mock_scheduler.megatron.attached.observing import layout_of
+from mock_scheduler.megatron.attached.optimizer_hook import UpdateResult, watch_updates
 from mock_scheduler.megatron.attached.passes import ForwardPasses
 from mock_scheduler.megatron.attached.row_exchange import RowExchange
 from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
+from mock_scheduler.megatron.attached.step_notes import StepNotes
 from mock_scheduler.megatron.attached.tokens import TokenFinder
-from mock_scheduler.megatron.attached.updates import UpdateResult, watch_updates
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.graft import GraftSource
@@ -259,6 +260,8 @@ class AttachedTraining(TrainingHandle):
 
         # No rank ends before all files are there.
         do_together(self._ranks, write)
+        # Threads of a living group end the process by SIGABRT; a training may still destroy it on its way out.
+        atexit.register(_leave_group)
         raise SystemExit(0)
 
     def _check_settings(self) -> None:
@@ -321,6 +324,11 @@ def edge(run: AttachedRun, global_rank: int, started_s: float) -> Iterator[None]
         Path(run.output_dir).mkdir(parents=True, exist_ok=True)
         exit_code = report_failure(error, Path(run.output_dir), global_rank=global_rank, started_s=started_s)
         raise SystemExit(exit_code) from error
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _shared_store(run: AttachedRun, prefix: str) -> Store:

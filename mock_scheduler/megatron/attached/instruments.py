@@ -11,8 +11,8 @@ from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.attached.call_inputs import CallInputs
+from mock_scheduler.megatron.attached.optimizer_hook import UpdateResult
 from mock_scheduler.megatron.attached.tokens import TokenFinder
-from mock_scheduler.megatron.attached.updates import UpdateResult
 from mock_scheduler.megatron.micro_batches import TokenBatch
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource

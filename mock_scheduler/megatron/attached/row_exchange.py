@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch._C._distributed_c10d import Store
 
-from mock_scheduler.megatron.attached.rows import FoundRows, Ints, Slice
+from mock_scheduler.megatron.attached.row_finding import FoundRows, Ints, Slice
 from mock_scheduler.megatron.ranks import ModelRanks
 
 _REPEATED = "~"

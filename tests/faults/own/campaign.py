@@ -14,7 +14,7 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.config.layout import parse_layout
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind
-from mock_scheduler.verdict.wording.verdicts import write_headline
+from mock_scheduler.verdict.wording.verdicts import describe_reason, write_headline
 from tests.faults.fault import Precision
 from tests.faults.judging import describe_place, is_placed
 from tests.faults.own.catalogue import MODELS, OWN_FAULTS, Model, OwnFault, find_own_fault
@@ -138,11 +138,18 @@ def judge(candidate: CandidateResult, *, model: Model, precision: Precision) -> 
         fault="" if fault is None else fault.id,
         verdict=candidate.verdict.kind.value,
         place=describe_place(candidate.verdict.first),
-        is_placed=fault is not None and is_placed(candidate.verdict.first, fault.expected),
+        is_placed=fault is not None and _is_placed(candidate, fault),
         sentence=write_headline(candidate.verdict),
         fired=fired,
         failure=failure,
     )
+
+
+def _is_placed(candidate: CandidateResult, fault: OwnFault) -> bool:
+    if candidate.verdict.kind is VerdictKind.INCOMPARABLE:  # other data, of which the reason says where
+        words = fault.expected.kind.split("|") if fault.expected.phase == "data" else []
+        return any(word in describe_reason(candidate.verdict) for word in words)
+    return is_placed(candidate.verdict.first, fault.expected)
 
 
 def _label(layout: str, options: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mock_scheduler.megatron.attached.updates import UpdateResult
+from mock_scheduler.megatron.attached.optimizer_hook import UpdateResult
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

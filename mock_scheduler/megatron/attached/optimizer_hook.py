@@ -1,4 +1,4 @@
-"""Counts the updates of a training by the calls of its optimizer's ``step``."""
+"""Calls back around every call of an optimizer's ``step``."""
 
 from __future__ import annotations
 
