@@ -140,5 +140,5 @@ def test_a_variable_that_is_missing_leaves_its_text_open() -> None:
 def test_a_stored_configuration_whose_interpolations_double_is_refused_at_once() -> None:
     doubled = {f"k{number}": f"${{k{number + 1}}}${{k{number + 1}}}" for number in range(30)}
     content = {"a": "${oc.env:HOME}${k0}", **doubled, "k30": "x"}
-    with pytest.raises(ConfigError, match="^a run: with its interpolations resolved it stands for more than"):
+    with pytest.raises(ConfigError, match=r"^a run: with its interpolations resolved it stands for more than"):
         resolve_variables(content, "a run")
