@@ -22,6 +22,7 @@ from mock_scheduler.config.variables import RANK_VARIABLES, find_variable_proble
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.failures import write_error
+from mock_scheduler.launch.kernel_cache import claim_kernel_cache
 from mock_scheduler.launch.ranks import LISTENER_VARIABLE, STORE_VARIABLE, Place, ranks_command
 from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, write_plan
 from mock_scheduler.launch.supervision import GRACE_S
@@ -151,6 +152,7 @@ def _check_start(arguments: tuple[str, ...], config: RunConfig) -> None:
         problems.append(f"the program's arguments must begin with -m MODULE, found {' '.join(arguments) or 'none'}")
     if problems:
         raise ConfigError(f"cannot launch:{bullet_list(problems, limit=None)}")
+    claim_kernel_cache({**os.environ, **config.system_envs})
 
 
 def _check_nodes(layout: str, world_size: int, *, nnodes: int, node_rank: int, endpoint: str | None) -> None:

@@ -85,7 +85,7 @@ def load_run(asked: AttachedRun | str | Path) -> AttachedRun:
     except ValidationError as error:
         problems = [f"{key}: {text}" for key, text in validation_problems(error, AttachedRun)]
         raise ConfigError(f"{path} is no run file:{bullet_list(problems, limit=None)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no run file: {error}") from error
 
 

@@ -246,7 +246,7 @@ def test_a_command_on_a_received_configuration_runs_none_of_its_code(
 
 
 @pytest.mark.parametrize("command", ["launch", "doctor"])
-def test_a_run_of_a_received_configuration_makes_no_code_of_its_alignment_ones_own(
+def test_a_run_makes_no_code_of_a_received_alignment_ones_own(
     alignment: Alignment, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alignment.text = with_change("python: ./evil")
