@@ -127,7 +127,8 @@ def _report_failure(command: Command, output_dir: Path, code: int) -> int:
         return 128 - code
     print_message(f"the command ended with exit code {code}: {words}")
     stated = load_failure(output_dir)
-    return stated.exit_code if stated is not None and stated.exit_code else int(ExitCode.INTERNAL)
+    code = 0 if stated is None else stated.exit_code
+    return code if 0 < code < 256 else int(ExitCode.INTERNAL)
 
 
 def _fail(output_dir: Path, error: MockSchedulerError) -> int:

@@ -38,7 +38,7 @@ from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.config.variables import find_variable_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
-from mock_scheduler.support.foreign_text import printable_lines
+from mock_scheduler.support.foreign_text import printable, printable_lines
 
 DEFAULT_CONFIG_PATH = "configs"
 
@@ -183,7 +183,8 @@ def _as_written(value: object, texts: EnvironmentTexts, path: KeyPath) -> Any:  
 def _check_file_exists(folder: Path, name: str) -> None:
     if not folder.is_dir():
         raise ConfigError(
-            f"config path is not a folder: {folder}; give the folder of YAML files as config_path (--config-path)"
+            f"config path is not a folder: {printable(str(folder))}; give the folder of YAML files as config_path "
+            "(--config-path)"
         )
     if "/" in name or name in ("", ".", ".."):
         raise ConfigError(
