@@ -1,4 +1,4 @@
-"""Finds in a built model what a trace of it would be silently wrong about, by the types of its objects.
+"""Finds in a built model what a trace of it would be silently wrong about, by its settings and its objects' types.
 
 Types by name: several of them are extras or exist in some releases alone (megatron-core 0.16.1 and 0.19.2).
 """
@@ -9,8 +9,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
 
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.observed_model import ObservedModel, strip_wrappers
+from mock_scheduler.support.text import bullet_list
 
 _FSDP = "Megatron-FSDP keeps parameters and gradients in shards of its own; wrap the model in DistributedDataParallel"
 _HYBRID = "layers of hybrid models split their parameters by rules of their own; no layer of attention stands there"
@@ -27,6 +31,21 @@ _QUANTIZED = frozenset({"QuantizedTensor", "QuantizedTensorBase", "Float8Tensor"
 _LAYER_WISE = "LayerWiseDistributedOptimizer"
 
 
+def check_followable(model: ObservedModel) -> None:
+    """Refuses what attach cannot follow and whose trace would look right and be wrong.
+
+    Raises:
+        ConfigError: with every such feature.
+    """
+    problems = [text for is_on, text in _settings(model.config) if is_on]
+    problems += find_obstacles(model)
+    optimizer = model.optimizer
+    if optimizer is not None and not isinstance(optimizer, MegatronOptimizer):
+        problems.append(f"the optimizer is a {type(optimizer).__name__}; expected one of get_megatron_optimizer")
+    if problems:
+        raise ConfigError(f"attach cannot follow this training:{bullet_list(problems, limit=None)}")
+
+
 def find_obstacles(model: ObservedModel) -> Iterator[str]:
     """Yields one text for each kind of object that cannot be followed: where it is, why, and what to do."""
     for number, chunk in enumerate(model.chunks):
@@ -41,6 +60,30 @@ def find_obstacles(model: ObservedModel) -> Iterator[str]:
         yield f"the optimizer is a {_LAYER_WISE}: it keeps states by layer on ranks of its own; use another optimizer"
     if vars(model.config).get("mtp_use_repeated_layer"):
         yield "mtp_use_repeated_layer runs one layer several times in a pass, so its outputs have no place of their own"
+
+
+def _settings(config: TransformerConfig) -> list[tuple[bool, str]]:
+    # Keys of later releases are absent in older ones, which have no such feature.
+    values = vars(config)
+    return [
+        (bool(values.get("fp8") and values.get("fp8_param")), "fp8 parameters: their values are not the tensors' own"),
+        (bool(values.get("fp4") and values.get("fp4_param")), "fp4 parameters: their values are not the tensors' own"),
+        (bool(values.get("fp16")), "fp16: gradients carry a loss scale that changes; use bf16 or float32"),
+        (
+            bool(values.get("enable_cuda_graph")),
+            "CUDA graphs: a replayed graph calls no hooks; set enable_cuda_graph off",
+        ),
+        (bool(values.get("external_cuda_graph")), "CUDA graphs: a replayed graph calls no hooks; capture none"),
+        (
+            _has_graphs(values.get("cuda_graph_impl")),
+            "CUDA graphs: a replayed graph calls no hooks; set cuda_graph_impl=none",
+        ),
+        (bool(values.get("is_hybrid_model")), "hybrid layers: their modules are in no table of observed modules"),
+    ]
+
+
+def _has_graphs(implementation: object) -> bool:
+    return implementation not in (None, "none")
 
 
 def _obstacles_in(chunk: torch.nn.Module) -> Iterator[str]:

@@ -22,10 +22,11 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.attached.agreement import do_together, share
 from mock_scheduler.megatron.attached.attached_training import AttachedTraining, Attachment, edge
 from mock_scheduler.megatron.attached.handle import NOT_ATTACHED, TrainingHandle
-from mock_scheduler.megatron.attached.observing import check_followable, check_layout, layout_of
+from mock_scheduler.megatron.attached.observing import check_layout, layout_of
 from mock_scheduler.megatron.attached.run_files import RunFiles
 from mock_scheduler.megatron.draws import find_draws
 from mock_scheduler.megatron.emulation.follow import follow
+from mock_scheduler.megatron.followable import check_followable
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
 from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks

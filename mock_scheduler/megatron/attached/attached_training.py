@@ -137,7 +137,7 @@ class AttachedTraining(TrainingHandle):
             if loss is not None and self._notes is not None and self._is_observed(self._notes.number):
                 self._notes.add_loss(loss, self._loss_masks[chunk])
             if self._instruments is not None:
-                self._instruments.pass_ends(output, has_loss=self._has_loss[chunk])
+                self._instruments.pass_ends(loss)
 
     def bypass_begins(self) -> None:
         """As ``PassListener``."""

@@ -63,13 +63,12 @@ class StepInstruments:
         self._computing = self._probe.computing(batch)
         self._computing.__enter__()
 
-    def pass_ends(self, output: object, *, has_loss: bool) -> None:
-        """It gave this output; a chunk with the output layer gives logits, or the loss of each token."""
+    def pass_ends(self, loss: torch.Tensor | None) -> None:
+        """It ended; ``loss``: of each token, where the chunk gave that (``token_loss``)."""
         assert self._computing is not None  # its beginning was told
         assert self._current is not None
         computing, self._computing = self._computing, None
         computing.__exit__(None, None, None)
-        loss = token_loss(output) if has_loss else None
         if loss is not None and loss.shape == self._current.row_ids.shape:
             values = {"lm_loss": loss.detach()}
             self._probe.tokens("loss", self._current, values, update=self._update, of_responses=False)
