@@ -14,9 +14,10 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import TensorColumn
+from mock_scheduler.batch.versions import count_mixed, measure_staleness, trajectory_index
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.tensor_bytes import shape_text
-from pipelines.batching.trajectories import trajectory_bounds, trajectory_index
+from pipelines.batching.trajectories import trajectory_bounds
 
 #: Extra columns that are looked at: bool, whether the episode was solved; int, moves of its shortest solution, or -1.
 SUCCESS_EXTRA = "success"
@@ -59,6 +60,23 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "duplicate_rows": float(batch.num_duplicate_rows),
         "group_reward_std": _group_reward_std(rewards, batch.group_index[trajectories.first_rows], batch.num_groups),
     }
+
+
+def compute_version_metrics(batch: RolloutBatch, policy_version: int) -> dict[str, float]:
+    """Computes the staleness of response tokens, and the number of trajectories of several policy versions.
+
+    ``staleness_mean``, ``_min``, ``_max``: by how many versions the policy that sampled a token was older than
+    ``policy_version``, as ``mock-scheduler inspect`` has it; left out where the batch does not tell.
+    """
+    staleness = measure_staleness(batch, policy_version)
+    metrics = {"mixed_versions": float(count_mixed(batch))}
+    if staleness is not None:
+        metrics |= {
+            "staleness_mean": staleness.mean,
+            "staleness_min": float(staleness.minimum),
+            "staleness_max": float(staleness.maximum),
+        }
+    return metrics
 
 
 def compute_success_by_tag(batch: RolloutBatch) -> dict[str, float]:

@@ -41,7 +41,12 @@ from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
-from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
+from pipelines.batch_metrics import (
+    compute_batch_metrics,
+    compute_success_by_length,
+    compute_success_by_tag,
+    compute_version_metrics,
+)
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
@@ -235,7 +240,8 @@ class AgenticPipeline:
         rollout_metrics = self._scheduler.collect_metrics()
         with self._clock.measure("train"):
             train_metrics = self._training.train_step(batch, step=request.global_step)
-        return compute_batch_metrics(batch) | train_metrics | rollout_metrics | self._clock.take()
+        versions = compute_version_metrics(batch, request.policy_version)
+        return compute_batch_metrics(batch) | versions | train_metrics | rollout_metrics | self._clock.take()
 
     def _save_if_due(self, next_step: int, writer: MetricsWriter) -> None:
         config = self._config

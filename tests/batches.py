@@ -46,7 +46,7 @@ def make_rows(num_groups: int, group_size: int, *, seed: int = 0) -> list[Trajec
     rows = []
     for index in range(num_groups * group_size):
         length = 3 + index % 4
-        logprobs = torch.randn(length - 2, generator=generator).tolist()
+        logprobs = (-torch.randn(length - 2, generator=generator).abs()).tolist()
         rows.append(
             make_row(
                 index // group_size,

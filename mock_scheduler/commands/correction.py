@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
@@ -21,6 +21,7 @@ from mock_scheduler.correction.report.sources import (
     TrainingConfig,
     TrainingScores,
     open_scores,
+    rollout_precision,
     training_of_contract,
     training_of_run,
     training_of_source,
@@ -76,7 +77,7 @@ def run_correction(dump_dir: str, options: CorrectionOptions, *, console: Consol
         ReportOptions(
             recording=dump_dir,
             run=None if options.run is None else str(options.run),
-            training=training.side,
+            training=replace(training.side, rollout_precision=rollout_precision(reader.manifest.contract)),
             configured=None if training.section is None else training.section.spec,
             presets=presets,
             num_worst=options.num_worst,

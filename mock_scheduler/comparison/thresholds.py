@@ -469,3 +469,61 @@ GREW_TENFOLD = _define(
     unit="of the difference at the update before, at the first update",
     reason="rounding that training amplifies begins smaller; only a reason says so, no verdict depends on it",
 )
+
+# --- Rollout and training log-probabilities of one policy version -----------------------------------------------------
+
+AGREEMENT_FLOAT32 = _define(
+    "AGREEMENT_FLOAT32",
+    1e-4,
+    unit="mean |log ratio| of tokens",
+    reason="one policy in float32 on both sides differs by rounding, 5e-7 at most over 30 steps; TF32 is another type",
+    source="measured: rollout_logprob_diff_max of frozen_lake",
+)
+AGREEMENT_BFLOAT16 = _define(
+    "AGREEMENT_BFLOAT16",
+    0.1,
+    unit="mean |log ratio| of tokens",
+    reason="of one policy with bfloat16 on a side it is 0.03 at most; where the type is not told it may be bfloat16",
+    source="measured: rollout_logprob_diff_mean of frozen_lake_mismatch",
+)
+UNLIKE_OTHER_STEPS = _define(
+    "UNLIKE_OTHER_STEPS",
+    10.0,
+    unit="times the median of the other steps, and of the other trajectories",
+    reason="rounding grows with a sharper policy, within a recording by far less",
+)
+FEWEST_AGREEING = _define(
+    "FEWEST_AGREEING", 16, unit="tokens", reason="below, the mean of a few outliers of bfloat16 says nothing of a kind"
+)
+EXPLAINED_SHARE = _define(
+    "EXPLAINED_SHARE",
+    0.25,
+    unit="of the mean |log ratio|",
+    reason="a cause that is right leaves rounding, one that is wrong about 1; chance makes no quarter of 16 tokens",
+)
+FEWEST_FITTED = _define(
+    "FEWEST_FITTED", 64, unit="tokens", reason="of which a line of two numbers is fitted without following chance"
+)
+FITTED_SHARE = _define(
+    "FITTED_SHARE",
+    0.7,
+    unit="of the mean |log ratio|",
+    reason="a line over log-probabilities leaves 0.12 to 0.68 of another temperature (4 to 1,000 choices, 0.5 to 1.3) "
+    "and 0.98 to 1 of other weights",
+    source="measured: tests/correction/report/test_mismatch.py",
+)
+LEAST_SLOPE = _define(
+    "LEAST_SLOPE", 0.02, unit="from 1", reason="a line of slope 1 is an offset, which no temperature makes"
+)
+FEWEST_LIKELIEST = _define(
+    "FEWEST_LIKELIEST",
+    0.1,
+    unit="of the tokens",
+    reason="of tokens sampled at any usual temperature more than a tenth are the likeliest one themselves",
+)
+MOST_CUT = _define(
+    "MOST_CUT",
+    0.7,
+    unit="log of the kept mass, negative",
+    reason="top-p and top-k that keep less than half of the mass are not in use",
+)

@@ -34,6 +34,7 @@ from mock_scheduler.config.environment_texts import escape, with_environment_tex
 from mock_scheduler.config.expansion import check_expansion
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
+from mock_scheduler.config.rollout_mock import RolloutMockConfig, override_problems
 from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.config.variables import find_variable_problems
 from mock_scheduler.errors import ConfigError
@@ -151,8 +152,35 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
         config = form.schema.model_validate(resolved.values)
     except ValidationError as error:
         raise_problems(origin, validation_problems(error, form.schema), source_of=_source_of(overrides))
+    vain = _vain_overrides(config, overrides)
+    if vain:
+        raise_problems(origin, vain, source_of=_source_of(overrides))
     with_environment_texts(config, composed)
     return config
+
+
+def _vain_overrides(config: BaseModel, overrides: Sequence[Override]) -> list[Problem]:
+    """Lists the overrides of ``rollout_mock`` that change nothing of this run."""
+    keys = dict.fromkeys(key for override in overrides for key in _overridden_keys(override))
+    return [
+        (f"{name}.{key}", reason)
+        for name, section in config
+        if isinstance(section, RolloutMockConfig)
+        for key, reason in override_problems(
+            section, [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
+        )
+    ]
+
+
+def _overridden_keys(override: Override) -> Iterator[str]:
+    """Yields the dotted keys that an override sets; a section given as a whole sets the keys inside."""
+    if override.is_delete():
+        return
+    value = override.value()
+    if isinstance(value, dict):
+        yield from (f"{override.key_or_group}.{key}" for key in value)
+    else:
+        yield override.key_or_group
 
 
 def dump_config(config: Dumped) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,6 +19,17 @@ from mock_scheduler.support.text import bullet_list
 
 KINDS: tuple[Mode, ...] = ("train", "val")
 _READING: tuple[RolloutMode, ...] = ("mock", "cache", "verify")
+#: Keys that judge the answers of every run, recorded or not.
+_ALWAYS = frozenset({"on_duplicate_rows", "on_partial_groups", "on_implausible_rows"})
+_WRITING: tuple[RolloutMode, ...] = ("dump", "cache")
+#: The modes in which a key has any effect; the keys that are not here have one in each, or checks of their own.
+_EFFECTIVE_IN: Mapping[str, tuple[RolloutMode, ...]] = {
+    **dict.fromkeys(("steps", "every", "compression", "background", "on_low_disk", "retention"), _WRITING),
+    "on_mismatch": ("mock", "verify"),
+    "on_difference": ("verify",),
+    "dump_dir": (*_WRITING, "mock", "verify"),
+    "allow_nondeterministic": (*_WRITING, "mock", "verify"),
+}
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 
 
@@ -67,8 +78,10 @@ class RolloutMockConfig(ConfigSection):
     request decides its mode, else ``mode`` does. ``steps``, ``every``: record only the played steps that are in
     ``steps`` (None: all) and divisible by ``every``. ``dump_dir``: a folder, in which ``~`` is expanded, or an fsspec
     URL, as ``s3://bucket/path``. ``missing_step``: for a step missing from the recording, mock refuses, or takes
-    (``repeat``) the nearest earlier step, else a later one, or (``repeat_last``) the last step. ``origin``: the foreign
-    section from which this was made, if any.
+    (``repeat``) the nearest earlier step, else a later one, or (``repeat_last``) the last step.
+    ``on_implausible_rows``: of a live answer and of its request, ``error`` refuses data that cannot be true and reports
+    data that may be, ``strict`` refuses both, ``report`` reports both (``mock_scheduler.batch.plausibility``).
+    ``origin``: the foreign section from which this was made, if any.
     """
 
     # The section says where rollouts come from; the recording's contract sees to it that they are the same.
@@ -85,6 +98,7 @@ class RolloutMockConfig(ConfigSection):
     on_difference: Literal["error", "warn"] = "error"
     on_duplicate_rows: Literal["report", "error", "ignore"] = "report"
     on_partial_groups: Literal["error", "report"] = "error"
+    on_implausible_rows: Literal["strict", "error", "report", "ignore"] = "error"
     on_low_disk: Literal["error", "warn"] = "error"
     retention: RetentionConfig = RetentionConfig()
     compression: Literal["none", "zstd"] = "none"
@@ -112,6 +126,13 @@ class RolloutMockConfig(ConfigSection):
         """Says whether a step played by dump or cache is written."""
         return step % self.every == 0 and (self.steps is None or step in self.steps)
 
+    def _given_in_vain(self) -> list[str]:
+        """Returns the given keys where ``enable`` is not; mode real alone is what runs all the same."""
+        given = self.model_fields_set - {"origin"}
+        if "enable" in given or given <= _ALWAYS or (given - _ALWAYS == {"mode"} and self.mode == "real"):
+            return []
+        return [name for name in type(self).model_fields if name in given - _ALWAYS]
+
     @field_validator("dump_dir")
     @classmethod
     def _check_dump_dir(cls, location: str) -> str:
@@ -121,6 +142,12 @@ class RolloutMockConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_combination(self) -> RolloutMockConfig:
+        given = self._given_in_vain()
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} would have no effect: enable is not given, so the real scheduler would run and "
+                "nothing be recorded or replayed; set enable=true, or enable=false to keep the section for later"
+            )
         problems = rollout_mock_problems(self)
         if problems:
             raise ValueError(f"has keys that do not go together:{bullet_list(problems, limit=None)}")
@@ -167,6 +194,26 @@ def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:
             f"missing_step {config.missing_step} is for mode mock, and no request is answered in it "
             f"(modes here: {', '.join(sorted(modes))}); leave missing_step out, or set mode=mock"
         )
+    return problems
+
+
+def override_problems(config: RolloutMockConfig, keys: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns each overridden key without effect in this run, with the reason.
+
+    A key of a file may be meant for another mode of the same section. One of the command line is meant for this run.
+    ``keys``: dotted, within the section.
+    """
+    if "enable" not in keys and not config.enable:
+        vain = [key for key in keys if key not in _ALWAYS and not (key == "mode" and config.mode == "real")]
+        return [(key, "has no effect while enable is false; add rollout_mock.enable=true") for key in vain]
+    defaults = RolloutMockConfig()
+    problems = []
+    for key in dict.fromkeys(key.partition(".")[0] for key in keys):
+        modes = _EFFECTIVE_IN.get(key, ())
+        is_changed = key in type(config).model_fields and getattr(config, key) != getattr(defaults, key)
+        if config.enable and modes and is_changed and not config.modes_in_use & {*modes}:
+            used = ", ".join(sorted(config.modes_in_use))
+            problems.append((key, f"has no effect in mode {used}, only in {', '.join(modes)}; leave it out"))
     return problems
 
 

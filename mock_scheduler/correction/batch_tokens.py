@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.correction.comparable import valid_column_problems, valid_logprobs
+from mock_scheduler.batch.plausibility import valid_logprobs
+from mock_scheduler.batch.versions import TokenTurns
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.engine.inputs import CorrectionInputs
 from mock_scheduler.errors import CorrectionError
@@ -43,21 +43,16 @@ class BatchTokens:
     @cached_property
     def valid(self) -> torch.Tensor | None:
         """Bool ``[M]``, False where the engine gave no log-probability; ``None`` without a sound column."""
-        return None if valid_column_problems(self.batch) else valid_logprobs(self.batch)
+        return valid_logprobs(self.batch)
 
     @cached_property
-    def turns(self) -> torch.Tensor | None:
-        """The turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told.
+    def _token_turns(self) -> TokenTurns:
+        return TokenTurns(batch=self.batch)
 
-        The k-th turn of a row is its k-th unbroken run of response tokens; all of a row's tokens are its only turn.
-        """
-        if self._untold_rows:
-            return None
-        batch, (before, first_runs, _) = self.batch, self._runs
-        row = np.repeat(np.arange(len(batch)), batch.response_lengths.numpy())
-        is_only = batch.turn_offsets.diff().numpy()[row] == 1
-        within = np.where(is_only, 0, before[1:][batch.response_mask.numpy()] - 1 - first_runs[row])
-        return batch.turn_offsets[:-1][row] + torch.from_numpy(within)
+    @property
+    def turns(self) -> torch.Tensor | None:
+        """The turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told."""
+        return self._token_turns.turns
 
     @cached_property
     def turn_ids(self) -> torch.Tensor | None:
@@ -71,18 +66,10 @@ class BatchTokens:
     def versions_behind(self) -> torch.Tensor | None:
         """The versions by which each token's policy was older than the policy under training, int64 ``[M]``.
 
-        ``None`` where not told. A row of one version tells it without its turns.
+        Negative where it was newer; ``None`` where not told.
         """
-        batch, versions = self.batch, self.batch.policy_versions.long()
-        if self.turns is not None:
-            by_token = versions[self.turns]
-        else:
-            num_turns = batch.turn_offsets.diff()
-            firsts = versions[batch.turn_offsets[:-1]] if bool((num_turns > 0).all()) else versions[:0]
-            if not torch.equal(versions, torch.repeat_interleave(firsts, num_turns[: len(firsts)])):
-                return None
-            by_token = torch.repeat_interleave(firsts, batch.response_lengths)
-        return (self.policy_version - by_token).clamp(min=0)
+        versions = self._token_turns.versions
+        return None if versions is None else self.policy_version - versions
 
     def token_range(self, first: int, last: int) -> slice:
         """The response tokens of trajectories ``first`` to ``last`` - 1."""
@@ -126,27 +113,10 @@ class BatchTokens:
             advantages=part(advantages),
         )
 
-    @cached_property
-    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Runs begun before each token and at the end; each row's first run; each row's number of runs."""
-        batch, mask = self.batch, self.batch.response_mask.numpy()
-        starts = mask.copy()
-        starts[1:] &= ~mask[:-1]
-        first_tokens = batch.row_offsets[:-1].numpy()
-        starts[first_tokens] = mask[first_tokens]
-        before = np.concatenate(([0], starts.cumsum(dtype=np.int64)))
-        return before, before[first_tokens], np.diff(before[batch.row_offsets.numpy()])
-
-    @cached_property
-    def _untold_rows(self) -> list[int]:
-        """Rows whose runs of response tokens are not as many as their several turns."""
-        num_runs, num_turns = self._runs[2], self.batch.turn_offsets.diff().numpy()
-        is_told = (num_runs == num_turns) | (num_runs == 0) | (num_turns == 1)
-        return [int(row) for row in np.flatnonzero(~is_told)]
-
     def _describe_untold(self) -> str:
-        rows, num_turns = self._untold_rows, self.batch.turn_offsets.diff().tolist()
-        named = [f"{self.batch.identities[row]}: {num_turns[row]} turns in {self._runs[2][row]} runs" for row in rows]
+        rows, num_turns = self._token_turns.untold_rows, self.batch.turn_offsets.diff().tolist()
+        num_runs = self._token_turns.num_runs
+        named = [f"{self.batch.identities[row]}: {num_turns[row]} turns in {num_runs[row]} runs" for row in rows]
         return (
             f"rollout correction: a rule of level segment needs the turns of {count_of(len(rows), 'row')}, which "
             f"response_mask does not tell apart: {list_some(named, _NUM_LISTED, '; ')}. Give every turn one unbroken "

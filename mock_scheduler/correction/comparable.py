@@ -12,13 +12,11 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
+from mock_scheduler.batch.plausibility import VALID_COLUMN, made_up_rows, valid_logprobs
 from mock_scheduler.support.tensor_bytes import shape_text
 from mock_scheduler.support.text import count_of, list_some
 
-#: A ragged bool column: whether the engine gave each response token's log-probability.
-VALID_COLUMN = "rollout_logprobs_valid"
 _NUM_LISTED = 5
-_LEAST_CHANCE = 1e-6
 _HAVE_THEM = "have the engine return them (verl: actor_rollout_ref.rollout.calculate_log_probs true)"
 
 
@@ -66,8 +64,8 @@ def logprob_problems(batch: RolloutBatch) -> list[str]:
     """Finds missing and malformed log-probabilities of a batch.
 
     Exactly 0.0 says that a token was certain, and frameworks fill it in for a missing log-probability. So a batch of
-    nothing else, and the rows of ``zero_only_rows``, are problems. A column ``rollout_logprobs_valid`` says which are
-    missing; rows are then not looked at.
+    nothing else, and the rows of ``plausibility.made_up_rows``, are problems. A column ``rollout_logprobs_valid`` says
+    which are missing; rows are then not looked at.
     """
     problems = valid_column_problems(batch)
     if problems:
@@ -79,42 +77,19 @@ def logprob_problems(batch: RolloutBatch) -> list[str]:
         return [f"none of {number} is valid, as the column {VALID_COLUMN} says; {_HAVE_THEM}"]
     if len(logprobs) and not bool(logprobs.any()):
         return [f"all of {number} are exactly 0.0: they are missing, and 0 was filled in; {_HAVE_THEM}"]
-    rows = zero_only_rows(batch) if valid is None else []
-    if not rows:
-        return []
-    named = list_some([str(batch.identities[row]) for row in rows], _NUM_LISTED, ", ")
+    rows = made_up_rows(batch) if valid is None else {}
+    zeros, others = ([row for row in rows if (rows[row] == 0) is is_zero] for is_zero in (True, False))
     return [
-        f"{count_of(len(rows), 'row')} of {len(batch)} with log-probabilities of exactly 0.0 alone, filled in for "
-        f"missing ones: {named}; {_HAVE_THEM}, or give the column {VALID_COLUMN}"
+        f"{count_of(len(found), 'row')} of {len(batch)} with log-probabilities of {what} alone, filled in for missing "
+        f"ones: {_name_rows(batch, found, rows)}; {_HAVE_THEM}, or give the column {VALID_COLUMN}"
+        for found, what in ((zeros, "exactly 0.0"), (others, "one value"))
+        if found
     ]
 
 
-def valid_logprobs(batch: RolloutBatch) -> torch.Tensor | None:
-    """Reads bool ``[M]`` of the M response tokens, False where the engine gave no log-probability.
-
-    ``None`` where the batch does not say. ``valid_column_problems`` must have found the column sound.
-    """
-    column = batch.extras.get(VALID_COLUMN)
-    if column is None:
-        return None
-    assert isinstance(column, TensorColumn)
-    return column.values
-
-
-def zero_only_rows(batch: RolloutBatch) -> list[int]:
-    """Finds rows whose log-probabilities are all exactly 0.0, where chance does not explain it.
-
-    A certain token has exactly 0.0 too. With q the share of 0.0 among the tokens of all other rows, chance explains n
-    such tokens in a row where q^n ≥ 1e-6; it always explains a single one.
-    """
-    is_zero, lengths = batch.rollout_logprobs == 0, batch.response_lengths
-    counts = torch.cat((torch.zeros(1, dtype=torch.int64), is_zero.cumsum(0)))
-    zeros = counts[batch.response_offsets].diff()
-    is_only = (zeros == lengths) & (lengths > 1)
-    others = int(lengths[~is_only].sum())
-    share = int(zeros[~is_only].sum()) / others if others else 0.0
-    is_filled = is_only & (share ** lengths.double() < _LEAST_CHANCE)
-    return [int(row) for row in is_filled.nonzero().flatten()]
+def _name_rows(batch: RolloutBatch, found: list[int], values: dict[int, float]) -> str:
+    named = (f"{batch.identities[row]}{f' ({values[row]:.9g})' if values[row] else ''}" for row in found)
+    return list_some(list(named), _NUM_LISTED, ", ")
 
 
 def valid_column_problems(batch: RolloutBatch) -> list[str]:

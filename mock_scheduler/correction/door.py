@@ -69,7 +69,8 @@ def correct(
         logprob_valid: Bool, of the same shape, False where the engine gave no log-probability; ``None``: it gave all.
         turn_ids: Integer ≥ 0, of the same shape, the turn of each token within its sequence; ``None``: each unbroken
             run of response tokens is a turn.
-        versions_behind: Integer ≥ 0, of the same shape, the age of the sampling policy in versions, for metrics.
+        versions_behind: Integer, of the same shape, the age of the sampling policy in versions, for metrics; negative
+            where it is newer than the policy under training.
         advantages: Floating, of the same shape, for rules that ask for their sign.
 
     Returns:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundError
+from mock_scheduler.proxy.checks import BatchReports
 from mock_scheduler.proxy.missing_steps import request_stand_in
 from mock_scheduler.proxy.routing import Route, Router
 from mock_scheduler.proxy.settings import ProxySettings
@@ -95,10 +96,15 @@ class RecordingAccess:
             *(request.global_step, step.path, len(step.batch)),
         )
 
-    def report(self, request: RolloutRequest, lines: Sequence[str]) -> None:
-        """Log lines about an accepted batch."""
-        for line in lines:
-            self._log(logging.INFO, "[Rollout Mock] Step %d: %s", request.global_step, line)
+    def report(self, request: RolloutRequest, reports: BatchReports) -> None:
+        """Log what an accepted batch is reported for."""
+        for level, lines in ((logging.INFO, reports.lines), (logging.WARNING, reports.warnings)):
+            for line in lines:
+                self._log(level, "[Rollout Mock] Step %d: %s", request.global_step, line)
+
+    def warn(self, line: str) -> None:
+        """Log a line of a call that may be wrong."""
+        self._log(logging.WARNING, "[Rollout Mock] %s", line)
 
     def verify(
         self, request: RolloutRequest, route: Route, played: RolloutBatch, *, scheduler_state: Mapping[str, JSON]

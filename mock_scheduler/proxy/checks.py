@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.plausibility import Finding, find_impossible, find_unlikely
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, ConfigError, SchedulerError
 from mock_scheduler.recording.contract import Contract
@@ -21,6 +22,16 @@ from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard, show
 from mock_scheduler.support.digests import JSON
 
 _NUM_SHOWN = 5
+_ACCEPTED = "rollout_mock.on_implausible_rows=report accepts them"
+Plausibility: TypeAlias = Literal["strict", "error", "report", "ignore"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchReports:
+    """Of an accepted batch, lines of information, and of data that may be wrong."""
+
+    lines: Sequence[str]
+    warnings: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +74,16 @@ def judge_batch(
     config: RolloutMockConfig,
     shard: RowShard | None,
     is_reporting: bool,
-) -> list[str]:
+    latest_version: int,
+    is_replayed: bool = False,
+) -> BatchReports:
     """Refuse a batch other than the requested one, and return the lines to report of an accepted one.
 
     ``is_reporting`` False: nobody reads the reports, so rows are not compared for them. A shard may hold a part of each
-    group, so whole groups are asked of a whole batch only. Raises ``BatchError`` listing every problem, with rows of
-    another scheduler, groups in parts and rows with the content of another row.
+    group, so whole groups are asked of a whole batch only. ``latest_version``: of the newest policy that the trainer
+    has named. Implausible rows of a replayed batch were accepted when it was recorded, so they are reported alone.
+    Raises ``BatchError`` listing every problem, with rows of another scheduler, groups in parts, rows with the content
+    of another row, and implausible ones.
     """
     problems = [
         *_count_problems(batch, request, shard),
@@ -76,6 +91,7 @@ def judge_batch(
         *_prompt_problems(batch, request, shard),
     ]
     reports: list[str] = []
+    warnings: list[str] = []
     partial = [] if request.group_size is None or shard is not None else batch.partial_groups(request.group_size)
     if partial:
         text = f"{len(partial)} groups are not whole (group_size {request.group_size}): {_first(partial)}"
@@ -85,9 +101,49 @@ def judge_batch(
             reports.append(text)
     if config.on_duplicate_rows == "error" or (config.on_duplicate_rows == "report" and is_reporting):
         _judge_duplicates(batch, config, problems, reports)
+    level: Plausibility = config.on_implausible_rows
+    if is_replayed and level != "ignore":
+        level = "report"
+    latest = max(latest_version, request.policy_version)
+    _judge_plausibility(batch, level, latest, problems, warnings if is_reporting else None)
     if problems:
         raise BatchError(_describe(problems, request))
-    return reports
+    return BatchReports(lines=reports, warnings=warnings)
+
+
+def _judge_plausibility(
+    batch: RolloutBatch, level: Plausibility, latest: int, problems: list[str], warnings: list[str] | None
+) -> None:
+    """``warnings`` None: nobody reads them."""
+    findings: list[Finding] = []
+    if level in ("strict", "error") or (level == "report" and warnings is not None):
+        findings += find_impossible(batch, latest_version=latest)
+    if level == "strict" or (level != "ignore" and warnings is not None):
+        findings += find_unlikely(batch)
+    for finding in findings:
+        if level == "strict" or (level == "error" and finding.is_impossible):
+            problems.append(f"{finding.describe()}; {finding.remedy}; {_ACCEPTED}")
+        elif warnings is not None:
+            warnings.append(f"{finding.describe()}; {finding.remedy}")
+
+
+def version_fall(
+    what: str, version: int, earlier: tuple[str, int] | None, config: RolloutMockConfig, *, is_live: bool
+) -> str | None:
+    """Judge the policy version of a call by that of an earlier one; returns a line to report.
+
+    ``what``: the call; ``earlier``: the earlier call and its version. Raises ``SchedulerError`` where it falls, the
+    answer is live, and ``on_implausible_rows`` says so.
+    """
+    if earlier is None or version >= earlier[1] or config.on_implausible_rows == "ignore":
+        return None
+    text = (
+        f"{what}: policy_version is {version}, and {earlier[0]} had {earlier[1]}: the trainer's counter of updates "
+        "fell back. Go on from a checkpoint with load_state_dict, and count on from its version"
+    )
+    if is_live and config.on_implausible_rows != "report":
+        raise SchedulerError(f"{text}; {_ACCEPTED}")
+    return text
 
 
 def _judge_duplicates(batch: RolloutBatch, config: RolloutMockConfig, problems: list[str], reports: list[str]) -> None:

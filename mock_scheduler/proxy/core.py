@@ -14,7 +14,15 @@ from functools import partial
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
-from mock_scheduler.proxy.checks import Answer, as_rollout_batch, check_request, judge_batch, read_metrics, read_state
+from mock_scheduler.proxy.checks import (
+    Answer,
+    as_rollout_batch,
+    check_request,
+    judge_batch,
+    read_metrics,
+    read_state,
+    version_fall,
+)
 from mock_scheduler.proxy.effects import Flow, Guarded, Work, is_async
 from mock_scheduler.proxy.real_scheduler import RealScheduler, Taken, TakenBatches
 from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
@@ -61,6 +69,9 @@ class ProxyCore:
                 f"{request.mode} step {request.global_step} was already recorded by this run: get_batch was called "
                 "twice for it"
             )
+        what = f"{request.mode} step {request.global_step}"
+        earlier = self._run_state.earlier_request(request)
+        self._judge_version(what, request.policy_version, earlier, is_live=route.is_live)
         answer: Answer
         answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
         # From here on nothing can fail: the step is answered as a whole.
@@ -93,8 +104,10 @@ class ProxyCore:
         """Pass the call on, hold it or suppress it; the version counts at once."""
         self._refuse_where_closed("update_weights")
         version = whole_number(policy_version, "update_weights: policy_version")
+        is_live = self._router.outlook is not Outlook.REPLAYED
+        self._judge_version("update_weights", version, self._run_state.earlier_update, is_live=is_live)
         yield from self._hold_or_pass("update_weights", version)
-        self._run_state.policy_version = version
+        self._run_state.updated(version)
 
     def collect_metrics(self) -> Flow[dict[str, float]]:
         """Return the metrics of the last batch; empty before the first one.
@@ -181,7 +194,7 @@ class ProxyCore:
 
     def _load(self, request: RolloutRequest, route: Route) -> tuple[Answer, Mapping[str, JSON]]:
         step = self._access.load(request, route)
-        self._check(step.batch, request)
+        self._check(step.batch, request, is_replayed=True)
         codec = self._settings.codec
         native = step.batch if codec is None else codec.decode(step.batch)
         self._access.log_loaded(request, step)
@@ -262,12 +275,23 @@ class ProxyCore:
         self._access.submit(taken.batch, taken.request, metrics=metrics, scheduler_state=dict(taken.scheduler_state))
         taken.is_submitted = True
 
-    def _check(self, batch: RolloutBatch, request: RolloutRequest) -> None:
+    def _check(self, batch: RolloutBatch, request: RolloutRequest, *, is_replayed: bool = False) -> None:
         settings = self._settings
-        lines = judge_batch(
-            batch, request, config=settings.config, shard=settings.shard, is_reporting=settings.is_logging
+        reports = judge_batch(
+            batch,
+            request,
+            config=settings.config,
+            shard=settings.shard,
+            is_reporting=settings.is_logging,
+            latest_version=self._run_state.policy_version,
+            is_replayed=is_replayed,
         )
-        self._access.report(request, lines)
+        self._access.report(request, reports)
+
+    def _judge_version(self, what: str, version: int, earlier: tuple[str, int] | None, *, is_live: bool) -> None:
+        line = version_fall(what, version, earlier, self._settings.config, is_live=is_live)
+        if line is not None:
+            self._access.warn(line)
 
     def _hold_or_pass(self, name: str, *arguments: object) -> Flow[None]:
         """Pass a call on where answers are live, suppress it where they are replayed, else hold it.

@@ -18,12 +18,34 @@ class ProxyState:
         self.mode = mode
         self.policy_version = 0
         self._last_steps: dict[str, int] = {}
+        self._newest: dict[str, tuple[int, int]] = {}
+        self._updated: int | None = None
+
+    def earlier_request(self, request: RolloutRequest) -> tuple[str, int] | None:
+        """The request of an earlier step of its kind with the newest policy, and its version; None where none was made.
+
+        Requests may overlap, so one for a step before is no earlier one.
+        """
+        step, version = self._newest.get(step_folder(request.mode, request.scheduler_id), (request.global_step + 1, 0))
+        return (f"{request.mode} step {step}", version) if step <= request.global_step else None
+
+    @property
+    def earlier_update(self) -> tuple[str, int] | None:
+        """The last update of weights and its version; None before the first."""
+        return None if self._updated is None else ("the update before", self._updated)
+
+    def updated(self, version: int) -> None:
+        """Note that the weights are of a version."""
+        self.policy_version = self._updated = version
 
     def advance(self, request: RolloutRequest, mode: str) -> None:
         """Note that ``request`` was answered in ``mode``."""
         self.mode = mode
         self.policy_version = request.policy_version
-        self._last_steps[step_folder(request.mode, request.scheduler_id)] = request.global_step
+        folder = step_folder(request.mode, request.scheduler_id)
+        self._last_steps[folder] = request.global_step
+        if request.policy_version >= self._newest.get(folder, (0, 0))[1]:
+            self._newest[folder] = (request.global_step, request.policy_version)
 
     @property
     def last_train_step(self) -> int | None:
@@ -57,4 +79,6 @@ class ProxyState:
             )
         self.policy_version = version
         self._last_steps = last_steps
+        self._newest.clear()
+        self._updated = None
         return scheduler_state

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.plausibility import valid_logprobs
 from mock_scheduler.correction import (
     CorrectionResult,
     CorrectionSpec,
@@ -18,7 +19,7 @@ from mock_scheduler.correction import (
     correction_metrics,
 )
 from mock_scheduler.correction.batch_tokens import BatchTokens
-from mock_scheduler.correction.comparable import comparison_problems, logprob_problems, valid_logprobs
+from mock_scheduler.correction.comparable import comparison_problems, logprob_problems
 from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.schema import PipelineConfig

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.versions import trajectory_index
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.text import bullet_list
 from pipelines.batching.plan import StepPlan
-from pipelines.batching.trajectories import trajectory_index
 
 _Array = npt.NDArray[Any]
 _Text = Callable[[int], str]

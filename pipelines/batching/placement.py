@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.versions import trajectory_index
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.text import bullet_list
 from pipelines.batching.checks import check_plan
 from pipelines.batching.plan import MicroBatch, StepPlan, Update
-from pipelines.batching.trajectories import trajectory_index
 from pipelines.config.training import TrainingConfig
 
 

@@ -7,6 +7,7 @@ row's next token, so a row's last column has no target.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -101,3 +102,8 @@ class StepPlan:
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """Lists the micro-batches of all updates, in order; empty ones have larger indices than all others."""
         return tuple(micro_batch for update in self.updates for micro_batch in update.micro_batches)
+
+
+def has_kept_tokens(micro_batches: Sequence[MicroBatch]) -> bool:
+    """Whether any response token of these micro-batches is kept by correction."""
+    return any(bool((batch.kept_mask & batch.response_mask).any()) for batch in micro_batches)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.versions import trajectory_index
 from mock_scheduler.correction.config.rules import Denominator
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.tensor_bytes import shape_text
@@ -20,7 +21,6 @@ from mock_scheduler.support.text import bullet_list
 from pipelines.batching.checks import check_plan
 from pipelines.batching.placement import raise_unfit
 from pipelines.batching.plan import LossAggMode, MicroBatch, StepPlan, Update
-from pipelines.batching.trajectories import trajectory_index
 
 
 def fill_step(

@@ -22,6 +22,8 @@ class TrainingConfig(ConfigSection):
     ``calculate_per_token_loss``: the loss is divided by the update's tokens; false is Megatron's other form, the mean
     over micro-batches of each one's mean. Logged metrics are means over tokens with either, as ``loss_agg_mode`` says.
     ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; an unset decay ends with the run's last one.
+    ``on_no_signal``: of an update whose every gradient is exactly 0, or whose every token is rejected. ``skip`` leaves
+    weights, moments and step counts alone; ``update`` lets moments and weight decay move the weights.
     """
 
     decides: ClassVar = Decides.TRAINING
@@ -50,6 +52,7 @@ class TrainingConfig(ConfigSection):
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
     adam_eps: float = Field(default=1e-8, gt=0.0)
     clip_grad: NonNegativeFloat = 1.0
+    on_no_signal: Literal["skip", "update"] = "skip"
 
     @property
     def has_token_budget(self) -> bool:

@@ -16,7 +16,7 @@ from pipelines.algorithm.value_loss import (
     compute_value_loss,
     explained_variance,
 )
-from pipelines.batching.plan import MicroBatch
+from pipelines.batching.plan import MicroBatch, has_kept_tokens
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
@@ -24,7 +24,7 @@ from pipelines.megatron.layers.router_ledger import merge_router_sums, router_we
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
 from pipelines.megatron.process.runtime import Runtime
-from pipelines.megatron.trained_model import TrainedModel
+from pipelines.megatron.trained_model import TrainedModel, UpdateResult
 
 CRITIC = "critic"
 
@@ -74,7 +74,7 @@ class CriticTrainer:
 
         prefix, execution = self.model.prefix, self.model.execution
         sums = accumulate_gradients(self.model, batches, loss, update=number, probe=probe)
-        result = self.model.update()
+        result = self.model.update(has_loss=has_kept_tokens(micro_batches))
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number, prefix=prefix)
         probe.state(self.model.observed, number, "parameter")
         width = len(VALUE_METRIC_SUMS)
@@ -93,10 +93,7 @@ class CriticTrainer:
         probe.scalars(
             "loss", {f"mean.{name}": value for name, value in (metrics | router).items()}, update=number, prefix=prefix
         )
-        return {
-            f"{CRITIC}/{name}": value
-            for name, value in (metrics | router | {"grad_norm": result.grad_norm, "lr": result.learning_rate}).items()
-        }
+        return {f"{CRITIC}/{name}": value for name, value in (metrics | router | _outcome(result)).items()}
 
     def _compute_loss(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> ValueLossOutput:
         inputs = ValueLossInputs(
@@ -108,6 +105,14 @@ class CriticTrainer:
             loss_weights=batch.loss_weights,
         )
         return compute_value_loss(inputs, self._loss_config)
+
+
+def _outcome(result: UpdateResult) -> dict[str, float]:
+    return {
+        "grad_norm": result.grad_norm,
+        "lr": result.learning_rate,
+        "updates_without_signal": 0.0 if result.has_signal else 1.0,
+    }
 
 
 def _value_metrics(totals: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ Advantages are made on the host in float64, the same on every rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.correction.comparable import valid_logprobs
+from mock_scheduler.batch.plausibility import valid_logprobs
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.entries import RowTable
@@ -24,12 +25,14 @@ from pipelines.batching.plan import MicroBatch, StepPlan
 from pipelines.batching.values import fill_step, response_values
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
-from pipelines.megatron.critic import CriticTrainer
+from pipelines.megatron.critic import CRITIC, CriticTrainer
 from pipelines.megatron.places import OwnBatch, exchange_rows, exchange_tokens, own_batch
 from pipelines.megatron.process.runtime import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
+
+logger = logging.getLogger("pipelines.learner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +149,23 @@ class Learner:
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()
+        self._warn_without_signal(step, means, num_updates=len(results))
         return means | differences | correction | last | {"num_updates": float(len(results))}
+
+    def _warn_without_signal(self, step: int, means: Mapping[str, float], *, num_updates: int) -> None:
+        """Says it where updates teach nothing. Other ranks' logs have errors alone."""
+        for name, model in (("policy", ""), ("critic", f"{CRITIC}/")):
+            share = means.get(f"{model}updates_without_signal", 0.0)
+            if not share:
+                continue
+            skips = self.config.training.on_no_signal == "skip"
+            logger.warning(
+                "step %d: %d of %d updates of the %s have no signal (every gradient is 0, or every token is rejected): "
+                "%s (training.on_no_signal=%s)",
+                *(step, round(share * num_updates), num_updates, name),
+                "skipped" if skips else "moments and weight decay move the weights all the same",
+                self.config.training.on_no_signal,
+            )
 
     def _known_batch(self, scored: ScoredStep) -> RolloutBatch:
         """Fills the policy's log-probabilities in where the engine gave none. Collective then."""

@@ -35,12 +35,13 @@ from pipelines.megatron.weights import load_initial_weights
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateResult:
     """The outcome of one optimizer update: the gradient's norm before clipping, the rate, and whether it was carried
-    out.
+    out. ``has_signal``: whether any gradient was other than 0, and any token had a part in the loss.
     """
 
     grad_norm: float
     learning_rate: float
     succeeded: bool
+    has_signal: bool
 
 
 class TrainedModel:
@@ -82,6 +83,7 @@ class TrainedModel:
         )
         own_rate = config.model_copy(update={"training": config.training.model_copy(update={"lr": lr})})
         self.optimizer = build_optimizer(own_rate, self.data_parallel)
+        self._updates_without_signal = config.training.on_no_signal == "update"
         self.lr_schedule = build_lr_schedule(own_rate, self.optimizer, first_step=first_step)
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
         self.execution.start(unwrapped(self.chunks[0]), self.optimizer)
@@ -123,13 +125,44 @@ class TrainedModel:
         """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
         self.observed.gather_parameters()
 
-    def update(self) -> UpdateResult:
-        """Clip, update the parameters and move the schedule on; gradients must have been reduced."""
+    def update(self, *, has_loss: bool = True) -> UpdateResult:
+        """Clip, update the parameters and move the schedule on; gradients must have been reduced.
+
+        An update without signal is skipped, or not, as ``training.on_no_signal`` says; the schedule counts it all the
+        same. ``has_loss``: whether any token of the update has a part in the loss, the same on every rank.
+        """
         # Read before the step: the schedule then moves on to the next update's rate.
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        succeeded, grad_norm, _ = self.optimizer.step()
+        has_gradient = self._has_gradient()
+        has_signal = has_gradient and has_loss
+        if has_signal or self._updates_without_signal:
+            succeeded, grad_norm, _ = self.optimizer.step()
+        else:
+            # Not finite is not 0: such gradients go to Megatron, which finds them.
+            succeeded, grad_norm = True, self._measure_gradient() if has_gradient else 0.0
         self.lr_schedule.step(increment=1)
-        return UpdateResult(grad_norm=float(grad_norm), learning_rate=learning_rate, succeeded=bool(succeeded))
+        return UpdateResult(
+            grad_norm=float(grad_norm),
+            learning_rate=learning_rate,
+            succeeded=bool(succeeded),
+            has_signal=has_signal,
+        )
+
+    def _has_gradient(self) -> bool:
+        """Whether any rank holds a gradient other than 0. Collective, so that all ranks decide alike."""
+        own = any(
+            bool(buffer.grad_data.any())
+            for chunk in self.data_parallel
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        )
+        found = torch.tensor(own, dtype=torch.int32, device=self.runtime.device)
+        if self.runtime.world_size > 1:
+            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        return bool(found)
+
+    def _measure_gradient(self) -> float:
+        """Measures the norm of a gradient that is not used, as that of the routers' losses alone. Collective."""
+        return 0.0 if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
 
 
 def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.Module]:

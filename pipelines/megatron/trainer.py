@@ -23,7 +23,7 @@ from pipelines.algorithm.losses import (
     compute_metric_means,
     compute_policy_loss,
 )
-from pipelines.batching.plan import MicroBatch
+from pipelines.batching.plan import MicroBatch, has_kept_tokens
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import correction_of
 from pipelines.megatron.execution import LossSums
@@ -179,7 +179,7 @@ class PolicyTrainer:
             return sums
 
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
-        result = self.policy.update()
+        result = self.policy.update(has_loss=self._has_loss(micro_batches, loss_config))
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number)
         probe.state(self.policy.observed, number, "parameter")
         metrics = self._merge_metrics(micro_batches, sums)
@@ -188,7 +188,18 @@ class PolicyTrainer:
             "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
             "skipped_updates": 0.0 if result.succeeded else 1.0,
+            "updates_without_signal": 0.0 if result.has_signal else 1.0,
         }
+
+    def _has_loss(self, micro_batches: Sequence[MicroBatch], config: PolicyLossConfig) -> bool:
+        """Whether a token of the update has a part in the loss: a kept one, or any where a term counts rejected ones.
+
+        Of the whole update, which every rank knows, so that no layout decides it.
+        """
+        of_all = (config.entropy_loss_coef, config.kl_loss_coef) if config.term_mask == "response" else ()
+        # With kept tokens as the denominator an update that is rejected as a whole has loss 0.
+        counts_rejected = config.rs_denominator == "original" and any((*of_all, config.rollout_kl_coef))
+        return counts_rejected or has_kept_tokens(micro_batches)
 
     def _merge_metrics(self, micro_batches: Sequence[MicroBatch], sums: Mapping[int, torch.Tensor]) -> dict[str, float]:
         execution = self.policy.execution

@@ -10,12 +10,10 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import JsonColumn, Ragged, TensorColumn
+from mock_scheduler.batch.plausibility import VALID_COLUMN, made_up_rows, valid_logprobs
 from mock_scheduler.correction.comparable import (
-    VALID_COLUMN,
     comparison_problems,
     logprob_problems,
-    valid_logprobs,
-    zero_only_rows,
 )
 from tests.batches import SAMPLING, make_row
 
@@ -104,14 +102,14 @@ def test_a_row_of_zeros_is_named() -> None:
 
 
 def test_a_row_of_one_certain_token_is_chance() -> None:
-    assert zero_only_rows(make_batch((0.0,), (-0.5, -0.25))) == []
+    assert made_up_rows(make_batch((0.0,), (-0.5, -0.25))) == {}
 
 
 def test_rows_of_certain_tokens_are_chance_where_certain_tokens_are_usual() -> None:
     """Half of the other tokens are certain: 2^-19 is above 1e-6, 2^-20 is below."""
     other = (0.0, -0.5) * 10
-    assert zero_only_rows(make_batch((0.0,) * 19, other)) == []
-    assert zero_only_rows(make_batch((0.0,) * 20, other)) == [0]
+    assert made_up_rows(make_batch((0.0,) * 19, other)) == {}
+    assert made_up_rows(make_batch((0.0,) * 20, other)) == {0: 0.0}
 
 
 def test_a_column_says_what_is_valid_and_rows_are_not_looked_at() -> None:

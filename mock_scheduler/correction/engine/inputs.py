@@ -26,7 +26,8 @@ class CorrectionInputs:
     turn_ids: integer ≥ 0, the turn of each token within its sequence, for rules of level ``segment``; ``None``: each
         unbroken run of response tokens is a turn.
     positions: integer, the number of the response token within its sequence, from 0; ``None``: counted.
-    versions_behind: integer ≥ 0, the policy versions by which the sampling policy is older than the trained one.
+    versions_behind: integer, the policy versions by which the sampling policy is older than the trained one; negative
+        where it is newer.
     advantages: floating, for rules that ask for their sign.
 
     Tensors of tokens have the shape of ``response_mask``. Every rank of a context-parallel group has its own tokens of

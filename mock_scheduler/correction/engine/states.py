@@ -19,16 +19,21 @@ from mock_scheduler.correction.config.rules import Level
 
 FloatArray = npt.NDArray[np.float64]
 
+#: Below every number: the first bucket of policy lag is of policies newer than the one under training.
+AHEAD = -(2**63)
 #: First position of each bucket of positions, and first number of versions of each bucket of policy lag.
 POSITION_EDGES = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
-LAG_EDGES = (0, 1, 2, 3, 5, 9)
+LAG_EDGES = (AHEAD, 0, 1, 2, 3, 5, 9)
 #: The sums of a bucket.
 BUCKET_SUMS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "rejected")
 
 
 def bucket_names(edges: Sequence[int]) -> list[str]:
-    """``0``, ``1-4``, ``5+``: the numbers of each bucket."""
-    names = [str(low) if high == low + 1 else f"{low}-{high - 1}" for low, high in pairwise(edges)]
+    """``ahead``, ``0``, ``1-4``, ``5+``: the numbers of each bucket."""
+    names = [
+        "ahead" if low == AHEAD else str(low) if high == low + 1 else f"{low}-{high - 1}"
+        for low, high in pairwise(edges)
+    ]
     return [*names, f"{edges[-1]}+"]
 
 

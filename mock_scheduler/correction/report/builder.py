@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.batch import SamplingParams
+from mock_scheduler.batch.plausibility import ROUNDING, VALID_COLUMN, FindingKind, find_impossible, find_unlikely
 from mock_scheduler.correction.comparable import (
-    VALID_COLUMN,
     comparison_problems,
     logprob_problems,
 )
@@ -35,6 +35,7 @@ from mock_scheduler.correction.report.distributions import (
     sequence_sample_size,
     sum_buckets,
 )
+from mock_scheduler.correction.report.mismatch import MismatchJudge
 from mock_scheduler.correction.report.presets import (
     BASIC,
     CONFIGURED,
@@ -45,7 +46,6 @@ from mock_scheduler.correction.report.presets import (
     preset_candidate,
 )
 from mock_scheduler.correction.report.scored_step import (
-    ROUNDING,
     ScoredStep,
     WorstFinder,
     describe_sampling,
@@ -111,6 +111,9 @@ class ReportBuilder:
         self._sequence_sums: list[FloatArray] = []
         self._metrics: dict[int, Metrics] = {}
         self._not_finite = self._train_positive = 0
+        self._mismatch = MismatchJudge(options.training)
+        self._implausible: dict[FindingKind, list[str]] = {}
+        self._remedies: dict[FindingKind, str] = {}
 
     def add(self, step: ScoredStep) -> None:
         """Adds one more step."""
@@ -118,6 +121,10 @@ class ReportBuilder:
         if batch.sampling not in self._sampling:
             self._sampling.append(batch.sampling)
         self._problems += [f"step {step.info.step}: {text}" for text in logprob_problems(batch)]
+        for finding in (*find_impossible(batch, latest_version=step.info.policy_version), *find_unlikely(batch)):
+            if finding.kind not in (FindingKind.POSITIVE_LOGPROB, FindingKind.MADE_UP):  # in advice of their own
+                self._implausible.setdefault(finding.kind, []).append(f"step {step.info.step}: {finding.describe()}")
+                self._remedies[finding.kind] = finding.remedy
         health = recorded_health(step)
         if step.train_logprobs is not None:
             health = self._measure(step, health)
@@ -147,6 +154,7 @@ class ReportBuilder:
         self._worst.add(step, log_ratio, sums, counts)
         self._log_ratios.append(log_ratio[is_known].float().numpy())
         self._sequence_sums.append(sums[counts > 0].numpy())
+        self._mismatch.add(step)
         self._table.add(step)
         self._watch(step)
         result = correct_step(step, _MEASURE)
@@ -227,6 +235,10 @@ class ReportBuilder:
     def _advice(self, measured: Measured | None) -> list[Advice]:
         found = self._comparability()
         found += problem("Missing log-probabilities", self._problems)
+        for kind, texts in self._implausible.items():
+            more = [f"and {len(texts) - _NUM_LISTED} more steps"] if len(texts) > _NUM_LISTED else []
+            found += problem(kind.value.capitalize(), [*texts[:_NUM_LISTED], *more], self._remedies[kind])
+        found += self._mismatch.advice()
         sides = (("rollout", sum(step.positive for step in self._steps)), ("training", self._train_positive))
         found += problem(
             "Log-probabilities above 0",
@@ -244,7 +256,8 @@ class ReportBuilder:
             found += guide_advice(self._metrics, watched=self._watched_name())
             found += hidden_variance(self._metrics, watched=self._watched_name())
             error = measured.std_ratio / math.sqrt(measured.num_tokens) if measured.num_tokens else 0.0
-            found += bias_advice(measured.mean_ratio, error)
+            if not self._mismatch.has_named:  # its cause would be named a second time, as a guess
+                found += bias_advice(measured.mean_ratio, error)
             found += equal_policies(measured.num_equal, num_tokens=measured.num_tokens)
         found += self._unused_tokens()
         return found

@@ -79,11 +79,13 @@ def recording_rows(report: CorrectionReport) -> Iterator[tuple[str, str]]:
     for note in report.training.notes:
         yield "", note
     lags = [lag for step in steps if step.lag is not None for lag in step.lag]
+    mixed = sum(step.mixed_trajectories for step in steps)
     unknown = sum(step.lag is None and step.response_tokens > 0 for step in steps)
     yield (
         "policy lag",
         (format_range(min(lags), max(lags)) if lags else "-")
-        + (f"; not told at {count_of(unknown, 'step')}" if unknown else ""),
+        + (f"; not told at {count_of(unknown, 'step')}" if unknown else "")
+        + (f"; of several versions {count_of(mixed, 'trajectory', 'trajectories')}" if mixed else ""),
     )
     yield "log-probabilities", _describe_logprobs(report)
 
@@ -98,7 +100,7 @@ def _describe_training(training: TrainingSide) -> str:
 def _describe_logprobs(report: CorrectionReport) -> str:
     steps = report.steps
     zeros, positive, rows = (
-        sum(values) for values in zip(*((s.zeros, s.positive, s.zero_rows) for s in steps), strict=True)
+        sum(values) for values in zip(*((s.zeros, s.positive, s.made_up_rows) for s in steps), strict=True)
     )
     parts = [f"{zeros:,} exactly 0.0", f"{positive:,} above 0", f"{count_of(rows, 'row')} of fillers"]
     with_column = sum(step.has_valid_column for step in steps)

@@ -196,7 +196,7 @@ def _name_token(token: WorstToken) -> str:
 def _step_row(step: StepHealth) -> _Row:
     return (), (
         *(str(step.step), f"{step.trajectories:,}", f"{step.response_tokens:,}", str(step.policy_version)),
-        *(lag_text(step), f"{step.zeros:,}", f"{step.positive:,}", f"{step.zero_rows:,}"),
+        *(lag_text(step), f"{step.zeros:,}", f"{step.positive:,}", f"{step.made_up_rows:,}"),
         *(f"{step.invalid:,}" if step.has_valid_column else "-", number(step.kl), number(step.k3_kl)),
         *(number(step.effective_sample_size), number(step.smallest_log_ratio, digits=3)),
         number(step.largest_log_ratio, digits=3),

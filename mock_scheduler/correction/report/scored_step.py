@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams
+from mock_scheduler.batch.plausibility import ROUNDING, VALID_COLUMN, made_up_rows
+from mock_scheduler.batch.versions import count_mixed
 from mock_scheduler.correction.batch_tokens import BatchTokens
-from mock_scheduler.correction.comparable import VALID_COLUMN, zero_only_rows
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.engine.inputs import CorrectionInputs
 from mock_scheduler.correction.report.view import StepHealth, WorstSequence, WorstToken
@@ -103,10 +104,6 @@ class ScoredStep:
         return self.tokens.inputs(self.train_logprobs, spec, advantages=self.advantages)
 
 
-#: A log-probability above 0 by no more than this is rounding.
-ROUNDING = 1e-5
-
-
 def recorded_health(step: ScoredStep) -> StepHealth:
     """Finds the health of a step without training log-probabilities."""
     batch, logprobs = step.batch, step.batch.rollout_logprobs
@@ -122,8 +119,9 @@ def recorded_health(step: ScoredStep) -> StepHealth:
         has_valid_column=VALID_COLUMN in batch.extras,
         invalid=0 if step.valid is None else int((~step.valid).sum()),
         zeros=int((logprobs == 0).sum()),
-        positive=int((logprobs > ROUNDING).sum()),
-        zero_rows=len(zero_only_rows(batch)),
+        positive=int((logprobs > ROUNDING if step.valid is None else (logprobs > ROUNDING) & step.valid).sum()),
+        made_up_rows=len(made_up_rows(batch)),
+        mixed_trajectories=count_mixed(batch),
     )
 
 

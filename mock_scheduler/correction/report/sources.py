@@ -36,6 +36,8 @@ _SCORES = "old_logprobs"
 _TRACED = "trace.level=full 'trace.kinds=[score]'"
 _TEMPERATURE = "actor_infer.generating_args.temperature"
 _RESTRICTION = "actor_infer.only_action_tokens"
+_PRECISION = "precision"
+_WEIGHTS_PRECISION = "actor_infer.weights_precision"
 _SECTION = "algorithm."
 _NUM_LISTED = 3
 
@@ -69,7 +71,15 @@ def _training_of_keys(origin: str, content: Mapping[str, Any]) -> TrainingConfig
         algorithm=_parse_algorithm(content.get("algorithm") or {}, origin),
         temperature=_number(_find(content, _TEMPERATURE)),
         restricts_vocabulary=_flag(_find(content, _RESTRICTION)),
+        precision=_text(_find(content, _PRECISION)),
     )
+
+
+def rollout_precision(contract: Contract) -> str | None:
+    """Reads the type that the recorded rollouts were computed in: the coarser of engine and weights."""
+    values = {field.name: field.value for field in contract.fields}
+    kinds = [_text(values.get(name)) for name in (_WEIGHTS_PRECISION, _PRECISION)]
+    return "bfloat16" if "bfloat16" in kinds else kinds[-1]
 
 
 def training_of_contract(contract: Contract, *, dump_dir: str) -> TrainingConfig:
@@ -85,6 +95,7 @@ def training_of_contract(contract: Contract, *, dump_dir: str) -> TrainingConfig
         algorithm=_parse_algorithm(content, source),
         temperature=_number(values.get(_TEMPERATURE)),
         restricts_vocabulary=_flag(values.get(_RESTRICTION)),
+        precision=_text(values.get(_PRECISION)),
     )
 
 
@@ -171,7 +182,12 @@ def _run_folder(run: Path) -> Path:
 
 
 def _training(
-    source: str, *, algorithm: AlgorithmConfig, temperature: float | None, restricts_vocabulary: bool | None
+    source: str,
+    *,
+    algorithm: AlgorithmConfig,
+    temperature: float | None,
+    restricts_vocabulary: bool | None,
+    precision: str | None,
 ) -> TrainingConfig:
     section = algorithm.rollout_correction
     notes = (*([algorithm.flat_keys] if algorithm.flat_keys else []), *(section.notes if section else ()))
@@ -180,6 +196,7 @@ def _training(
         temperature=temperature,
         restricts_vocabulary=restricts_vocabulary,
         correction=None if section is None else section.spec.describe(),
+        precision=precision,
         notes=notes,
     )
     return TrainingConfig(side=side, section=section)
@@ -208,6 +225,10 @@ def _find(content: Mapping[str, Any], name: str) -> object:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _flag(value: object) -> bool | None:

@@ -72,13 +72,16 @@ class TrainingSide:
     """The training with which the rollouts are compared; ``source``: the configuration that says so.
 
     temperature, restricts_vocabulary: ``None`` where no configuration says. correction: ``rollout_correction`` in
-    words, ``None`` where it is off or not known.
+    words, ``None`` where it is off or not known. precision, rollout_precision: of training and of the recorded run,
+    the coarser of its own and that of the engine's weights; ``None`` where no configuration says.
     """
 
     source: str
     temperature: float | None
     restricts_vocabulary: bool | None
     correction: str | None
+    precision: str | None = None
+    rollout_precision: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -87,8 +90,9 @@ class StepHealth:
     """The health of one step.
 
     invalid, zeros, positive: response tokens whose rollout log-probability is not valid by the column, exactly 0.0, or
-    above 0. zero_rows: rows of nothing but 0.0 that chance does not explain. policy_versions, lag: smallest and
-    largest. From kl on: ``None`` without training log-probabilities.
+    above 0. made_up_rows: rows of one value alone that chance does not explain. policy_versions, lag: smallest and
+    largest; a negative lag is of a policy newer than the step's. mixed_trajectories: of several versions. From kl on:
+    ``None`` without training log-probabilities.
     """
 
     step: int
@@ -102,7 +106,8 @@ class StepHealth:
     invalid: int
     zeros: int
     positive: int
-    zero_rows: int
+    made_up_rows: int
+    mixed_trajectories: int
     kl: float | None = None
     k3_kl: float | None = None
     chi2_token: float | None = None

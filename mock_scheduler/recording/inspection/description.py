@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch, Termination
+from mock_scheduler.batch.plausibility import Finding, find_impossible, find_unlikely
+from mock_scheduler.batch.versions import Staleness, count_mixed, measure_staleness
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
 from mock_scheduler.recording.inspection.diff_fields import column_kind
@@ -34,6 +36,7 @@ _SUMMED = (
     "num_rows_without_response",
     "num_duplicate_rows",
     "num_partial_groups",
+    "num_mixed_trajectories",
 )
 
 
@@ -149,21 +152,14 @@ def _describe_folder(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Staleness:
-    """How many updates older than the policy the step was asked for the turns' policies were."""
-
-    minimum: int
-    mean: float
-    maximum: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepStatistics:
     """One recorded step.
 
     ``size_bytes`` as stored; ``reward``, ``length`` and ``response_length`` (in tokens) over rows, ``None`` without
-    rows; ``policy_version`` is the one asked for, ``policy_versions`` the lowest and highest of its turns (``None``,
-    as ``staleness``, without turns). ``duplicates``: the first few pairs of rows with equal content;
+    rows; ``policy_version`` is the one asked for, ``policy_versions`` the lowest and highest of its turns (``None``
+    without turns); ``staleness`` is of response tokens, ``None`` where their turns are not told apart.
+    ``num_mixed_trajectories``: of policies of several versions. ``findings``: data that cannot be true, or seldom are.
+    ``duplicates``: the first few pairs of rows with equal content;
     ``partial_groups``: the first few groups with fewer trajectories than the largest. ``extras``: name -> dtype and
     shape of an entry.
     """
@@ -187,6 +183,8 @@ class StepStatistics:
     policy_version: int
     policy_versions: tuple[int, int] | None
     staleness: Staleness | None
+    num_mixed_trajectories: int
+    findings: tuple[str, ...]
     num_duplicate_rows: int
     duplicates: tuple[str, ...]
     num_partial_groups: int
@@ -208,6 +206,7 @@ class RecordingTotals:
     num_rows_without_response: int
     num_duplicate_rows: int
     num_partial_groups: int
+    num_mixed_trajectories: int
     terminations: Mapping[str, int]
     tags: Mapping[str, int]
     extras: Mapping[str, tuple[str, ...]]
@@ -278,7 +277,9 @@ def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_byte
         tags=dict(sorted(Counter(batch.tags).items())),
         policy_version=info.policy_version,
         policy_versions=(int(versions.min()), int(versions.max())) if len(versions) else None,
-        staleness=_staleness(batch, info.policy_version),
+        staleness=measure_staleness(batch, info.policy_version),
+        num_mixed_trajectories=count_mixed(batch),
+        findings=tuple(finding.describe() for finding in implausible_rows(batch, info)),
         num_duplicate_rows=len(duplicates),
         duplicates=tuple(f"{row} repeats {earlier}" for row, earlier in duplicates[:_NUM_EXAMPLES]),
         num_partial_groups=len(partial),
@@ -287,15 +288,15 @@ def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_byte
     )
 
 
+def implausible_rows(batch: RolloutBatch, info: StepInfo) -> list[Finding]:
+    """Finds data of a recorded step that cannot be true, and data that seldom are."""
+    return [*find_impossible(batch, latest_version=info.policy_version), *find_unlikely(batch)]
+
+
 def _spread(values: list[float]) -> Spread | None:
     counts = NumberCounts()
     counts.add(values)
     return counts.spread()
-
-
-def _staleness(batch: RolloutBatch, policy_version: int) -> Staleness | None:
-    ages = (policy_version - batch.policy_versions.long()).tolist()
-    return Staleness(minimum=min(ages), mean=sum(ages) / len(ages), maximum=max(ages)) if ages else None
 
 
 def _partial_groups(batch: RolloutBatch) -> list[str]:

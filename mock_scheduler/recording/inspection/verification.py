@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError, redact
+from mock_scheduler.recording.inspection.description import implausible_rows
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import FolderListing, StepPlace, list_recording, name_steps, open_place
 from mock_scheduler.recording.reading.open_step import open_step
@@ -23,7 +24,7 @@ from mock_scheduler.recording.storage import Storage, open_storage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyResult:
-    """``num_bytes``: read and found whole, as stored; ``notes``: oddities that are no problem."""
+    """``num_bytes``: read and found whole, as stored; ``notes``: oddities that are no problem of a file."""
 
     location: str
     num_steps: int
@@ -53,8 +54,9 @@ def verify_recording(
     problems += [problem for listing in listings for problem in (*listing.problems, *listing.misnamed)]
     places = [place for listing in listings for place in listing.chosen(steps)]
     num_bytes = 0
+    implausible: list[str] = []
     for number, place in enumerate(places, start=1):
-        found = list(_step_problems(storage, reader, place))
+        found = list(_step_problems(storage, reader, place, implausible))
         num_bytes += 0 if found else storage.size_on_disk(place.name)
         problems += found
         if on_step is not None:
@@ -66,7 +68,10 @@ def verify_recording(
         num_steps=len(places),
         num_bytes=num_bytes,
         problems=tuple(problems),
-        notes=tuple(note for listing in listings for note in _notes(listing, removed, is_whole=steps is None)),
+        notes=(
+            *(note for listing in listings for note in _notes(listing, removed, is_whole=steps is None)),
+            *implausible,
+        ),
     )
 
 
@@ -113,10 +118,15 @@ def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whol
         yield f"{listing.folder} has no {name_steps(gaps)}, between others that are recorded"
 
 
-def _step_problems(storage: Storage, reader: RecordingReader | None, place: StepPlace) -> Iterator[str]:
+def _step_problems(
+    storage: Storage, reader: RecordingReader | None, place: StepPlace, implausible: list[str]
+) -> Iterator[str]:
+    """Yields the errors of a step; data of a sound one that cannot be true, or seldom are, go to ``implausible``."""
     try:
         opened = open_step(storage, place.name) if reader is None else open_place(reader, place)
         opened.verify()
+        findings = implausible_rows(opened.load(verify=False), opened.info)
+        implausible += [f"{place.folder} step {place.step}: {finding.describe()}" for finding in findings]
     except MockSchedulerError as error:
         by_shard = list(_shard_problems(storage, place)) if place.form == "shards" else []
         yield from by_shard or [str(error)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
+from mock_scheduler.batch.versions import Staleness
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import TextColumn, cut, print_labelled, print_table, print_wrapped
@@ -19,7 +20,6 @@ from mock_scheduler.recording.inspection.description import (
     FolderDescription,
     RecordingDescription,
     RecordingTotals,
-    Staleness,
     StepStatistics,
 )
 from mock_scheduler.recording.inspection.histogram import Bar, Spread
@@ -33,6 +33,7 @@ _NUM_STEPS = 20
 _NUM_LINES = 10
 _VALUE_WIDTH = 60
 _NUM_TAGS = 12
+_NUM_FINDINGS = 6
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST_WIDTH = 4
 _SHOWN_ALONE = ("git", "library_git", "python", "packages", "platform")
@@ -161,14 +162,19 @@ def _policy_rows(steps: Sequence[StepStatistics]) -> Iterator[tuple[str, str]]:
     versions = [version for step in steps for version in step.policy_versions or ()]
     ages = [age for step in steps if step.staleness for age in (step.staleness.minimum, step.staleness.maximum)]
     if versions:
-        yield (
-            "policy",
-            f"version {format_range(min(versions), max(versions))}, staleness {format_range(min(ages), max(ages))}",
-        )
+        staleness = f"staleness {format_range(min(ages), max(ages))}" if ages else "staleness not told by the mask"
+        num_mixed = sum(step.num_mixed_trajectories for step in steps)
+        mixed = f"; of several versions {count_of(num_mixed, 'trajectory', 'trajectories')}" if num_mixed else ""
+        yield "policy", f"version {format_range(min(versions), max(versions))}, {staleness}{mixed}"
 
 
 def _oddities(steps: Sequence[StepStatistics], totals: RecordingTotals) -> Iterator[tuple[str, str]]:
     """Yield warnings for a person who would train on it, with an example each."""
+    implausible = [(step, text) for step in steps for text in step.findings]
+    for number, (step, text) in enumerate(implausible[:_NUM_FINDINGS]):
+        yield "" if number else "implausible", f"step {step.step}: {text}"
+    if len(implausible) > _NUM_FINDINGS:
+        yield "", f"and {len(implausible) - _NUM_FINDINGS} more (all with --json)"
     if totals.num_duplicate_rows:
         step = next(step for step in steps if step.duplicates)
         yield "duplicates", f"{totals.num_duplicate_rows:,}, for example in step {step.step}: {step.duplicates[0]}"

@@ -102,7 +102,7 @@ def test_lags_are_known_of_all_or_of_none() -> None:
 
 
 def test_buckets_are_named_by_what_they_hold() -> None:
-    assert bucket_names(LAG_EDGES) == ["0", "1", "2", "3-4", "5-8", "9+"]
+    assert bucket_names(LAG_EDGES) == ["ahead", "0", "1", "2", "3-4", "5-8", "9+"]
     assert bucket_names(POSITION_EDGES)[:3] == ["0-15", "16-63", "64-255"]
     assert bucket_names(POSITION_EDGES)[-1] == "65536+"
 

@@ -12,8 +12,8 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
 from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.batch.plausibility import VALID_COLUMN
 from mock_scheduler.config.instruments import TraceConfig, TraceKind, TraceLevel
-from mock_scheduler.correction.comparable import VALID_COLUMN
 from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.presets import list_presets

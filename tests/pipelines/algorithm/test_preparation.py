@@ -114,8 +114,8 @@ def test_policy_lag_is_counted_in_versions_behind_the_policy_under_training() ->
     assert corrected.states.lags is not None
     tokens_by_lag = corrected.states.lags[:, :, 0].sum(axis=0)
     of_even_rows = int(batch.response_lengths[::2].sum())  # version 0 under version 3: three behind; the others two
-    assert tokens_by_lag[3] == of_even_rows
-    assert tokens_by_lag[2] == len(batch.rollout_logprobs) - of_even_rows
+    assert tokens_by_lag[4] == of_even_rows
+    assert tokens_by_lag[3] == len(batch.rollout_logprobs) - of_even_rows
 
 
 def test_fillers_are_in_no_ratio_of_the_loss() -> None:
