@@ -42,6 +42,7 @@ A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``sou
 from __future__ import annotations
 
 from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison_json import (
     bounded,
@@ -56,7 +57,7 @@ from mock_scheduler.report.comparison_json import (
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.consequence.figures import Consequence
-from mock_scheduler.verdict.coverage import find_limits, find_smallest_error
+from mock_scheduler.verdict.coverage import find_limits, find_smallest_error, find_unexercised
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation
 from mock_scheduler.verdict.reasons import NotDeterministic, Reason, StaysInFloat64, TracedOtherThings
@@ -88,6 +89,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
         "suspicions": [suspicion_to_json(item) for item in verdict.suspicions],
         "tests": [test_to_json(item) for item in verdict.tests],
         "limits": _limits(verdict.tensors),
+        "unexercised": _unexercised(verdict.metrics),
         "smallest_error": _smallest_error(verdict),
         "metrics": None if verdict.metrics is None else metrics_to_json(verdict.metrics),
         "tensors": None if verdict.tensors is None else tensors_to_json(verdict.tensors),
@@ -189,6 +191,12 @@ def _divergence(divergence: Divergence | None) -> JSON:
         "evidence": type(divergence.evidence).__name__,
         "difference": None if difference is None else tensor_to_json(difference),
     }
+
+
+def _unexercised(metrics: MetricComparison | None) -> JSON:
+    """The parts of training that were exactly 0 at every step."""
+    found = find_unexercised(metrics)
+    return None if found is None else dataclass_to_json(found)
 
 
 def _limits(tensors: TensorComparison | None) -> JSON:

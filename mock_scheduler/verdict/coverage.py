@@ -81,6 +81,26 @@ class Limits:
     notes: tuple[Note, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unexercised:
+    """The parts of training that were 0 throughout, on both sides, so that no error in them could show."""
+
+    advantages: bool
+    policy_loss: bool
+    gradient: bool
+
+
+def find_unexercised(metrics: MetricComparison | None) -> Unexercised | None:
+    """Finds what was 0 at every compared step, by the metrics of both; ``None`` where nothing is."""
+    zero = {item.name for item in metrics.differences if item.is_zero} if metrics is not None else set()
+    found = Unexercised(
+        advantages={"advantage_min", "advantage_max"} <= zero,
+        policy_loss="pg_loss" in zero,
+        gradient="grad_norm" in zero,
+    )
+    return found if found.advantages or found.policy_loss or found.gradient else None
+
+
 def find_limits(tensors: TensorComparison) -> Limits:
     """The limits of a comparison of tensors."""
     return Limits(

@@ -61,7 +61,8 @@ def test_a_planted_threshold_is_found(source: str, found: list[str]) -> None:
 def test_every_threshold_is_told_and_used() -> None:
     code = "\n".join(
         path.read_text(encoding="utf-8")
-        for path in (*FOLDER.rglob("*.py"), *(FOLDER.parent / "verdict").rglob("*.py"))
+        for folder in (FOLDER, FOLDER.parent / "verdict", FOLDER.parent / "correction")
+        for path in folder.rglob("*.py")
         if path.name != "thresholds.py"
     )
     for name, threshold in thresholds.TABLE.items():

@@ -12,21 +12,111 @@ from pydantic import ValidationError
 from mock_scheduler.config.rollout_mock import KINDS, RolloutMockConfig, ScheduleEntry, unreachable_entries
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
+from pipelines.config.schema import PipelineConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def refused(*overrides: str) -> str:
-    """The one problem that ``quickstart`` has with these overrides."""
+ON = "rollout_mock.enable=true"
+
+
+def refused(*overrides: str, on: bool = True) -> str:
+    """The one problem that ``quickstart`` has with these overrides, and the section ``on``."""
     with pytest.raises(ConfigError) as caught:
-        load_config("quickstart", config_path=CONFIGS, overrides=overrides)
+        load_config("quickstart", config_path=CONFIGS, overrides=[*overrides, *([ON] if on else [])])
     origin = f"configuration 'quickstart' ({CONFIGS}/quickstart.yaml) has 1 problem:\n  - "
     assert str(caught.value).startswith(origin)
     return str(caught.value).removeprefix(origin)
 
 
 def mock_of(*overrides: str) -> RolloutMockConfig:
-    return load_config("quickstart", config_path=CONFIGS, overrides=overrides).rollout_mock
+    return load_config("quickstart", config_path=CONFIGS, overrides=[*overrides, ON]).rollout_mock
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout_mock.mode=mock"],
+        ["rollout_mock.mode=dump"],
+        ["rollout_mock.dump_dir=dumps/v1"],
+        ["rollout_mock.schedule=[{mode: mock, steps: 0-1}]"],
+        ["rollout_mock.compression=zstd"],
+        ["rollout_mock.allow_nondeterministic=true"],
+        ["rollout_mock.retention.keep_last=3"],
+        ["rollout_mock.mode=real", "rollout_mock.dump_dir=dumps/v1"],
+        ["+rollout_mock={mode: mock, dump_dir: dumps/v1}"],
+    ],
+)
+def test_a_key_without_enable_is_refused(overrides: list[str]) -> None:
+    """Mode mock once ran the real scheduler, and a dump_dir recorded nothing, both without a word."""
+    keys = [override.partition("=")[0].removeprefix("rollout_mock.").partition(".")[0] for override in overrides]
+    names = ["mode", "dump_dir"] if keys == ["+rollout_mock"] else keys
+    found = refused(*overrides, on=False)
+    assert found.startswith(f"rollout_mock: {', '.join(names)} would have no effect: enable is not given, so the real")
+    assert "set enable=true, or enable=false to keep the section for later" in found
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"mode": "real"},
+        {"enable": False, "mode": "mock", "dump_dir": "dumps/v1"},
+        {"on_duplicate_rows": "error", "on_implausible_rows": "strict", "on_partial_groups": "report"},
+        {"origin": "no rollout skip of verl's is on"},
+        {},
+    ],
+)
+def test_what_is_real_all_the_same_and_a_section_that_is_off_may_stand(section: dict[str, object]) -> None:
+    assert RolloutMockConfig.model_validate(section).modes_in_use == {"real"}
+
+
+def test_a_section_that_is_off_loads_back_equal() -> None:
+    config = RolloutMockConfig()
+    assert RolloutMockConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("off", "override"),
+    [
+        ("enable: false, mode: dump", "rollout_mock.mode=mock"),
+        ("enable: false, mode: mock", "rollout_mock.dump_dir=dumps/v1"),
+        ("enable: false", "rollout_mock.steps=0-3"),
+    ],
+)
+def test_an_override_of_a_section_that_stays_off_is_refused(tmp_path: Path, off: str, override: str) -> None:
+    """ROLL's own files have enable false beside a mode."""
+    key = override.partition("=")[0]
+    for name in ("base", "quickstart"):
+        (tmp_path / f"{name}.yaml").write_text((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "roll.yaml").write_text(f"defaults: [quickstart, _self_]\nrollout_mock: {{{off}}}\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config("roll", config_path=tmp_path, overrides=[override])
+    assert f"{key}: has no effect while enable is false; add rollout_mock.enable=true" in str(caught.value)
+    for more in ("rollout_mock.enable=true", "rollout_mock.enable=false"):
+        load_config("roll", config_path=tmp_path, overrides=[override, more])
+
+
+@pytest.mark.parametrize(
+    ("mode", "override", "modes"),
+    [
+        ("mock", "compression=zstd", "dump, cache"),
+        ("mock", "steps=0-3", "dump, cache"),
+        ("mock", "every=2", "dump, cache"),
+        ("dump", "on_difference=warn", "verify"),
+        ("cache", "on_mismatch=warn", "mock, verify"),
+        ("real", "dump_dir=dumps/v1", "dump, cache, mock, verify"),
+    ],
+)
+def test_an_override_without_effect_in_the_mode_is_refused(mode: str, override: str, modes: str) -> None:
+    key = override.partition("=")[0]
+    found = refused(f"rollout_mock.mode={mode}", f"rollout_mock.{override}")
+    assert found.startswith(f"rollout_mock.{key}: has no effect in mode {mode}, only in {modes}; leave it out")
+
+
+def test_a_key_of_the_file_may_be_meant_for_another_mode_of_the_section() -> None:
+    """One section records and replays: only the mode changes."""
+    RolloutMockConfig.model_validate({"enable": True, "mode": "mock", "compression": "zstd", "steps": "0-3"})
+    mock_of("rollout_mock.mode=mock", "rollout_mock.steps=null", "rollout_mock.every=1")
 
 
 def test_the_first_entry_that_applies_decides_else_the_mode() -> None:
@@ -54,14 +144,15 @@ def test_the_first_entry_that_applies_decides_else_the_mode() -> None:
 
 
 def test_a_section_that_is_off_is_real_whatever_it_says() -> None:
-    config = RolloutMockConfig.model_validate({"mode": "mock", "schedule": [{"mode": "cache", "steps": 3}]})
+    section = {"enable": False, "mode": "mock", "schedule": [{"mode": "cache", "steps": 3}]}
+    config = RolloutMockConfig.model_validate(section)
     assert config.mode_of(step=3, kind="train", scheduler_id="default") == "real"
     assert config.modes_in_use == {"real"}
 
 
 @pytest.mark.parametrize(("step", "is_recorded"), [(0, True), (5, False), (10, True), (20, False), (40, True)])
 def test_recorded_are_the_listed_steps_that_every_divides(step: int, is_recorded: bool) -> None:
-    config = RolloutMockConfig.model_validate({"steps": "0-19, 40", "every": 10})
+    config = RolloutMockConfig.model_validate({"enable": True, "steps": "0-19, 40", "every": 10})
     assert config.records_step(step) == is_recorded
 
 
@@ -154,12 +245,12 @@ def test_home_is_expanded_and_protocols_are_in_lower_case(
 ) -> None:
     """A folder named ``~`` was made in the working directory, and S3:// was an unknown protocol."""
     monkeypatch.setenv("HOME", "/home/someone")
-    assert RolloutMockConfig(dump_dir=given).dump_dir == dump_dir
+    assert RolloutMockConfig(enable=True, dump_dir=given).dump_dir == dump_dir
 
 
 def test_a_home_folder_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValidationError) as caught:
-        RolloutMockConfig(dump_dir="~no-such-user/v1")
+        RolloutMockConfig(enable=True, dump_dir="~no-such-user/v1")
     assert (
         "'~no-such-user/v1' begins with the home folder of '~no-such-user', which is not known here; give the whole "
         "path, or write ./~no-such-user/v1 for a folder of that name"
@@ -198,9 +289,10 @@ def test_keeping_the_last_steps_needs_checkpoints(mode: str) -> None:
     assert mock_of(*keys, "save_steps=2").retention.keep_last == 3
 
 
-@pytest.mark.parametrize("overrides", [(), ("rollout_mock.enable=true", "rollout_mock.mode=mock")])
-def test_retention_asks_for_nothing_where_nothing_is_recorded(overrides: tuple[str, ...]) -> None:
-    assert mock_of(*overrides, "rollout_mock.retention.keep_last=3").retention.keep_last == 3
+@pytest.mark.parametrize("section", [{"enable": False}, {"enable": True, "mode": "mock"}])
+def test_retention_asks_for_nothing_where_nothing_is_recorded(section: dict[str, object]) -> None:
+    values = {"exp_name": "x", "rollout_mock": {**section, "retention": {"keep_last": 3}}}
+    assert PipelineConfig.model_validate(values).rollout_mock.retention.keep_last == 3
 
 
 @pytest.mark.parametrize("key", ["steps", "retention.pin_steps", "schedule.0.steps"])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.trajectory import Trajectory
@@ -236,3 +237,144 @@ def test_an_answer_from_the_other_domains_recording_is_found(tmp_path: Path) -> 
     (tmp_path / "x/train/step_000000.safetensors").write_bytes(source.read_bytes())
     with pytest.raises(RecordingError, match="scheduler_id 'math' instead of 'default'"):
         mock(tmp_path, plan=[request(0)])
+
+
+# --- Rows that cannot be true, or seldom are ---
+
+
+def versioned(*versions: int, **changes: object) -> type:
+    """A scheduler whose rows of step n are of the n-th version."""
+
+    class Versioned:
+        def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+            number = torch.tensor([versions[request.global_step]], dtype=torch.int32)
+            rows = [
+                replace(row, turn_rewards=row.turn_rewards[:1], policy_versions=number, **changes)  # type: ignore[arg-type]
+                for row in make_rows(2, 2, seed=request.global_step)
+            ]
+            return RolloutBatch.from_trajectories(rows, sampling=SAMPLING, group_size=None)
+
+    return Versioned
+
+
+AHEAD = (
+    "train step 1: 4 turns of 4 with a policy version ahead of the policy: default/group 0/episode 0/env 0/turn 0: "
+    "version 57, and the newest policy is 1"
+)
+
+
+def test_versions_ahead_of_the_policy_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    scheduler = live(tmp_path, versioned(0, 57))
+    scheduler.get_batch(request(0))
+    with pytest.raises(BatchError) as caught:
+        scheduler.get_batch(request(1, policy_version=1))
+    assert str(caught.value) == (
+        f"{AHEAD}; stamp each turn with the version of the weights that sampled it, counted as the trainer counts them "
+        "(policy_version of the request, and of update_weights); rollout_mock.on_implausible_rows=report accepts them"
+    )
+    scheduler.close()
+    assert [path.name for path in (tmp_path / "x/train").iterdir()] == ["step_000000.safetensors"]
+
+
+def test_what_was_accepted_when_recorded_is_reported_when_replayed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live(tmp_path, versioned(0, 57), on_implausible_rows="report") as scheduler:
+        scheduler.get_batch(request(0))
+        scheduler.get_batch(request(1, policy_version=1))
+    assert [record.levelname for record in caplog.records if "ahead of the policy" in record.message] == ["WARNING"]
+    caplog.clear()
+    replaying = mock(tmp_path)
+    replaying.get_batch(request(0))
+    replaying.get_batch(request(1, policy_version=1))
+    assert [record.message for record in caplog.records if "ahead of the policy" in record.message] == [
+        f"[Rollout Mock] Step 1: {AHEAD.removeprefix('train step 1: ')}; stamp each turn with the version of the "
+        "weights that sampled it, counted as the trainer counts them (policy_version of the request, and of "
+        "update_weights)"
+    ]
+
+
+def test_a_version_of_weights_that_came_while_rows_were_played_is_not_ahead(tmp_path: Path) -> None:
+    scheduler = live(tmp_path, versioned(0, 2))
+    scheduler.get_batch(request(0))
+    scheduler.update_weights(2)
+    assert len(scheduler.get_batch(request(1, policy_version=1))) == 4
+    scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("make_real", "found"),
+    [
+        (
+            versioned(-3),
+            "4 turns of 4 with a negative policy version: default/group 0/episode 0/env 0/turn 0: version -3",
+        ),
+        (plays([make_row(rollout_logprobs=(-0.5, 0.25))]), "1 response token of 2 with a log-probability above 0"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_reported_or_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make_real: type, found: str
+) -> None:
+    size = 4 if "turns" in found else 1
+    for level in ("error", "strict"):
+        with pytest.raises(BatchError, match=found):
+            live(tmp_path / level, make_real, on_implausible_rows=level).get_batch(request(0, batch_size=size))
+    with live(tmp_path / "report", make_real, on_implausible_rows="report") as scheduler:
+        scheduler.get_batch(request(0, batch_size=size))
+    assert found in caplog.text
+    caplog.clear()
+    with live(tmp_path / "ignore", make_real, on_implausible_rows="ignore") as scheduler:
+        scheduler.get_batch(request(0, batch_size=size))
+    assert found not in caplog.text
+
+
+def test_another_history_is_reported_and_with_strict_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [make_row(), make_row(tokens=(1, 2, 9, 4, 5), response=[False] * 3 + [True] * 2, turn=1)]
+    words = "1 trajectory of 1 with a turn whose tokens do not begin with those of the turn before"
+    with live(tmp_path / "a", plays(rows)) as scheduler:
+        scheduler.get_batch(request(0, batch_size=1))
+    assert [record.levelname for record in caplog.records if words in record.message] == ["WARNING"]
+    with pytest.raises(BatchError, match="token 2 was 3, it is 9 now"):
+        live(tmp_path / "b", plays(rows), on_implausible_rows="strict").get_batch(request(0, batch_size=1))
+
+
+def test_a_trainers_counter_that_falls_back_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = live(tmp_path / "a", versioned(0, 1, 1))
+    scheduler.get_batch(request(0, policy_version=57))
+    scheduler.get_batch(request(1, policy_version=58))
+    with pytest.raises(SchedulerError) as caught:
+        scheduler.get_batch(request(2, policy_version=1))
+    assert str(caught.value) == (
+        "train step 2: policy_version is 1, and train step 1 had 58: the trainer's counter of updates fell back. Go on "
+        "from a checkpoint with load_state_dict, and count on from its version; "
+        "rollout_mock.on_implausible_rows=report accepts them"
+    )
+    with live(tmp_path / "b", versioned(0, 1), on_implausible_rows="report") as reporting:
+        reporting.get_batch(request(0, policy_version=57))
+        reporting.get_batch(request(1, policy_version=1))
+    assert "[Rollout Mock] train step 1: policy_version is 1, and train step 0 had 57" in caplog.text
+
+
+def test_an_update_of_weights_that_falls_back_is_refused(tmp_path: Path) -> None:
+    scheduler = live(tmp_path, versioned(0, 1))
+    scheduler.update_weights(5)
+    with pytest.raises(SchedulerError, match="update_weights: policy_version is 4, and the update before had 5"):
+        scheduler.update_weights(4)
+    scheduler.update_weights(5)
+    scheduler.close()
+
+
+def test_requests_that_overlap_and_a_resume_have_no_counter_that_fell(tmp_path: Path) -> None:
+    """One-step-off training asks for a later step with older weights than those of a validation, or out of order."""
+    scheduler = live(tmp_path, versioned(0, 0, 0, 0))
+    scheduler.get_batch(request(2, policy_version=2))
+    scheduler.get_batch(request(1, policy_version=1))
+    scheduler.get_batch(request(3, mode="val", policy_version=4))
+    scheduler.get_batch(request(3, policy_version=3))
+    state = scheduler.state_dict()
+    scheduler.close()
+    resumed = build_scheduler(config(tmp_path / "y", "dump"), versioned(0, 0), make_contract())
+    resumed.get_batch(request(0, policy_version=9))
+    resumed.load_state_dict({**state, "scheduler": {}})
+    resumed.get_batch(request(1, policy_version=1))
+    resumed.close()

@@ -357,7 +357,7 @@ def test_only_mocked_and_verified_steps_need_to_be_recorded(tmp_path: Path) -> N
 
 def test_a_run_that_is_not_enabled_ignores_the_schedule(tmp_path: Path) -> None:
     settings = RolloutMockConfig(
-        dump_dir=str(tmp_path / "none"), schedule=[{"mode": "mock", "steps": "0"}], mode="real"
+        enable=False, dump_dir=str(tmp_path / "none"), schedule=[{"mode": "mock", "steps": "0"}], mode="real"
     )
     scheduler = build_scheduler(settings, Player, make_contract())
     play(scheduler, [0])

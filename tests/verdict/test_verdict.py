@@ -57,6 +57,31 @@ def test_bit_equal_runs_are_identical(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"pg_loss": 0.0}, "the policy's loss is exactly 0"),
+        ({"advantage_min": 0.0, "advantage_max": -0.0}, "every advantage is exactly 0"),
+        (
+            {"grad_norm": 0.0, "pg_loss": 0.0, "advantage_min": 0.0, "advantage_max": 0.0},
+            "every advantage, the policy's",
+        ),
+        ({"advantage_min": 0.0, "advantage_max": 0.5, "pg_loss": 1e-30}, ""),
+    ],
+)
+def test_what_was_0_throughout_is_said_where_the_verdict_stands(
+    tmp_path: Path, metrics: dict[str, float], words: str
+) -> None:
+    """Advantages that are all 0 once hid every error of the loss behind "one changed bit would have been found"."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+        rows = [json.dumps({"step": step, "metrics": metrics}) for step in (0, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    reason = describe_reason(align(tmp_path / "a", tmp_path / "b"))
+    assert (words in reason and "in every step, so that an error there could not show" in reason) == bool(words)
+    assert ("exactly 0" in reason) == bool(words)
+
+
 def test_one_flipped_bit_is_rounding_and_no_longer_identical(tmp_path: Path) -> None:
     flipped = torch.ones(4)
     flipped.view(torch.int32)[1] ^= 1

@@ -59,6 +59,7 @@ class MetricDifference:
         first_exceeding_step: ``None`` where nothing is beyond its bound.
         changes: b - a by step, where both are finite.
         is_estimate: Every exceeded bound was extrapolated.
+        is_zero: Both are exactly 0 at every step.
     """
 
     name: str
@@ -75,6 +76,7 @@ class MetricDifference:
     first_exceeding_step: int | None
     changes: tuple[tuple[int, float], ...] = ()
     is_estimate: bool = False
+    is_zero: bool = False
 
     @property
     def is_judged(self) -> bool:
@@ -225,6 +227,7 @@ def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, boun
         first_different_step=next(iter(different), None),
         first_exceeding_step=next((row.step for row in rows if row.exceeds), None),
         is_estimate=all(row.is_estimate for row in rows if row.exceeds),
+        is_zero=all(row.mine == row.other == 0 for row in rows),
         changes=tuple((row.step, row.other - row.mine) for row in rows if math.isfinite(row.other - row.mine)),
     )
 

@@ -82,7 +82,7 @@ def translate_areal(section: TrajectoryDebug, *, default_path: str, name: str) -
     """Translates a section already read, as ``from_areal`` does."""
     dump_dir = section.path or default_path
     if not section.is_on:
-        return RolloutMockConfig(dump_dir=dump_dir)
+        return RolloutMockConfig(enable=False, dump_dir=dump_dir)
     fields: dict[str, object] = {
         "mode": "dump" if section.dump_rollout_data else "mock",
         "dump_dir": dump_dir,

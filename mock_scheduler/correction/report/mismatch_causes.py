@@ -251,6 +251,6 @@ def _other_weights_cause(rollout: Floats, train: Floats, *, version: int) -> Cau
         ),
         remedy=(
             "stamp rows with the version of the weights that sampled them; record rows of another timeline anew, into "
-            "another dump_dir"
+            "another dump_dir. A replay under settings of its own is such a timeline from its second step on"
         ),
     )

@@ -6,7 +6,13 @@ from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, Te
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of
-from mock_scheduler.verdict.coverage import TurnedDecisions, find_limits, find_nearest, find_smallest_error
+from mock_scheduler.verdict.coverage import (
+    TurnedDecisions,
+    find_limits,
+    find_nearest,
+    find_smallest_error,
+    find_unexercised,
+)
 from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.tensors import count_kind, join_and, name_kinds
 
@@ -85,6 +91,24 @@ def describe_limits(tensors: TensorComparison | None) -> list[str]:
             "are"
         )
     return [*parts, *map(describe_note, limits.notes)]
+
+
+def describe_unexercised(metrics: MetricComparison | None) -> list[str]:
+    """What was 0 throughout, and so outside the proof; a clause, or none."""
+    found = find_unexercised(metrics)
+    if found is None:
+        return []
+    parts = [
+        text
+        for is_zero, text in (
+            (found.advantages, "every advantage"),
+            (found.policy_loss, "the policy's loss"),
+            (found.gradient, "every gradient"),
+        )
+        if is_zero
+    ]
+    verb = "is" if len(parts) == 1 else "are"
+    return [f"{join_and(parts)} {verb} exactly 0 in every step, so that an error there could not show"]
 
 
 def describe_turned(turned: TurnedDecisions) -> str:

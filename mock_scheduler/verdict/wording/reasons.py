@@ -51,6 +51,7 @@ from mock_scheduler.verdict.wording.coverage import (
     describe_nearest,
     describe_smallest,
     describe_turned,
+    describe_unexercised,
 )
 from mock_scheduler.verdict.wording.divergences import describe_divergence, describe_evidence
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_selection, describe_unmatched
@@ -263,10 +264,12 @@ def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedBy
         found = "one changed bit would have been found"
         if why.by_fingerprints:
             found = "one changed bit would have changed a fingerprint; fingerprints are taken as the runs recorded them"
-        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), found]
+        unexercised = describe_unexercised(verdict.metrics)
+        return [f"bit-equal{how}: {coverage}", *describe_limits(tensors), *unexercised, found]
     level = "its bounds" if verdict.bounds is None else describe_bounds_level(verdict.bounds)
     estimated = ", as estimated from sketches" if why.is_estimated else ""
-    within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *describe_limits(tensors)]
+    limits = [*describe_limits(tensors), *describe_unexercised(verdict.metrics)]
+    within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *limits]
     if isinstance(why, NotExplainedByNoise):
         listed = [describe_suspicion(item) for item in verdict.suspicions[:_NUM_LISTED]]
         rest = len(verdict.suspicions) - _NUM_LISTED
