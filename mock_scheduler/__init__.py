@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mock_scheduler.support.version import VERSION
+from mock_scheduler.support.versions import VERSION
 
 __version__ = VERSION
 

@@ -25,7 +25,7 @@ from mock_scheduler.trace.selection import check_patterns
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 
 class StepObservation:

@@ -25,7 +25,7 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.run_state import RunState
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.observation import StepObservation, record_operations

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.command_program.arguments import value_text
-from mock_scheduler.command_program.brace_fields import render
+from mock_scheduler.command_program.arguments import render, value_text
 from mock_scheduler.command_program.config import (
     ARGUMENTS_FIELD,
     COMMAND_FIELD,

@@ -22,9 +22,9 @@ from mock_scheduler.command_program.arguments import (
     Settings,
     Words,
     is_neutral,
+    list_fields,
     value_text,
 )
-from mock_scheduler.command_program.brace_fields import list_fields
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.base import ConfigSection, Decides, FileName, NonNegativeInt, PositiveInt
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig

@@ -36,7 +36,7 @@ from pipelines.algorithm.training_values import needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging

@@ -29,7 +29,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.learner import row_table, show_inputs
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.observation import StepObservation
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.comparison.explain.flat_pair import FlatPair, square_of
+from mock_scheduler.comparison.measure.large_tensors import FlatPair, square_of
 from mock_scheduler.comparison.residuals import Multiple, Residual, Zero
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (

@@ -32,8 +32,8 @@ import torch
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
 from mock_scheduler.comparison.findings import NonFinite
-from mock_scheduler.comparison.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.measure.figures import PairSums, compute_figures, sum_pair
+from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import Figures, TensorDifference
 from mock_scheduler.comparison.thresholds import (
     LARGEST_SIGNIFICANT,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.comparison.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import Figures, WorstElement
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.drift import judge_drifts
-from mock_scheduler.comparison.noise.equal_forward import judge_behind_equal_forward
-from mock_scheduler.comparison.noise.slopes import judge_slopes, summarise_slopes
+from mock_scheduler.comparison.noise.slopes import judge_behind_equal_forward, judge_slopes, summarise_slopes
 from mock_scheduler.comparison.noise.suspicions import NoiseVerdict, NoisyPlace, Suspicion, TestSummary
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import MOST_SUSPICIONS

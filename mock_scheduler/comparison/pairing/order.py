@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from mock_scheduler.config.instruments import TRACE_KINDS
-from mock_scheduler.support.numbers import natural_part
+from mock_scheduler.support.text import natural_part
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _LAYER = re.compile(r"\blayers\.(\d{1,9})(?:\.(.+))?$")

@@ -23,9 +23,7 @@ from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.files import whole_lines
 from mock_scheduler.support.foreign_files import describe_failure, read_raw_lines
-from mock_scheduler.support.foreign_text import printable
-from mock_scheduler.support.numbers import is_real
-from mock_scheduler.support.text import shorten
+from mock_scheduler.support.text import is_real, printable, shorten
 
 logger = logging.getLogger("mock_scheduler.metrics")
 
