@@ -24,7 +24,7 @@ from mock_scheduler.command_program.config import (
     VALUE_FIELD,
     CommandConfig,
 )
-from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
+from mock_scheduler.config.instruments import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.support.run_files import ATTACHED_FILE
 

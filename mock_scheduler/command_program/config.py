@@ -2,7 +2,7 @@
 
 A key reaches the command by its ``arguments``, or as a field, such as ``{tp}``, in the command or its variables. What
 the instruments alone need (trace, perturbed weights, grafts, the steps to observe) reaches the training through
-``megatron.attach``, which reads the file that ``MOCK_SCHEDULER_RUN`` names (``config.attached``).
+``megatron.attach``, which reads the file that ``MOCK_SCHEDULER_RUN`` names (``config.instruments``).
 """
 
 from __future__ import annotations

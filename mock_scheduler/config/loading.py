@@ -157,7 +157,7 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
 def dump_config(config: Dumped) -> str:
     """Returns the whole configuration as YAML, which loads back equal; the same text for equal configurations.
 
-    A text out of the environment is written as ``${oc.env:NAME}`` (``environment_texts``): whoever loads the file
+    A text out of the environment is written as ``${oc.env:NAME}`` (``interpolations``): whoever loads the file
     gives it a value of its own.
     """
     texts = config.environment_texts if isinstance(config, ConfigSection) else EnvironmentTexts()

@@ -30,8 +30,8 @@ from pipelines.megatron.learner import Learner, ScoredStep
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.observation import StepObservation
-from pipelines.remote import service_contract
 from pipelines.service.order import OutOfOrderError, StepRequest
+from pipelines.training import service_contract
 
 
 class TrainingService:

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layouts.training import VOCAB_SIZE
-from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import AttachedRun, PerturbationConfig, TraceConfig, TraceKind
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import MockSchedulerError, TraceError

@@ -20,7 +20,7 @@ from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.megatron.probe.interface import TrainingProbe
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from mock_scheduler.support.clock import Clock
+from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection, check_patterns, check_trace_ranks

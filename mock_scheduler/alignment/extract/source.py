@@ -14,8 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mock_scheduler.alignment.plan.matrix import expand_candidates
-from mock_scheduler.alignment.plan.overrides import override_keys
+from mock_scheduler.alignment.plan.overrides import expand_candidates, override_keys
 from mock_scheduler.alignment.plan.plan import RECORDING_NAME
 from mock_scheduler.config.align import CANDIDATE_NAME, CandidateConfig
 from mock_scheduler.config.loading import ConfigSource

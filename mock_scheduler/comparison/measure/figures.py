@@ -1,9 +1,9 @@
 """All figures of the difference of two tensors, in one pass over both.
 
 Contract: figures are computed in float64; bits are compared as integers, so -0.0 differs from 0.0 and one NaN from
-another. Tensors are read once, in chunks small enough for the processor's cache, by several threads (``blocks``):
-memory beyond the tensors is a few chunks for each, and the sums do not depend on their number. Contiguous tensors are
-not copied.
+another. Tensors are read once, in chunks small enough for the processor's cache, by several threads
+(``large_tensors``): memory beyond the tensors is a few chunks for each, and the sums do not depend on their number.
+Contiguous tensors are not copied.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
