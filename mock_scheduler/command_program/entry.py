@@ -2,13 +2,11 @@
 
 Contract: a command that ends well must have written ``run.json`` by ``megatron.attach``, of the layout and the last
 step that were asked for; else ``error.json`` says what is missing. Exit codes of a foreign program mean nothing here,
-since 1 to 5 are ours: without an ``error.json`` every one becomes 70.
+since 1 to 5 are ours: without an ``error.json`` every one becomes 70. Imports no torch.
 
-The command's processes form a group of their own. A signal to this process goes on to the group once; orphans of the command are
-ended by the supervisor of this process (``launch.ranks``). A job that a launcher submitted elsewhere is ended by the
-command's ``cancel``.
-
-Contract: imports no torch. The command's processes are no ranks of ours: they get none of our variables of a rank.
+The command's processes form a group of their own. A signal to this process goes on to the group once; orphans of the
+command are ended by the supervisor of this process (``launch.ranks``). A job that a launcher submitted elsewhere is
+ended by the command's ``cancel``. The processes are no ranks of ours: they get none of our variables of a rank.
 """
 
 from __future__ import annotations
