@@ -139,7 +139,9 @@ class NoiseBounds:
             return MetricBound(absolute=math.inf)
         if is_share(name):
             return MetricBound(absolute=self._shares.of_metric(step, name, times=SAFETY))
+        # The largest of the runs and not their median: a candidate is one more run like them.
         largest = max(map(abs, found))
+        # Runs that happened to agree do not make a metric exact.
         least = self.smallest * abs(self.metric_values[step, name])
         return MetricBound(absolute=self.factors.get((_METRIC, step, 0), SAFETY) * max(largest, least))
 
@@ -151,6 +153,7 @@ class NoiseBounds:
         left out. The bounds come from one run less, so they are narrower than a candidate's. With fewer than two others
         there are none.
         """
+        # Leave-one-out: with two runs the bound would come from a single one, whose tail says nothing.
         return tuple(map(self._count_beyond, range(self.num_runs))) if self.num_runs > 2 else ()
 
     def _count_beyond(self, run: int) -> int:
@@ -231,6 +234,7 @@ class TokenShares:
         logged: dict[str, float] = {}
         for key, noise in tensors.items():
             if is_share(key.name):
+                # Over all steps and updates: which of them a token turns at is chance.
                 traced[key.name] = max(noise.distance, traced.get(key.name, 0.0))
         for (_, name), changes in metrics.items():
             if is_share(name):

@@ -77,6 +77,7 @@ def classify_residual(
     is_slight = not rounding < figures.relative
     ratio_of = partial(find_ratio, pair, bound=bound, common=common)
     tests: tuple[Callable[[], Residual | None], ...] = (
+        # The most particular explanation first: a stale tensor is in part a ratio, and a ratio in part a constant.
         lambda: _find_stale(pair, before),
         lambda: _best(ratio_of(layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),

@@ -72,6 +72,7 @@ def find_significant(relative: float, bound: TensorBound) -> float:
     """
     # Where all of a gradient is noise, so is every step made of it; only a measured bound knows.
     largest = LARGEST_SIGNIFICANT_UNMEASURED if bound.has_rounding else LARGEST_SIGNIFICANT
+    # Adam divides by the size of an element's own gradient, so an element that is all noise moves as far as any other.
     return min(SIGNIFICANT * relative, largest)
 
 
@@ -256,6 +257,7 @@ def _sum_changes(
 
     sums = _Changes()
     for part in map_blocks(add_up, split_blocks(new[0].numel())):
+        # In the order of the blocks, whichever thread was first: the sum has the same bits every time.
         sums.difference += part.difference
         sums.rounding += part.rounding
         sums.size += part.size

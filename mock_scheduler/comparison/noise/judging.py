@@ -50,7 +50,9 @@ def measure_drift(series: Series) -> Drift:
         max(math.sqrt(sum(run[place] ** 2 for run in series.noise) / len(series.noise)), series.smallest[place])
         for place in range(len(series.changes))
     ]
+    # The same units for candidate and runs, so that their means can be held against each other.
     sigma, mean, num_signs = _drift(series.changes, units)
+    # Honest runs stay on one side too once they have parted; the furthest of them is the measure.
     noise_mean = max(abs(_drift(run, units)[1]) for run in series.noise)
     return Drift(num_signs=num_signs, sigma=sigma, mean=mean, noise_mean=noise_mean)
 
@@ -78,6 +80,7 @@ def _drift(changes: Sequence[float], units: Sequence[float]) -> tuple[float, flo
     if not signs:
         return 0.0, 0.0, 0
     scaled = [change / unit for change, unit in zip(changes, units, strict=True) if unit]
+    # The sign test: n fair signs have a sum of variance n.
     return sum(signs) / math.sqrt(len(signs)), sum(scaled) / max(len(scaled), 1), len(signs)
 
 
@@ -106,6 +109,7 @@ def _metric_series(metrics: MetricComparison | None, noise: NoiseBounds) -> list
 
 
 def _slope_series(slopes: Sequence[SlopeSummary], noise: NoiseBounds) -> list[Series]:
+    # A run that lacks an update would make its series another one.
     complete = [item for item in slopes if len(item.noise_medians) == noise.num_runs]
     if not complete:
         return []

@@ -176,6 +176,7 @@ def _deviations(items: Sequence[TensorDifference], noise: NoiseBounds) -> list[f
     # Deviation by noise is alike for tensors of one kind, of which there are more than runs.
     shares = [each.slope_spread / each.usual for each in measured if each.usual]
     usual = median(shares) if shares else 0.0
+    # So that the limit, LARGEST_Z deviations, is never below the bound of any tensor without noise.
     smallest = SAFETY * noise.smallest / LARGEST_Z
     return [max(each.slope_spread, usual * each.usual, smallest) for each in measured]
 
@@ -263,6 +264,7 @@ def _find_behind(differences: Sequence[TensorDifference]) -> list[list[TensorDif
         key = item.key
         place = (key.step, key.update)
         if PHASES[key.kind] is Phase.FORWARD:
+            # One unequal tensor of the forward pass is enough: its noise then reaches every gradient.
             is_equal[place] = is_equal.get(place, True) and item.bit_equal
         elif key.kind in SLOPE_KINDS and item.slope is not None and math.isfinite(item.slope):
             behind.setdefault(place, []).append(item)
@@ -275,6 +277,7 @@ def _judge_together(
     gradients = [item for item in items if item.key.kind == "gradient" and item.size and not item.exceeds]
     if len(gradients) < FEWEST_SLOPES:
         return None
+    # No run measured this: the noise of perturbed weights is not in it, so only the spread among tensors bounds it.
     middle, spread, z = robust_z([slope_of(item) - 1.0 for item in gradients])
     # Behind equal forward passes all slopes may be equal, with a spread of 0.
     limit = max(LARGEST_Z * spread, noise.smallest)

@@ -64,6 +64,7 @@ class FullStep:
         self._flipped: dict[tuple[int, str], torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._moved_experts: dict[tuple[int, str], frozenset[int]] = {}
+        # In both runs: a gradient that one run lacks is a finding, and its parameter no decision.
         self._without_gradient = find_without_gradient(sides.keys[0]) & find_without_gradient(sides.keys[1])
         self._num_initial = 0
         self._pools = RoundingPools()
@@ -119,6 +120,7 @@ class FullStep:
         """Finds the first token, in the order of rows, whose input is another in the candidate."""
         if pair.dims[:1] != ("token",):
             return OtherInput()
+        # As float64, so that inputs of two dtypes are compared by value; token ids and masks are exact in it.
         differs = view_as_bits(pair.baseline.double()) != view_as_bits(pair.candidate.double())
         if pair.present is not None:
             differs = differs & pair.present
@@ -262,6 +264,8 @@ class FullStep:
         """Gives each difference of the step the rounding of its pool, which all its tensors together show."""
         differences = self._found.differences
         for item in self._pools.unrounded:
+            # Rounding follows the numbers that were added, not what was left of them: a tensor that cancelled is as
+            # coarse.
             usual = math.sqrt(self._pools.mean_square(item.pool))
             known = differences[item.position]
             differences[item.position] = with_rounding(known, item.bound, usual=usual, unit=item.unit)
