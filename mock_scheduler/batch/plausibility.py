@@ -16,7 +16,7 @@ import torch
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.batch.rollout_batch import RolloutBatch
 from mock_scheduler.batch.trajectory import SampleIdentity
-from mock_scheduler.batch.versions import trajectory_index
+from mock_scheduler.batch.versions import stated_versions, trajectory_index
 from mock_scheduler.support.text import count_of
 
 #: A ragged bool column: whether the engine gave each response token's log-probability.
@@ -52,8 +52,9 @@ _IMPOSSIBLE = frozenset({FindingKind.VERSION_AHEAD, FindingKind.VERSION_NEGATIVE
 class Finding:
     """One kind of finding in a batch.
 
-    count, total: of turns, tokens, rows or trajectories. first: the first row found. position: of the first token in
-    its row, or of its turn. found, expected: the values there; ``None`` where there is none, as after a row's end.
+    count, total: of turns, tokens, rows or trajectories; unit: of which, where either may be. first: the first row
+    found. position: of the first token in its row, or of its turn. found, expected: the values there; ``None`` where
+    there is none, as after a row's end.
     """
 
     kind: FindingKind
@@ -63,6 +64,7 @@ class Finding:
     position: int | None = None
     found: float | None = None
     expected: float | None = None
+    unit: str = ""
 
     @property
     def is_impossible(self) -> bool:
@@ -93,14 +95,16 @@ def find_unlikely(batch: RolloutBatch) -> list[Finding]:
 
 
 def _impossible_versions(batch: RolloutBatch, latest: int) -> Iterator[Finding]:
-    versions = batch.policy_versions.numpy()
+    versions, offsets, stated = batch.policy_versions.numpy(), batch.turn_offsets.numpy(), stated_versions(batch)
+    if stated is not None:  # a turn has the oldest of its tokens
+        versions, offsets = stated.numpy(), batch.response_offsets.numpy()
     for kind, flags, expected in (
         (FindingKind.VERSION_AHEAD, versions > latest, latest),
         (FindingKind.VERSION_NEGATIVE, versions < 0, 0),
     ):
         places = np.flatnonzero(flags)
         if len(places):
-            row = int(np.searchsorted(batch.turn_offsets.numpy(), places[0], side="right")) - 1
+            row = int(np.searchsorted(offsets, places[0], side="right")) - 1
             yield Finding(
                 kind=kind,
                 count=len(places),
@@ -108,6 +112,7 @@ def _impossible_versions(batch: RolloutBatch, latest: int) -> Iterator[Finding]:
                 first=batch.identities[row],
                 found=int(versions[places[0]]),
                 expected=expected,
+                unit="turn" if stated is None else "response token",
             )
 
 
@@ -269,11 +274,11 @@ def _share(finding: Finding, noun: str, plural: str = "") -> str:
 
 _DESCRIPTIONS = {
     FindingKind.VERSION_AHEAD: lambda f: (
-        f"{_share(f, 'turn')} with a policy version ahead of the policy: {f.first}: version {f.found}, and the newest "
+        f"{_share(f, f.unit)} with a policy version ahead of the policy: {f.first}: version {f.found}, and the newest "
         f"policy is {f.expected}"
     ),
     FindingKind.VERSION_NEGATIVE: lambda f: (
-        f"{_share(f, 'turn')} with a negative policy version: {f.first}: version {f.found}"
+        f"{_share(f, f.unit)} with a negative policy version: {f.first}: version {f.found}"
     ),
     FindingKind.POSITIVE_LOGPROB: lambda f: (
         f"{_share(f, 'response token')} with a log-probability above 0, of a probability above 1: {f.first}: "

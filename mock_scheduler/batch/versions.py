@@ -14,7 +14,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.batch.rollout_batch import RolloutBatch
+
+#: A ragged int column: the policy version that sampled each response token, where it changed within a turn.
+VERSIONS_COLUMN = "policy_versions_by_token"
+
+
+def stated_versions(batch: RolloutBatch) -> torch.Tensor | None:
+    """Reads int64 ``[M]``, the versions of response tokens by their column; ``None`` without one for each token."""
+    column = batch.extras.get(VERSIONS_COLUMN)
+    if not isinstance(column, TensorColumn) or column.offsets is None or column.values.dim() != 1:
+        return None
+    dtype = column.values.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return None
+    return column.values.long() if torch.equal(column.offsets, batch.response_offsets) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +56,11 @@ class TokenTurns:
     def versions(self) -> torch.Tensor | None:
         """The policy version that sampled each response token, int64 ``[M]``; ``None`` where not told.
 
-        A row of one version tells it without its turns.
+        The column ``policy_versions_by_token`` tells it, else turns do, and a row of one version without its turns.
         """
+        stated = stated_versions(self.batch)
+        if stated is not None:
+            return stated
         batch, versions = self.batch, self.batch.policy_versions.long()
         if self.turns is not None:
             return versions[self.turns]
@@ -108,7 +126,10 @@ def trajectory_index(batch: RolloutBatch) -> torch.Tensor:
 
 
 def count_mixed(batch: RolloutBatch) -> int:
-    """Counts the trajectories whose turns were sampled by policies of several versions."""
-    index = torch.repeat_interleave(trajectory_index(batch), batch.turn_offsets.diff())
-    is_change = (batch.policy_versions[1:] != batch.policy_versions[:-1]) & (index[1:] == index[:-1])
-    return len(index[1:][is_change].unique())
+    """Counts the trajectories that were sampled by policies of several versions, in turns or within one."""
+    of_row, stated = trajectory_index(batch), stated_versions(batch)
+    pairs = [(batch.policy_versions, torch.repeat_interleave(of_row, batch.turn_offsets.diff()))]
+    if stated is not None:
+        pairs.append((stated, torch.repeat_interleave(of_row, batch.response_lengths)))
+    changed = [index[1:][(of[1:] != of[:-1]) & (index[1:] == index[:-1])] for of, index in pairs]
+    return len(torch.cat(changed).unique())

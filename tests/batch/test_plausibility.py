@@ -19,7 +19,7 @@ from mock_scheduler.batch.plausibility import (
     find_unlikely,
     made_up_rows,
 )
-from mock_scheduler.batch.versions import Staleness, count_mixed, measure_staleness
+from mock_scheduler.batch.versions import VERSIONS_COLUMN, Staleness, count_mixed, measure_staleness
 from tests.batches import SAMPLING, make_row
 
 
@@ -125,6 +125,25 @@ def test_trajectories_of_several_versions_are_counted_once() -> None:
     batch = batch_of(with_versions(1, 2, 3), with_versions(2, 2, env=1), with_versions(2, env=2), later)
     assert count_mixed(batch) == 2
     assert count_mixed(batch_of(with_versions(1), with_versions(2, env=1))) == 0
+
+
+def mixed_within_a_turn(*versions: int, env: int = 0) -> Trajectory:
+    """A partial rollout: new weights came while the turn was sampled; the turn has the oldest version."""
+    row = with_logprobs(*[-0.5 - 0.125 * number for number in range(len(versions))], env=env)
+    column = Ragged(torch.tensor(versions, dtype=torch.int32))
+    oldest = torch.tensor([min(versions)], dtype=torch.int32)
+    return replace(row, policy_versions=oldest, extras={VERSIONS_COLUMN: column})
+
+
+def test_a_response_of_mixed_versions_is_counted_and_stale_by_token() -> None:
+    batch = batch_of(mixed_within_a_turn(1, 1, 2), mixed_within_a_turn(2, 2, env=1))
+    assert count_mixed(batch) == 1
+    assert measure_staleness(batch, 2) == Staleness(minimum=0, mean=2 / 5, maximum=1)
+    assert find_impossible(batch, latest_version=2) == []
+    assert only(find_impossible(batch, latest_version=1)).describe() == (
+        "3 response tokens of 5 with a policy version ahead of the policy: default/group 0/episode 0/env 0/turn 0: "
+        "version 2, and the newest policy is 1"
+    )
 
 
 # --- Log-probabilities ------------------------------------------------------------------------------------------------

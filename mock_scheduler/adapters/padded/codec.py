@@ -46,6 +46,7 @@ from mock_scheduler.adapters.padded.values import (
 )
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
+from mock_scheduler.batch.versions import VERSIONS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -103,6 +104,8 @@ class PaddedCodec:
         tags = read_tags(native, layout, fields.num_rows)
         kinds, columns = self._write_others(fields, order, tags)
         columns |= PaddedWriter(fields, core.tensors, core.spans, order).write()
+        if core.token_versions is not None:
+            columns[VERSIONS_COLUMN] = core.token_versions
         return RolloutBatch(
             identities=tuple(ordered),
             prompt_digests=core.prompt_digests,

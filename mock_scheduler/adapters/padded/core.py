@@ -2,7 +2,8 @@
 
 Contract: the rows are taken in the order given. A value a framework lacks is 0 (logprobs, rewards), the request's
 policy version, or ``TERMINATED``. A turn is a run of response tokens; a reward per token belongs to the last turn that
-has begun, else to the first one. Where the tokens of a turn have several policy versions, the turn's is the oldest.
+has begun, else to the first one. Where the tokens of a turn have several policy versions, the turn's is the oldest,
+and a column has each token's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from mock_scheduler.adapters.padded.fields import NativeFields, raise_problems
 from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_spans, gather, gather_by_token
 from mock_scheduler.batch import SampleIdentity, Termination
+from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.batch.rows import compute_prompt_digests
 from mock_scheduler.support.tensor_bytes import share_array
 
@@ -30,11 +32,15 @@ _Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoreFields:
-    """The core tensors of a ``RolloutBatch`` by name, its prompt digests, and where its rows lie in the padded ones."""
+    """The core tensors of a ``RolloutBatch`` by name, its prompt digests, and where its rows lie in the padded ones.
+
+    ``token_versions``: the policy version of each response token, int32, where the framework states it.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     prompt_digests: tuple[str, ...]
     spans: RowSpans
+    token_versions: TensorColumn | None
 
 
 class CoreReader:
@@ -58,6 +64,7 @@ class CoreReader:
         turn_offsets = np.searchsorted(turn_rows, np.arange(len(self._order) + 1))
         prompt_lengths = self._find_prompt_lengths(starts, turn_offsets)
         rewards, turn_rewards = self._read_rewards(starts, turn_offsets)
+        versions, by_token = self._read_versions(starts, turn_rows, policy_version)
         tensors = {
             "tokens": share_array(tokens),
             "row_offsets": share_array(self._offsets),
@@ -65,13 +72,22 @@ class CoreReader:
             "rollout_logprobs": share_array(rollout_logprobs),
             "turn_offsets": share_array(turn_offsets),
             "turn_rewards": share_array(turn_rewards.astype(np.float32)),
-            "policy_versions": share_array(self._read_versions(starts, turn_rows, policy_version)),
+            "policy_versions": share_array(versions),
             "rewards": share_array(rewards.astype(np.float32)),
             "terminations": torch.full((len(self._order),), int(Termination.TERMINATED), dtype=torch.uint8),
             "prompt_lengths": share_array(prompt_lengths.astype(np.int32)),
         }
         digests = compute_prompt_digests(tokens, self._offsets, prompt_lengths)
-        return CoreFields(tensors=tensors, prompt_digests=digests, spans=self._spans_with_splits(prompt_lengths))
+        return CoreFields(
+            tensors=tensors,
+            prompt_digests=digests,
+            spans=self._spans_with_splits(prompt_lengths),
+            token_versions=None if by_token is None else self._by_response_token(by_token),
+        )
+
+    def _by_response_token(self, values: npt.NDArray[np.int32]) -> TensorColumn:
+        counts: _Integers = np.concatenate([[0], self._mask.cumsum(dtype=np.int64)])
+        return TensorColumn(values=share_array(values), offsets=share_array(counts[self._offsets]))
 
     def _spans_with_splits(self, prompt_lengths: _Integers) -> RowSpans:
         if self._layout.is_left_padded:
@@ -185,8 +201,11 @@ class CoreReader:
                 out[start:stop] = numbers if np.isfinite(numbers.astype(np.float32)).all() else out[start:stop]
         return out
 
-    def _read_versions(self, starts: _Integers, turn_rows: _Integers, policy_version: int) -> npt.NDArray[np.int32]:
-        name = self._layout.policy_versions
+    def _read_versions(
+        self, starts: _Integers, turn_rows: _Integers, policy_version: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+        """The version of each turn and, where the framework states it, of each response token."""
+        name, tokens = self._layout.policy_versions, None
         if name is not None and name in self._fields.framed:
             tokens = self._gather(name)[self._mask]
             firsts = np.concatenate([[0], self._mask.cumsum()])[starts]
@@ -195,10 +214,10 @@ class CoreReader:
         elif name is not None and name in self._fields.dense and self._fields.dense[name].dim() == 1:
             versions = _numbers(self._fields.dense[name])[self._order][turn_rows]
         else:
-            return np.full(len(starts), policy_version, dtype=np.int32)
-        if len(versions) and max(-versions.min(), versions.max()) > _INT32_MAX:
+            return np.full(len(starts), policy_version, dtype=np.int32), None
+        if len(versions) and max(-versions.min(), (versions if tokens is None else tokens).max()) > _INT32_MAX:
             raise_problems([f"{name!r} has policy versions outside of int32"], self._layout)
-        return versions.astype(np.int32)
+        return versions.astype(np.int32), None if tokens is None else tokens.astype(np.int32)
 
 
 def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
