@@ -11,15 +11,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mock_scheduler.batch.plausibility import Finding
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.correction.report.view import Advice
 from mock_scheduler.recording.reading.browse import name_steps
+from mock_scheduler.support.text import list_some
 
 #: Standard errors from 1 beyond which the mean ratio is not that of sampling and training distributions.
 BIAS_ERRORS = 5.0
 _MOST_VARIANCE, _LEAST_SAMPLES = 1.0, 0.3
 _MOST_VETOED, _MOST_MASKED = 0.1, 0.5
 _MEAN_BOUNDS = (0.5, 2.0)
+_NUM_LISTED = 3
 _PREFIXES = ("mismatch/", "rollout_corr/")
 
 Metrics = Mapping[str, float]
@@ -112,6 +115,18 @@ def equal_policies(num_equal: int, *, num_tokens: int) -> list[Advice]:
         return []
     condition = "every training log-probability is equal to the recorded one, to the last bit"
     return [Advice(severity="note", title="Nothing to correct", condition=condition)]
+
+
+def implausible_advice(title: str, found: Sequence[tuple[int, Finding]]) -> Advice:
+    """Tells data of one kind that cannot be true, a problem, or seldom are, a warning; with their steps."""
+    texts = [f"step {step}: {finding.describe()}" for step, finding in found]
+    first = found[0][1]
+    return Advice(
+        severity="problem" if first.is_impossible else "warning",
+        title=title.capitalize(),
+        condition=list_some(texts, _NUM_LISTED, "; "),
+        remedies=(first.remedy,),
+    )
 
 
 def problem(title: str, conditions: Sequence[str], *remedies: str) -> list[Advice]:

@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.batch import SamplingParams
-from mock_scheduler.batch.plausibility import ROUNDING, VALID_COLUMN, FindingKind, find_impossible, find_unlikely
+from mock_scheduler.batch.plausibility import (
+    ROUNDING,
+    VALID_COLUMN,
+    Finding,
+    FindingKind,
+    find_impossible,
+    find_unlikely,
+)
 from mock_scheduler.correction.comparable import (
     comparison_problems,
     logprob_problems,
@@ -27,6 +34,7 @@ from mock_scheduler.correction.report.advice import (
     equal_policies,
     guide_advice,
     hidden_variance,
+    implausible_advice,
     problem,
 )
 from mock_scheduler.correction.report.distributions import (
@@ -112,8 +120,7 @@ class ReportBuilder:
         self._metrics: dict[int, Metrics] = {}
         self._not_finite = self._train_positive = 0
         self._mismatch = MismatchJudge(options.training)
-        self._implausible: dict[FindingKind, list[str]] = {}
-        self._remedies: dict[FindingKind, str] = {}
+        self._implausible: dict[FindingKind, list[tuple[int, Finding]]] = {}
 
     def add(self, step: ScoredStep) -> None:
         """Adds one more step."""
@@ -123,8 +130,7 @@ class ReportBuilder:
         self._problems += [f"step {step.info.step}: {text}" for text in logprob_problems(batch)]
         for finding in (*find_impossible(batch, latest_version=step.info.policy_version), *find_unlikely(batch)):
             if finding.kind not in (FindingKind.POSITIVE_LOGPROB, FindingKind.MADE_UP):  # in advice of their own
-                self._implausible.setdefault(finding.kind, []).append(f"step {step.info.step}: {finding.describe()}")
-                self._remedies[finding.kind] = finding.remedy
+                self._implausible.setdefault(finding.kind, []).append((step.info.step, finding))
         health = recorded_health(step)
         if step.train_logprobs is not None:
             health = self._measure(step, health)
@@ -235,9 +241,7 @@ class ReportBuilder:
     def _advice(self, measured: Measured | None) -> list[Advice]:
         found = self._comparability()
         found += problem("Missing log-probabilities", self._problems)
-        for kind, texts in self._implausible.items():
-            more = [f"and {len(texts) - _NUM_LISTED} more steps"] if len(texts) > _NUM_LISTED else []
-            found += problem(kind.value.capitalize(), [*texts[:_NUM_LISTED], *more], self._remedies[kind])
+        found += [implausible_advice(kind.value, findings) for kind, findings in self._implausible.items()]
         found += self._mismatch.advice()
         sides = (("rollout", sum(step.positive for step in self._steps)), ("training", self._train_positive))
         found += problem(

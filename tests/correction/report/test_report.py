@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mock_scheduler.batch.versions import measure_staleness
 from mock_scheduler.correction.config.presets import PRESETS
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.report.distributions import count_bars, count_middle_bars
@@ -17,7 +18,9 @@ from mock_scheduler.correction.report.presets import list_presets, preset_candid
 from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import Measured
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.recording.inspection.description import describe_step
 from mock_scheduler.recording.inspection.histogram import Bar
+from pipelines.batch_metrics import compute_version_metrics
 from tests.batches import make_row
 from tests.correction.report.reports import make_batch, make_report, make_step
 from tests.recording.builders import make_info
@@ -283,3 +286,38 @@ def test_the_middle_is_drawn_where_outliers_stretch_the_rest() -> None:
     middle = count_middle_bars(np.append(values, [-12.0, 9.0]))
     assert -0.11 < middle[0].low < middle[-1].high < 0.11
     assert sum(bar.count for bar in middle) == 980
+
+
+def test_inspect_correction_and_metrics_agree_on_the_staleness_of_tokens() -> None:
+    """Correction said lag 0 of what inspect called -56."""
+    step = make_step((0.0, 0.0, 0.0), (0.1,), (0.2, 0.2), versions=[1, 58, 2], policy_version=2, step=2)
+    (health,) = make_report(step).steps
+    staleness = measure_staleness(step.batch, 2)
+    metrics = compute_version_metrics(step.batch, 2)
+    assert staleness is not None
+    assert health.lag == (-56, 1) == (staleness.minimum, staleness.maximum)
+    assert (metrics["staleness_min"], metrics["staleness_max"]) == (-56.0, 1.0)
+    assert metrics["staleness_mean"] == staleness.mean == (3 * 1 - 56 + 2 * 0) / 6
+    measured = measured_of(step)
+    assert measured.lags is not None
+    assert [(bucket.name, bucket.tokens) for bucket in measured.lags] == [("ahead", 1), ("0", 2), ("1", 3)]
+    titles = {item.title: item.severity for item in make_report(step).advice}
+    assert titles["Policy versions ahead of the policy"] == "problem"
+
+
+def test_trajectories_of_several_versions_are_counted_alike() -> None:
+    rows = [
+        replace(
+            make_row(0, env, tokens=(1, 2, 3, 4, 5), response=(False, True, False, True, False), prompt_length=1),
+            policy_versions=torch.tensor(versions, dtype=torch.int32),
+        )
+        for env, versions in enumerate([(1, 2), (2, 2), (2, 1)])
+    ]
+    batch = make_batch(rows)
+    step = ScoredStep(info=make_info(0, policy_version=2), batch=batch, train_logprobs=None)
+    report = make_report(step)
+    assert report.steps[0].mixed_trajectories == 2
+    assert compute_version_metrics(batch, 2)["mixed_versions"] == 2.0
+    assert describe_step("train", batch, step.info, size_bytes=1).num_mixed_trajectories == 2
+    # A version may fall where turns go to several engines, so it is said, and not refused.
+    assert ("Policy versions that fall", "warning") in {(item.title, item.severity) for item in report.advice}

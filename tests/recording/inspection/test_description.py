@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.batch.versions import Staleness
 from mock_scheduler.recording.inspection.description import (
     RecordingStatistics,
     RecordingTotals,
-    Staleness,
     StepStatistics,
     describe_step,
 )
@@ -59,13 +59,29 @@ def test_a_step_is_described_in_numbers() -> None:
         tags={"FrozenLake": 2, "Sokoban": 1},
         policy_version=4,
         policy_versions=(0, 4),
-        # Versions 3, 4, 3, 4 and 0 where 4 was asked for.
-        staleness=Staleness(minimum=0, mean=6 / 5, maximum=4),
+        # Two turns in one run of response tokens: the mask does not tell which token is of version 3.
+        staleness=None,
+        num_mixed_trajectories=2,
+        findings=(),
         num_duplicate_rows=1,
         duplicates=("default/group 0/episode 0/env 1/turn 0 repeats default/group 0/episode 0/env 0/turn 0",),
         num_partial_groups=1,
         partial_groups=("default/group 1/episode 0: 1 of 2 trajectories",),
         extras={"info": "JSON", "router": "ragged uint8 [n, 4]", "weight": "float32 []"},
+    )
+
+
+def test_staleness_is_of_tokens_and_what_cannot_be_true_is_listed() -> None:
+    """Inspect said -56 of turns where correction said lag 0."""
+    long = make_row(0, 0, tokens=(1, 2, 3, 4, 5), response=[False, False, True, True, True], turn_rewards=(1.0,))
+    long = replace(long, rollout_logprobs=torch.tensor([-0.5, -0.25, -0.125]))
+    ahead = replace(make_row(0, 1, turn_rewards=(0.0,)), policy_versions=torch.tensor([58], dtype=torch.int32))
+    batch = RolloutBatch.from_trajectories([long, ahead], sampling=SAMPLING, group_size=None)
+    step = describe_step("train", batch, make_info(2, policy_version=2), size_bytes=1)
+    assert step.staleness == Staleness(minimum=-56, mean=(3 * 2 - 2 * 56) / 5, maximum=2)
+    assert step.findings == (
+        "1 turn of 2 with a policy version ahead of the policy: default/group 0/episode 0/env 1/turn 0: version 58, "
+        "and the newest policy is 2",
     )
 
 
@@ -94,6 +110,7 @@ def test_a_recording_adds_its_steps_up() -> None:
         num_rows_without_response=2,
         num_duplicate_rows=2,
         num_partial_groups=2,
+        num_mixed_trajectories=4,
         terminations={"terminated": 4, "truncated": 0, "aborted": 2},
         tags={"FrozenLake": 4, "Sokoban": 2},
         extras={"info": ("JSON",), "router": ("ragged uint8 [n, 4]",), "weight": ("float32 []",)},

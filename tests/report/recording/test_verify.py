@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mock_scheduler import cli
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.commands.recordings import run_verify
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.recording.inspection.verification import verify_recording
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage
-from tests.recording.builders import make_batch
+from tests.recording.builders import SAMPLING, make_batch, make_row
 from tests.report.recordings import (
     IN_PLACE,
     file_size,
@@ -224,3 +227,16 @@ def test_a_recording_at_a_url_is_looked_at_as_one_in_a_folder(tmp_path: Path) ->
     console, text = make_console()
     assert run_verify(f"file://{folder}", steps=None, json_path=None, console=console) == 0
     assert text.getvalue().startswith(f"file://{folder}: 1 step, ")
+
+
+def test_verify_notes_data_that_cannot_be_true_in_a_recording_that_is_whole(tmp_path: Path) -> None:
+    """The file is as it was written; what was written cannot be."""
+    row = make_row(turn_rewards=(1.0,))
+    ahead = replace(row, policy_versions=torch.tensor([57], dtype=torch.int32))
+    batch = RolloutBatch.from_trajectories([ahead], sampling=SAMPLING, group_size=None)
+    result = verify_recording(str(record(tmp_path / "x", {1: batch}, policy_version=1)))
+    assert result.is_whole
+    assert result.notes == (
+        "train step 1: 1 turn of 1 with a policy version ahead of the policy: default/group 0/episode 0/env 0/turn 0: "
+        "version 57, and the newest policy is 1",
+    )
