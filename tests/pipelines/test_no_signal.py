@@ -25,6 +25,13 @@ FLAT = (
     *("entropy_loss_coef=0", "use_kl_loss=false", "kl_loss_coef=0"),
 )
 
+#: The routers' losses have a gradient, whatever correction rejects.
+EXPERTS = (
+    *("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.moe_router_topk=2"),
+    *("model.moe_router_score_function=sigmoid", "model.moe_router_load_balancing_type=seq_aux_loss"),
+    *("model.moe_aux_loss_coeff=0.1", "max_steps=1"),
+)
+
 
 def mock(root: Path) -> tuple[str, ...]:
     return ("rollout_mock.enable=true", "rollout_mock.mode=mock", f"rollout_mock.dump_dir={root / 'recording'}")
@@ -47,6 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rejected-old": (*resumed(root), *REJECTED, *OLD),
         "flat": FLAT,
         "flat-old": (*FLAT, *OLD),
+        "experts": (*EXPERTS, *REJECTED),
     }
     listed = [
         {
@@ -107,6 +115,13 @@ def test_a_gradient_that_is_exactly_0_moves_no_weight(runs: Path) -> None:
     assert is_equal(weights(runs / "flat", 1, "parameter"), initial)
     assert not is_equal(weights(runs / "flat-old", 1, "parameter"), initial)
     assert [step["updates_without_signal"] for step in metrics(runs / "flat")] == [1.0, 1.0]
+
+
+def test_a_step_that_would_teach_the_routers_balance_alone_moves_no_weight(runs: Path) -> None:
+    (only,) = metrics(runs / "experts")
+    assert only["updates_without_signal"] == 1.0
+    assert only["grad_norm"] > 0.0
+    assert is_equal(weights(runs / "experts", 0, "parameter"), weights(runs / "experts", 0, "initial"))
 
 
 def test_the_schedule_counts_a_skipped_update(runs: Path) -> None:
