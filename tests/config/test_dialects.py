@@ -122,12 +122,12 @@ def test_areal_values_that_mean_nothing_are_refused(key: str, value: object) -> 
 
 @pytest.mark.parametrize("name", ["trajectory_debug", "debug"])
 def test_areals_section_in_a_configuration_is_resolved(tmp_path: Path, name: str) -> None:
-    config = load(tmp_path, {name: {"dump_rollout_data": True, "max_keep": 2}}, "rollout_mock.on_mismatch=warn")
+    config = load(tmp_path, {name: {"dump_rollout_data": True, "max_keep": 2}}, "rollout_mock.background=false")
     assert shown(config.rollout_mock) == {
         "enable": True,
         "dump_dir": "out/debug_trajectories",
         "retention": {"keep_last": 2, "pin_steps": None},
-        "on_mismatch": "warn",
+        "background": False,
     }
     assert config.rollout_mock.origin.startswith(f"AReaL's {name} became rollout_mock: mode=dump, ")
 
@@ -553,3 +553,10 @@ def test_resolving_changes_nothing_it_was_given() -> None:
     assert "debug" not in DIALECTS.resolve(values).values
     assert values == before
     assert DIALECTS.resolve(BASE).values == BASE
+
+
+def test_a_key_beside_a_foreign_section_that_is_off_has_no_effect_and_is_refused(tmp_path: Path) -> None:
+    section = {"actor_rollout_ref": {"rollout": {"skip_rollout": False, "name": "vllm"}}}
+    with pytest.raises(ConfigError, match="on_mismatch would have no effect: enable is not given"):
+        load(tmp_path, {**section, "rollout_mock": {"on_mismatch": "warn"}})
+    load(tmp_path, {**section, "rollout_mock": {"enable": False, "on_mismatch": "warn"}})

@@ -117,7 +117,7 @@ class DialectReader(Generic[Model]):
         if not areal and not verl:
             return Resolved(values=own)
         problems: list[Problem] = [*own_keys.problems]
-        config = _validated(self.schema, own, problems)
+        config = _validated(self.schema, _with_stated_enable(own), problems)
         if config is not None:
             problems += own_keys.conflicts(config)
         areal_sections = _validated(_ArealSections, areal, problems)
@@ -142,9 +142,17 @@ def _translate_into(
         if not unread:
             return Resolved(values=own)
         origin = f"no rollout skip of verl's is on{describe_unread(unread)}"
-        return Resolved(values={**own, "rollout_mock": {**kept, "origin": kept["origin"] or origin}})
+        given = own.get("rollout_mock")
+        section = dict(given) if isinstance(given, Mapping) else {}
+        return Resolved(values={**own, "rollout_mock": {**section, "origin": kept["origin"] or origin}})
     decided = {key: value for key, value in mock.model_dump(mode="json").items() if key in _DECIDED}
     return Resolved(values={**own, "rollout_mock": {**kept, **decided}})
+
+
+def _with_stated_enable(values: dict[str, object]) -> dict[str, object]:
+    """The same with ``rollout_mock`` off where it does not say, since a foreign section may decide it."""
+    section = values.get("rollout_mock")
+    return {**values, "rollout_mock": {"enable": False, **section}} if isinstance(section, Mapping) else values
 
 
 def _is_own(name: str, values: Mapping[str, object]) -> bool:

@@ -126,7 +126,7 @@ TRAINED_BY = {
     *("algorithm.rollout_correction", "algorithm.flat_keys"),
     *(f"training.{name}" for name in ("global_batch_size", "calculate_per_token_loss", "lr", "min_lr")),
     *(f"training.{name}" for name in ("lr_decay_style", "lr_warmup_iters", "lr_decay_iters", "weight_decay")),
-    *(f"training.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad")),
+    *(f"training.{name}" for name in ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "on_no_signal")),
     *("actor_infer.only_action_tokens", "actor_infer.generating_args.temperature"),
 }
 KERNELS = {"transformer_impl", "attention_backend", "make_vocab_size_divisible_by", "moe_router_impl"}
