@@ -50,6 +50,7 @@ class Evidence:
         must_be_exact: Nothing but the order of its sums may be another.
         emulated: Compared with the reference that adds in its order, to the last bit where ``must_be_exact``;
             ``None`` where there is none, and ``not_emulated`` says why.
+        not_followed: Sums that this reference left in an order of their own.
         layout: The emulated layout.
         wide: Both sides in float64, by bounds of rounding there; ``None`` where they were not run, and
             ``no_referee`` says why.
@@ -62,6 +63,7 @@ class Evidence:
     is_same_order: bool
     must_be_exact: bool
     emulated: Verdict | None = None
+    not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = BIT_EQUAL
     layout: str = ""
     wide: Verdict | None = None
@@ -128,7 +130,9 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     emulated = evidence.emulated
     if emulated is None:
         return Proof(name="emulation", outcome="not tried", facts=evidence.not_emulated)
-    facts = EmulationFacts(layout=evidence.layout, may_round=not evidence.must_be_exact)
+    facts = EmulationFacts(
+        layout=evidence.layout, may_round=not evidence.must_be_exact, not_followed=evidence.not_followed
+    )
     outcome: Outcome = "open"
     if emulated.kind is VerdictKind.IDENTICAL:
         outcome = "proved"

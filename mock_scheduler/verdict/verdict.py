@@ -28,6 +28,7 @@ from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.coverage import Unseen
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.reasons import NotTried, ProofName, Reason
 
@@ -108,10 +109,14 @@ class EqualityFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulationFacts:
-    """The layout in whose order the reference adds; ``may_round`` as in ``EqualityFacts``."""
+    """The layout in whose order the reference adds; ``may_round`` as in ``EqualityFacts``.
+
+    ``not_followed``: sums that the reference left in an order of their own.
+    """
 
     layout: str
     may_round: bool
+    not_followed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +171,7 @@ class Verdict:
         tests: The extent of each test for them; empty where no noise was measured.
         full_dump: After a comparison of sketches, the overrides of the full trace to take next; else empty.
         proofs: Strongest first; empty outside of an alignment, and where nothing could be compared.
+        unseen: Modules and parameters that the comparison did not look at; ``None`` where there are none.
     """
 
     kind: VerdictKind
@@ -178,6 +184,7 @@ class Verdict:
     tests: tuple[TestSummary, ...] = ()
     full_dump: tuple[str, ...] = ()
     proofs: tuple[Proof, ...] = ()
+    unseen: Unseen | None = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -199,4 +206,10 @@ class Verdict:
             return f"{self.kind.value}: first in {self.first}"
         compared = [] if self.metrics is None else [f"{len(self.metrics.differences):,} metrics"]
         compared += [] if self.tensors is None else [f"{len(self.tensors.differences):,} tensors"]
-        return f"{self.kind.value}: compared {' and '.join(compared) or 'nothing'}"
+        missed = (
+            []
+            if self.unseen is None
+            else [f"{len(self.unseen.modules):,} modules", f"{len(self.unseen.parameters):,} parameters"]
+        )
+        not_seen = f", not {' and '.join(missed)}" if missed else ""
+        return f"{self.kind.value}: compared {' and '.join(compared) or 'nothing'}{not_seen}"

@@ -20,8 +20,6 @@ from rich.text import Text
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
 from mock_scheduler.alignment.prove.proof_runs import (
-    describe_order_limits,
-    is_same_order,
     plan_emulated,
     plan_perturbed,
     plan_wide,
@@ -40,6 +38,7 @@ from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.foreign_text import printable_message
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
@@ -96,6 +95,10 @@ class AlignmentRunner:
     def _take(self, item: CandidateState, summary: RunSummary | RunFailure, baseline: RunSummary) -> None:
         if not isinstance(summary, RunFailure):
             item.summary = summary
+            try:
+                item.start = load_start(summary.output_dir)
+            except TraceError as error:
+                self._warn(f"{item.run.name}: what it started from is not known: {error}")
             # Equal bits settle it, and no noise has to be measured for it.
             item.direct = self._compare(baseline, item, EXACT)
             return
@@ -132,18 +135,18 @@ class AlignmentRunner:
             plan_perturbed(self.plan.baseline, seed, load=self.load, root=root)
             for seed in range(proofs.num_perturbations)
         ]
-        references = self._plan_references(noisy)
+        references = self._plan_references(noisy, baseline)
         outcomes = self.store.execute([*perturbed, *references])
         self.store.count("noise", sum(_seconds(outcomes[run.name]) for run in perturbed))
         self.store.count("emulation", sum(_seconds(outcomes[run.name]) for run in references))
         self._noise = self._measure(baseline, perturbed, outcomes)
         return outcomes
 
-    def _plan_references(self, noisy: Sequence[CandidateState]) -> list[PlannedRun]:
+    def _plan_references(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> list[PlannedRun]:
         """Plan one run for all candidates with the same reference."""
         by_config: dict[str, PlannedRun] = {}
         for item in noisy:
-            why_not = _why_not_emulated(item)
+            why_not = item.why_not_emulated(baseline)
             if why_not is not None:
                 item.not_emulated = why_not
                 continue
@@ -192,6 +195,7 @@ class AlignmentRunner:
         if isinstance(reference, RunFailure):
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
+        item.not_followed = reference.not_followed
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
@@ -291,19 +295,6 @@ class AlignmentRunner:
         )
         self.save(result)
         return result
-
-
-def _why_not_emulated(item: CandidateState) -> NotTried | None:
-    """Says why no reference is run in a candidate's order of sums; ``None`` where one is."""
-    if not item.baseline.config.align.proofs.emulate:
-        return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
-    if is_same_order(item.baseline, item.run):
-        return NotTried(cause=NotTriedCause.SAME_ORDER)
-    # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
-    if item.run.changes.other and not item.run.must_be_exact:
-        return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
-    problem = describe_order_limits(item.run)
-    return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
 
 def _in_one_line(error: ConfigError) -> str:

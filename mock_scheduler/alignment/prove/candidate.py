@@ -12,17 +12,18 @@ from pathlib import Path
 from mock_scheduler.alignment.localise.localise import localise
 from mock_scheduler.alignment.localise.runs import full_overrides
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.proof_runs import derive_run, is_same_order
+from mock_scheduler.alignment.prove.proof_runs import derive_run, describe_order_limits, is_same_order
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import Bounds, shrinking_factor
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.final_verdict import judge
 from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
-from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, StillOpen
+from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, NotTriedCause, StillOpen
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdict, VerdictKind
 
@@ -32,15 +33,17 @@ class CandidateState:
     """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
     ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
-    reference in its order of sums. ``judged``: the verdict with its proofs.
+    reference in its order of sums. ``judged``: the verdict with its proofs. ``start``: what its run started from.
     """
 
     run: PlannedRun
     baseline: PlannedRun
     summary: RunSummary | None = None
+    start: StartReport | None = None
     direct: Verdict | None = None
     emulated_run: PlannedRun | None = None
     emulated: Verdict | None = None
+    not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = NOT_NEEDED
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
@@ -87,6 +90,7 @@ class CandidateState:
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
                 emulated=self.emulated,
+                not_followed=self.not_followed,
                 not_emulated=self.not_emulated,
                 layout=run.layout,
                 wide=self.wide,
@@ -94,6 +98,25 @@ class CandidateState:
                 shrinking=shrinking_factor(run.config.precision),
             )
         )
+
+    def why_not_emulated(self, baseline: RunSummary) -> NotTried | None:
+        """Say why no reference is run in its order of sums; ``None`` where one is."""
+        if not self.baseline.config.align.proofs.emulate:
+            return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
+        if is_same_order(self.baseline, self.run):
+            return NotTried(cause=NotTriedCause.SAME_ORDER)
+        # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
+        if self.run.changes.other and not self.run.must_be_exact:
+            return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(self.run.changes.other))
+        problem = describe_order_limits(self.run) or "; ".join(self._find_stated_limits(baseline))
+        return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
+
+    def _find_stated_limits(self, baseline: RunSummary) -> list[str]:
+        """List what finished runs themselves know to keep a reference from following the order: no run is spent."""
+        # The reference is the baseline's training in one process, but for keys that the candidate changes besides.
+        is_alike = self.baseline.config.parallel.world_size == 1 and not self.run.changes.other
+        own = () if self.summary is None else self.summary.order_limits
+        return list(dict.fromkeys((*(baseline.order_limits if is_alike else ()), *own)))
 
     @property
     def _own_changes(self) -> OwnChanges:
@@ -112,6 +135,7 @@ class CandidateState:
             layout=run.layout,
             log_path=run.log_path,
             run=self.summary,
+            start=self.start,
             verdict=self.verdict,
             entry=self.own_entry,
             changes=(*run.changes.layout, *run.changes.other),

@@ -36,6 +36,7 @@ from mock_scheduler.megatron.attached.optimizer_hook import UpdateResult, watch_
 from mock_scheduler.megatron.attached.passes import ForwardPasses
 from mock_scheduler.megatron.attached.row_exchange import RowExchange
 from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
+from mock_scheduler.megatron.attached.statements import Statements
 from mock_scheduler.megatron.attached.step_notes import StepNotes
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
@@ -50,9 +51,8 @@ from mock_scheduler.support.run_output import report_failure
 class Attachment:
     """What a training was attached with.
 
-    order: in which it adds. settings: determinism settings as they were read back. draws: what draws random numbers in
-    the model.
-    started_s: when it was attached, in seconds since the epoch.
+    order: in which it adds. settings: determinism settings as they were read back. statements: what the run says about
+    itself beside its trace. started_s: when it was attached, in seconds since the epoch.
     """
 
     run: AttachedRun
@@ -61,7 +61,7 @@ class Attachment:
     ranks: RankGroup
     files: RunFiles
     settings: Mapping[str, str]
-    draws: Sequence[str]
+    statements: Statements
     started_s: float
 
 
@@ -292,7 +292,7 @@ class AttachedTraining(TrainingHandle):
             "batches": dict(self._batches),
             "repeated_rows": self._num_repeated,
             "forward_passes": {"trained": self._passes.num_counted, "others": self._passes.num_bypasses},
-            "draws": list(self._attachment.draws),
+            **self._attachment.statements.as_json(),
             "not_followed": list(self._attachment.order.facts.not_followed),
             "settings": dict(self._attachment.settings),
         }

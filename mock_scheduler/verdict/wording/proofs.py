@@ -20,6 +20,7 @@ from mock_scheduler.verdict.verdict import (
 from mock_scheduler.verdict.wording.coverage import describe_coverage
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.reasons import describe_comparison
+from mock_scheduler.verdict.wording.tensors import join_and
 
 #: How many times less a difference must be in float64 for that to be said.
 _NOTED_RATIO = 2.0
@@ -97,6 +98,8 @@ def _describe_equality(proof: Proof, facts: EqualityFacts) -> str:
 
 def _describe_emulation(proof: Proof, facts: EmulationFacts, said: Divergence | None) -> str:
     order = describe_order(facts.layout)
+    if facts.not_followed:
+        order += f", but for {join_and(list(facts.not_followed))}"
     compared = proof.compared
     if compared is None or proof.outcome == "proved":
         return f"equal to the last bit to {order}: {_cover(compared)}"

@@ -25,7 +25,7 @@ from mock_scheduler.verdict.reasons import (
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
-from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor
+from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
@@ -77,6 +77,9 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
 }
 
+
+#: Stands before what a comparison did not look at.
+NOT_LOOKED_AT = "not looked at"
 
 _AGAINST = "against the baseline: "
 
@@ -138,12 +141,18 @@ def describe_proved_by(verdict: Verdict) -> str:
 def write_headline(
     verdict: Verdict, *, emulated: Verdict | None = None, localisation: Localisation | None = None
 ) -> str:
-    """The verdict in one line of plain words.
+    """The verdict in one line of plain words, with what it did not look at.
 
     Args:
         emulated: The comparison with the reference in the candidate's order of sums, where there is one.
         localisation: Where the divergence begins, by further runs.
     """
+    finding = _write_finding(verdict, emulated, localisation)
+    unseen = describe_unseen(verdict.unseen) if verdict.passes else ""
+    return f"{finding}; {NOT_LOOKED_AT}: {unseen}" if unseen else finding
+
+
+def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Localisation | None) -> str:
     match verdict.kind:
         case VerdictKind.IDENTICAL:
             return f"every bit is equal{_describe_extent(verdict.tensors)}"
