@@ -17,8 +17,8 @@ from pathlib import Path
 from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.run_folder.loaded_code import save_loaded_code
-from mock_scheduler.run_folder.own_calls import count_own_calls
+from mock_scheduler.support.loaded_code import save_loaded_code
+from mock_scheduler.support.own_calls import count_own_calls
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.run_output import report_failure
 from mock_scheduler.support.terminal_streams import guarded_terminal

@@ -34,7 +34,6 @@ from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.config.base import Decides
 from mock_scheduler.determinism.settings import is_documented
 from mock_scheduler.program import RunConfig
-from mock_scheduler.run_folder.loaded_code import find_changed_code
 from mock_scheduler.support.digests import (
     JSON,
     canonical_json,
@@ -46,6 +45,7 @@ from mock_scheduler.support.digests import (
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import open_foreign, read_bytes
+from mock_scheduler.support.loaded_code import find_changed_code
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import (
     CONFIG_FILE,

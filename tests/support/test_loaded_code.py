@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.run_folder.loaded_code import LoadedCode, find_changed_code, load_loaded_code
+from mock_scheduler.support.loaded_code import LoadedCode, find_changed_code, load_loaded_code
 from mock_scheduler.support.version import ROOT
 
 _RECORD = """
 import sys
 from pathlib import Path
 import flat_kernel, pack.inner, json, numpy
-from mock_scheduler.run_folder.loaded_code import save_loaded_code
+from mock_scheduler.support.loaded_code import save_loaded_code
 save_loaded_code(Path(sys.argv[1]), global_rank=int(sys.argv[2]), calls=dict(called=3) if len(sys.argv) > 3 else None)
 """
 
@@ -106,7 +106,7 @@ _CALLS = """
 import functools, json
 import torch
 from torch.nn import functional, RMSNorm
-from mock_scheduler.run_folder.own_calls import count_own_calls
+from mock_scheduler.support.own_calls import count_own_calls
 
 def gelu(x, real=functional.gelu):
     return real(x) * 2
@@ -165,7 +165,5 @@ def test_calls_of_functions_classes_and_objects_put_into_a_package_are_counted(f
 
 
 def test_a_program_without_own_code_counts_nothing(folder: Path) -> None:
-    code = (
-        "import torch; from mock_scheduler.run_folder.own_calls import count_own_calls; print(count_own_calls().read())"
-    )
+    code = "import torch; from mock_scheduler.support.own_calls import count_own_calls; print(count_own_calls().read())"
     assert python(folder, code) == "{}\n"
