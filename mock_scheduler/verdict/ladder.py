@@ -20,6 +20,7 @@ from mock_scheduler.verdict.reasons import (
 from mock_scheduler.verdict.verdict import (
     WITHOUT_COMPARISON,
     EmulationFacts,
+    EqualInputsFacts,
     EqualityFacts,
     Outcome,
     OwnChanges,
@@ -52,6 +53,8 @@ class Evidence:
             ``None`` where there is none, and ``not_emulated`` says why.
         not_followed: Sums that this reference left in an order of their own.
         layout: The emulated layout.
+        equal_inputs: Tensors of a closer look whose inputs are equal to those of the reference; ``None`` where there
+            was none, and ``no_equal_inputs`` says why.
         wide: Both sides in float64, by bounds of rounding there; ``None`` where they were not run, and
             ``no_referee`` says why.
         shrinking: How many times smaller rounding is in float64.
@@ -66,6 +69,8 @@ class Evidence:
     not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = BIT_EQUAL
     layout: str = ""
+    equal_inputs: EqualInputsFacts | None = None
+    no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     shrinking: float = 1.0
@@ -77,6 +82,7 @@ def judge_proofs(evidence: Evidence) -> tuple[Proof, ...]:
         _judge_replicas(evidence),
         _judge_equality(evidence),
         _judge_emulation(evidence),
+        _judge_equal_inputs(evidence),
         _judge_noise(evidence),
         _judge_wide(evidence),
     )
@@ -139,6 +145,18 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     elif emulated.kind not in WITHOUT_COMPARISON and evidence.must_be_exact:
         outcome = "refuted"
     return _proof("emulation", outcome, emulated, facts)
+
+
+def _judge_equal_inputs(evidence: Evidence) -> Proof:
+    facts = evidence.equal_inputs
+    if facts is None:
+        return Proof(name="equal inputs", outcome="not tried", facts=evidence.no_equal_inputs)
+    outcome: Outcome = "open"
+    if facts.excess is not None:
+        outcome = "refuted"
+    elif facts.judged and facts.is_complete:
+        outcome = "proved"
+    return Proof(name="equal inputs", outcome=outcome, facts=facts, num_compared=len(facts.judged))
 
 
 def _judge_noise(evidence: Evidence) -> Proof:
