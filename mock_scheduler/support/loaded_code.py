@@ -25,9 +25,8 @@ from pathlib import Path
 from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object, save_json
-from mock_scheduler.support.packages import installed_folders
 from mock_scheduler.support.run_files import CODE_FOLDER
-from mock_scheduler.support.version import PACKAGE
+from mock_scheduler.support.versions import PACKAGE, installed_folders
 
 _STARTED_S = time.time()
 

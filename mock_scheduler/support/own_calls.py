@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
-from mock_scheduler.support.packages import installed_folders
-from mock_scheduler.support.version import PACKAGE
+from mock_scheduler.support.versions import PACKAGE, installed_folders
 
 #: The packages in which a user's code takes the place of another.
 _CHANGED_PACKAGES = ("megatron", "torch", "transformer_engine", "apex", PACKAGE)

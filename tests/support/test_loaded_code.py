@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.support.loaded_code import LoadedCode, find_changed_code, load_loaded_code
-from mock_scheduler.support.version import ROOT
+from mock_scheduler.support.versions import ROOT
 
 _RECORD = """
 import sys

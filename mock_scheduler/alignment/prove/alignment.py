@@ -36,8 +36,8 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
-from mock_scheduler.support.foreign_text import printable_message
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.text import printable_message
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence

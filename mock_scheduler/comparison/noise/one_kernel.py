@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.comparison.router_names import is_choice
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (
     FEWEST_ELEMENTS,
@@ -30,6 +29,7 @@ from mock_scheduler.comparison.thresholds import (
     LARGEST_Z,
 )
 from mock_scheduler.trace.entries import PHASES, Phase
+from mock_scheduler.trace.names import is_choice
 
 KernelTest = Literal["size", "element", "scale", "choice", "update"]
 
