@@ -20,8 +20,7 @@ from megatron.bridge.peft.lora_layers import TEFusedLoRALinear
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from mock_scheduler.megatron.draws import find_draws
-from mock_scheduler.megatron.followable import check_followable
+from mock_scheduler.megatron.followable import check_followable, find_draws
 from mock_scheduler.megatron.host_device import use_host_device
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model, strip_wrappers, unwrapped
 from mock_scheduler.megatron.parameters import iterate_parameters
