@@ -124,13 +124,15 @@ def load_noise(path: Path) -> NoiseBounds:
         raise AlignmentError(f"{path} is no measured noise of a baseline: {error}") from error
 
 
-def find_noise(baseline_dir: Path) -> NoiseBounds | None:
-    """Finds the noise of a baseline in its folder or in the one around it; ``None`` where there is none of it.
+def find_noise(baseline_dir: Path, *, near: Path | None = None) -> NoiseBounds | None:
+    """Finds the noise of a baseline in its folder or in those around it; ``None`` where there is none of it.
+
+    ``near``: a further folder, of a candidate whose alignment may have measured it.
 
     Noise of another baseline does not count: a run made anew has to be measured anew.
     """
-    run_dir = baseline_dir.resolve()
-    for folder in (run_dir, run_dir.parent, run_dir.parent.parent):
+    places = [place.resolve() for place in (baseline_dir, near) if place is not None]
+    for folder in dict.fromkeys(folder for place in places for folder in (place, place.parent, place.parent.parent)):
         path = folder / NOISE_FILE
         if path.is_file():
             noise = load_noise(path)
