@@ -40,8 +40,8 @@ LEGEND: Mapping[VerdictKind, str] = {
     VerdictKind.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
     VerdictKind.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
     VerdictKind.ROUNDING: "differs, and nothing is beyond its bound",
-    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place; or nobody "
-    "measured the noise",
+    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place; or no "
+    "noise was measured",
     VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
     VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
     VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
