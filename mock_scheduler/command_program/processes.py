@@ -22,7 +22,6 @@ from mock_scheduler.config.variables import RANK_VARIABLES
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.processes import PARENT_VARIABLE
 from mock_scheduler.support.terminal_streams import print_message
-from mock_scheduler.support.text import join_words
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The supervisor kills this process 30 s after it asked it to end.
@@ -37,7 +36,7 @@ def run_to_end(command: Command, timeout_s: float | None) -> int:
         ConfigError: it cannot be started.
         AlignmentError: it had not ended after ``timeout_s`` seconds, and was ended.
     """
-    print_message(f"{command.working_dir}$ {join_words(list(command.words))}")
+    print_message(f"{command.working_dir}$ {command.shown}")
     running = _Running(command=command, process=_start(command))
     with running.passing_signals_on():
         code = running.wait(timeout_s)
@@ -56,7 +55,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
             process_group=0,
         )
     except OSError as error:
-        raise ConfigError(f"command: {command.words[0]!r} cannot be started: {error.strerror}") from error
+        raise ConfigError(f"command: {command.shown} cannot be started: {error.strerror}") from error
 
 
 def _child_environment(command: Command, environ: Mapping[str, str]) -> dict[str, str]:
@@ -106,7 +105,8 @@ class _Running:
         try:
             subprocess.run(self.command.cancel, stdin=subprocess.DEVNULL, timeout=_CANCEL_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            print_message(f"cancel: {join_words(list(self.command.cancel))} failed: {error}")
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            print_message(f"cancel failed: {reason}")
 
     def _end(self) -> None:
         self._send(signal.SIGTERM)
