@@ -55,7 +55,7 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
             process_group=0,
         )
     except OSError as error:
-        raise ConfigError(f"command: {command.shown} cannot be started: {error.strerror}") from error
+        raise ConfigError(f"command: {command.words[0]!r} cannot be started: {error.strerror}") from error
 
 
 def _child_environment(command: Command, environ: Mapping[str, str]) -> dict[str, str]:
