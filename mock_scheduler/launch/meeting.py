@@ -78,10 +78,10 @@ class _StoreInMemory(MetaPathFinder):
         def make_in_memory(host: str, port: int, rank: int, world_size: int, *others: Any, **named: Any) -> Any:  # noqa: ANN401 - torch's
             if (host, int(port)) != (_HOST, _PORT):
                 return make(host, port, rank, world_size, *others, **named)
-            from torch._C._distributed_c10d import FileStore, PrefixStore
-
+            torch_distributed = sys.modules["torch.distributed"]  # not imported here: configurations import this module
             # A program may leave its group and make another one: of equal keys the old ones would be read.
             self._num_made += 1
-            return PrefixStore(f"meeting_{self._num_made}", FileStore(self._path, world_size))
+            file = torch_distributed.FileStore(self._path, world_size)
+            return torch_distributed.PrefixStore(f"meeting_{self._num_made}", file)
 
         setattr(module, _MAKER, make_in_memory)
