@@ -71,7 +71,9 @@ def build_command(config: CommandConfig, *, folder: Path, python: str) -> Comman
         **{name: render(text, fields) for name, text in config.env.items()},
         RUN_FILE_VARIABLE: str(run_file),
     }
-    ranks = ranks_command(python, (), told_to=output_dir, place=Place(num_local=config.parallel.world_size))
+    ranks = ranks_command(
+        python, (), told_to=output_dir, place=Place(num_local=config.parallel.world_size, is_foreign=True)
+    )
     inner = tuple(_fill_words(config, fields, {f"{{{RANKS_FIELD}}}": ranks}))
     path = env.get("PATH", os.environ.get("PATH", os.defpath))
     words = _launch(config, inner, fields, env)

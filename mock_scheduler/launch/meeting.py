@@ -41,6 +41,8 @@ def meet_in_memory(environ: MutableMapping[str, str]) -> None:
     """Has this rank of one machine meet the others in their file by ``env://``, and stay on the machine."""
     stay_on_this_machine(environ)
     environ.update({"MASTER_ADDR": _HOST, "MASTER_PORT": str(_PORT)})
+    if environ["LOCAL_WORLD_SIZE"] != "1":
+        environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun gives them
     sys.meta_path.insert(0, _StoreInMemory(environ[STORE_VARIABLE]))
 
 

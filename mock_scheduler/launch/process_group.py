@@ -5,7 +5,7 @@ connect over the loopback interface unless the user chose another. On several ma
 endpoint alone, and gloo and NCCL choose their interfaces themselves.
 
 Whoever reaches a port of gloo's before its peer does is taken for the peer: it asks for no key, and on the loopback
-interface any user of the machine may try. So an object that comes from another rank is read as data.
+interface any user of the machine may try. So our own training reads an object that comes from another rank as data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from mock_scheduler.launch.ranks import LISTENER_VARIABLE
 def join_process_group(backend: str, *, timeout: timedelta) -> None:
     """Joins the process group of all ranks. Every rank must call it.
 
-    From then on torch's collectives of objects, which Megatron uses once for each optimizer, take plain data alone.
-
     A process that no launcher started is a group of its own; one that another launcher than ours started meets the
     others as torch does by default (``env://``).
 
@@ -34,7 +32,6 @@ def join_process_group(backend: str, *, timeout: timedelta) -> None:
         backend: ``gloo`` or ``nccl``.
         timeout: Of every collective, and of waiting for the other ranks.
     """
-    distributed_c10d._unpickler = DataUnpickler  # torch 2.13 reads every object from another rank by it
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world_size:
         stay_on_this_machine(os.environ)
@@ -43,6 +40,14 @@ def join_process_group(backend: str, *, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def read_objects_as_data() -> None:
+    """Has torch's collectives of objects, which Megatron uses once for each optimizer, take plain data alone.
+
+    For a program that exchanges no objects of its own.
+    """
+    distributed_c10d._unpickler = DataUnpickler  # torch 2.13 reads every object from another rank by it
 
 
 class DataUnpickler(pickle.Unpickler):

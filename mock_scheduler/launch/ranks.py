@@ -35,17 +35,21 @@ from mock_scheduler.support.terminal_streams import print_message
 LISTENER_VARIABLE = "MOCK_SCHEDULER_LISTENER"
 
 _MODULE = "mock_scheduler.launch.ranks"
-_NO_ENDPOINT = "-"
+_NO_ENDPOINT, _IN_MEMORY = "-", "memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """This machine's share of a run's ranks. ``endpoint``: ``HOST:PORT`` on node 0; of one machine ``None``."""
+    """This machine's share of a run's ranks. ``endpoint``: ``HOST:PORT`` on node 0; of one machine ``None``.
+
+    ``is_foreign``: the program knows torch alone, and meets by ``env://``; only on one machine.
+    """
 
     num_local: int
     nnodes: int = 1
     node_rank: int = 0
     endpoint: str | None = None
+    is_foreign: bool = False
 
     @property
     def world_size(self) -> int:
@@ -76,6 +80,7 @@ def ranks_command(python: str, arguments: Sequence[str], *, told_to: str | Path,
     # Several ranks write to one terminal: by whole lines at once, not by buffers.
     unbuffered = ("-u",) if place.world_size > 1 else ()
     endpoint = place.endpoint if place.nnodes > 1 and place.endpoint else _NO_ENDPOINT
+    endpoint = _IN_MEMORY if place.is_foreign else endpoint
     numbers = (str(place.num_local), str(place.nnodes), str(place.node_rank))
     return (python, "-P", *unbuffered, "-m", _MODULE, str(told_to), *numbers, endpoint, *arguments)
 
@@ -90,6 +95,8 @@ class _Rendezvous:
 
 
 def _open_rendezvous(place: Place) -> _Rendezvous:
+    if place.world_size == 1 and not place.is_foreign:
+        return _Rendezvous()
     if place.endpoint is not None:
         host, _, port = place.endpoint.rpartition(":")
         listener = _listen(host.strip("[]"), int(port)) if place.node_rank == 0 else None
@@ -125,11 +132,9 @@ def _fork_ranks(place: Place, rendezvous: _Rendezvous) -> dict[int, int] | None:
     for local_rank in range(place.num_local):
         process_id = os.fork()
         if process_id == 0:
-            if place.world_size > 1:  # as torchrun gives them
-                os.environ.setdefault("OMP_NUM_THREADS", "1")
             environ = {**place.rank_environment(local_rank), **rendezvous.environ, PARENT_VARIABLE: str(supervisor)}
             os.environ.update(environ | _listener_environment(rendezvous, environ["RANK"]))
-            if STORE_VARIABLE in os.environ:
+            if place.is_foreign:
                 meet_in_memory(os.environ)
             end_with_parent(os.environ)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -161,7 +166,8 @@ def main(arguments: Sequence[str]) -> int:
         num_local=int(num_local),
         nnodes=int(nnodes),
         node_rank=int(node_rank),
-        endpoint=None if endpoint == _NO_ENDPOINT else endpoint,
+        endpoint=None if endpoint in (_NO_ENDPOINT, _IN_MEMORY) else endpoint,
+        is_foreign=endpoint == _IN_MEMORY,
     )
     try:
         (check_entry if is_module else check_script)(name)

@@ -118,10 +118,10 @@ def test_a_launcher_has_the_command_word_by_word_or_as_one_text(tmp_path: Path) 
 
 def test_ranks_are_started_where_nobody_else_can_join_them(tmp_path: Path) -> None:
     found = build(tmp_path, f"{TP}=2", command=["{ranks}", "train.py", "{arguments}", "--end"], output_dir="/out")
-    ours = ("/env/bin/python", "-P", "-u", "-m", "mock_scheduler.launch.ranks", "/out", "2", "1", "0", "-")
+    ours = ("/env/bin/python", "-P", "-u", "-m", "mock_scheduler.launch.ranks", "/out", "2", "1", "0", "memory")
     assert found.words == (*ours, "train.py", "--tp", "2", "--lr=0.5", "--end")
     alone = build(tmp_path, command=["{ranks}", "-m", "train"], launcher=["srun", "{command}"], output_dir="/out")
-    assert alone.words == ("srun", *ours[:2], *ours[3:6], "1", "1", "0", "-", "-m", "train", "--lr=0.5")
+    assert alone.words == ("srun", *ours[:2], *ours[3:6], "1", "1", "0", "memory", "-m", "train", "--lr=0.5")
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,17 @@ def test_no_file_of_a_failed_command_has_a_value_of_the_environment(
     assert run(tmp_path) in (3, 5, 70)
     texts = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*") if path.is_file()]
     assert "value-from-outside" not in "".join([*texts, *capfd.readouterr()])
+
+
+def test_a_command_gets_no_place_of_ours_and_no_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own launcher may start it on several machines, and takes the environment along."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    saying = "import json, os; json.dump(dict(os.environ), open('environ.json', 'w'))"
+    config = load_config(ConfigSource(config_name="run", config_path=str(write(tmp_path, saying + ATTACHED))), PROGRAM)
+    source = ConfigSource(config_name="run", config_path=str(tmp_path))
+    assert run_plan(plan_launch(config, PROGRAM.arguments(PROGRAM.entry, source), num_processes=1)) == 0
+    environ = json.loads((tmp_path / "environ.json").read_text(encoding="utf-8"))
+    ours = [name for name in environ if name.startswith("MOCK_SCHEDULER_") or name.endswith(("RANK", "_IFNAME"))]
+    assert [name for name in ours if not name.startswith("TEST")] == ["MOCK_SCHEDULER_RUN"]
+    assert not {"MASTER_ADDR", "WORLD_SIZE"} & environ.keys()

@@ -129,7 +129,7 @@ def test_ranks_of_a_foreign_program_listen_on_loopback_alone(tmp_path: Path, tar
     (tmp_path / "train.py").write_text(FOREIGN, encoding="utf-8")
     (tmp_path / "beside.py").write_text(BESIDE, encoding="utf-8")
     arguments = (*target, str(tmp_path))
-    command = ranks_command(sys.executable, arguments, told_to=tmp_path, place=Place(num_local=2))
+    command = ranks_command(sys.executable, arguments, told_to=tmp_path, place=Place(num_local=2, is_foreign=True))
     listeners: set[str] = set()
 
     def seen(process_ids: set[int]) -> None:
@@ -144,7 +144,7 @@ def test_ranks_of_a_foreign_program_listen_on_loopback_alone(tmp_path: Path, tar
 def test_a_foreign_program_alone_meets_nobody(tmp_path: Path) -> None:
     text = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_world_size(), __name__)"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    command = ranks_command(sys.executable, ("train.py",), told_to=tmp_path, place=Place(num_local=1))
+    command = ranks_command(sys.executable, ("train.py",), told_to=tmp_path, place=Place(num_local=1, is_foreign=True))
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "1 __main__\n")
 

@@ -80,6 +80,13 @@ def find_problems(folder: Path, expected: Bits, lines: list[bytes]) -> Iterator[
         yield "run.json says completed, and something is missing"
 
 
+def wait_for(path: Path, took_s: float) -> None:
+    """Waits until a file of the run is there, for a few times as long as a whole run takes."""
+    ends_s = time.monotonic() + 4 * took_s
+    while not path.exists() and time.monotonic() < ends_s:
+        time.sleep(0.001)
+
+
 def main(folder: Path, seed: int, count: int) -> None:
     use_host_device()
     moments = random.Random(seed)
@@ -100,9 +107,11 @@ def main(folder: Path, seed: int, count: int) -> None:
             (own / "one").symlink_to(folder / "whole" / "one")
         bits, lines, took_s = expected[name]
         process_id = start(own, name)
-        time.sleep(moments.uniform(0.1, 1.1) * took_s)
+        if number % 4:  # the rest of the time goes to building the model
+            wait_for(own / name / moments.choice(("trace/step_000000", "metrics.jsonl", "trace/step_000001")), took_s)
+        time.sleep(moments.uniform(0.0, 0.5 if number % 4 else 1.0) * took_s)
         os.kill(process_id, moments.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)))
-        os.waitpid(process_id, 0)
+        os.waitpid(process_id, 0)  # where it had ended before, the signal found nobody to act on
         problems = list(find_problems(own / name, bits, lines))
         stage = len(read_metrics(own / name)) + (own / name / "run.json").exists()
         stages[stage] = stages.get(stage, 0) + 1
