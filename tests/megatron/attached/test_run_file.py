@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.megatron.attached.attach import load_run
 from mock_scheduler.megatron.attached.run_files import RunFiles
