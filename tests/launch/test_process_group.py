@@ -70,7 +70,7 @@ def test_a_process_without_a_launcher_is_a_group_that_nobody_reaches(monkeypatch
 SENDING = """\
 import os, pathlib, pickle, sys
 import torch, torch.distributed as dist
-from pipelines.megatron.process.runtime import join_group
+from pipelines.megatron.process_of_rank import join_group
 join_group()
 class Gadget:
     def __reduce__(self):
