@@ -10,15 +10,19 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
   ``recording`` it replays, the ``checkpoint`` it goes on from, the traces whose tensors are put into it (``graft``,
   ``initial_state`` with what ``start`` has beside it);
 - ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
-  every tensor has its own digest there. A recording run has the recording among them.
+  every tensor has its own digest there. A recording run has the recording among them;
+- ``maker``: the ``keyed_digest`` of all that under the key of the user whose run it was.
 
 Contract: a run is taken again only where its keys are the wanted ones and its files have not changed since; else
-``find_cached`` names the difference. An interrupted run has no fingerprint. Nothing is removed here.
+``find_cached`` names the difference. A digest in a file that a stranger wrote proves nothing, so a run counts as
+finished by its ``maker`` alone, and links in its folder are not followed. An interrupted run has no fingerprint.
+Nothing is removed here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -56,7 +60,7 @@ from mock_scheduler.support.run_files import (
 from mock_scheduler.support.text import list_some, shorten
 
 FINGERPRINT_FILE = "fingerprint.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _RECORDING_PREFIX = "recording/"
 _NUM_NAMED = 3
@@ -86,6 +90,7 @@ class _Stored:
     elapsed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     keys: dict[str, JSON]
     files: dict[str, JSON]
+    maker: str
 
 
 _DOCUMENT = Document[_Stored](_Stored)
@@ -100,10 +105,14 @@ class Reusable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotReusable:
-    """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder."""
+    """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder.
+
+    ``is_foreign``: it would be taken again, had this user made it.
+    """
 
     reason: str
     was_there: bool = True
+    is_foreign: bool = False
 
 
 def compute_fingerprint(
@@ -165,15 +174,16 @@ def save_fingerprint(
         "keys": dict(fingerprint.keys),
         "files": describe_run_files(run_dir, recording_dir),
     }
+    document["maker"] = _sign(document)
     save_json(run_dir / FINGERPRINT_FILE, seal(document))
 
 
 def find_cached(
-    run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None
+    run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None, takes_foreign: bool = False
 ) -> Reusable | NotReusable:
     """Judges whether the finished run in a folder has this ``fingerprint``, and lies there unchanged.
 
-    ``recording_dir``: as for ``save_fingerprint``. Reads no tensors.
+    ``recording_dir``: as for ``save_fingerprint``. ``takes_foreign``: whoever made it is trusted. Reads no tensors.
     """
     path = run_dir / FINGERPRINT_FILE
     if not run_dir.is_dir():
@@ -198,10 +208,19 @@ def find_cached(
     changes = _describe_changes(stored.keys, fingerprint.keys)
     if changes:
         return NotReusable(reason=list_some(changes, _NUM_NAMED))
+    links = [f"{path.relative_to(run_dir)} is a link" for path in sorted(run_dir.rglob("*")) if path.is_symlink()]
+    if links:
+        return NotReusable(reason=list_some(links, _NUM_NAMED))
     damage = _describe_damage(stored.files, describe_run_files(run_dir, recording_dir))
     if damage:
         return NotReusable(reason=list_some(damage, _NUM_NAMED))
+    if not takes_foreign and not hmac.compare_digest(_sign(document).encode(), stored.maker.encode()):
+        return NotReusable(reason="another user, or this one on another machine, made it", is_foreign=True)
     return Reusable(elapsed_s=stored.elapsed_s)
+
+
+def _sign(document: Mapping[str, JSON]) -> str:
+    return keyed_digest(canonical_json({name: value for name, value in document.items() if name != "maker"}))
 
 
 def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
