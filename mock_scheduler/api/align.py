@@ -201,9 +201,7 @@ def run_alignment(
             load=load,
             store=RunStore(
                 launch=make_launch(config_name, config_path),
-                cache=RunCache(
-                    root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign
-                ),
+                cache=RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign),
                 console=console,
                 share=plan.baseline.config.align.share_processes,
                 at_once=plan.baseline.config.align.at_once,

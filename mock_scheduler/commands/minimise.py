@@ -50,8 +50,8 @@ def align_once(
 ) -> VerdictKind:
     """Align one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
-    ``output_dir`` gets the files of ``mock-scheduler align``. ``takes_foreign``: as for ``AlignOptions``. Raises ``ConfigError`` before
-    anything runs.
+    ``output_dir`` gets the files of ``mock-scheduler align``. ``takes_foreign``: as for ``AlignOptions``.
+    Raises ``ConfigError`` before anything runs.
     """
     load = find_program(config_name, config_path).build_loader(config_name, config_path)
     only = only_candidate(load, overrides, candidate)

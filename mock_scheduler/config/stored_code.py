@@ -70,7 +70,7 @@ _MAX_SHOWN = 2000
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _ADDRESS = re.compile(r"\w:(?://|:)")
 # Keys by which a run reaches another machine, or reads what it shows there.
-_ADDRESS_KEYS = ("url", "host", "service_file", "token_variable")
+_ADDRESS_KEYS = (("url",), ("host",), ("service_file",), ("token_variable",))
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -237,16 +237,13 @@ class _Finder:
             yield from self._look_for_addresses(value, path)
 
     def _look_for_addresses(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
-        key = ".".join(path)
-        if path and path[0] in _COMPOSED:
-            return  # it was named as a whole
-        if isinstance(value, str) and _INTERPOLATION.search(value):
+        key, is_composed = ".".join(path), path[:1] in [(name,) for name in _COMPOSED]
+        if is_composed or not isinstance(value, str | int):
+            return  # it was named as a whole, or its parts are looked at
+        if _INTERPOLATION.search(str(value)):
             yield _code("text to be resolved", key, value, Use.LOAD)
-        elif isinstance(value, str) and _ADDRESS.search(value):
+        elif _ADDRESS.search(str(value)) or (path[-1:] in _ADDRESS_KEYS and value not in _LOOPBACK):
             yield _code("address", key, value, Use.RUN)
-        elif path and path[-1] in _ADDRESS_KEYS and value is not None and value not in _LOOPBACK:
-            if not isinstance(value, Mapping | list):
-                yield _code("address", key, value, Use.RUN)
 
     def _look_for_code(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
         key = ".".join(path)

@@ -1,4 +1,4 @@
-"""Changes what lies under a name in a received folder: links, pipes, devices, holes, other files, and nothing at all."""
+"""Changes what lies under a name in a received folder: links, pipes, devices, holes, other files, or nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tests.fuzz.folders import EVIL
@@ -53,18 +54,22 @@ def _link_to(target: str) -> _Swap:
     return swap
 
 
+def _private() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"private-{os.getpid()}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def _link_out(path: Path, _rng: random.Random) -> None:
-    """The same content lies outside, with a private word in it where it is text."""
-    private = path.parents[0] / ".." / ".." / ".." / "private"
-    outside = Path(os.path.abspath(private)) / path.name
-    outside.parent.mkdir(parents=True, exist_ok=True)
+    """The same content lies outside, so that nothing is wrong with it but the link."""
+    outside = _private() / path.name
     remove(outside)
     path.rename(outside)
     path.symlink_to(outside)
 
 
 def _link_to_canary(path: Path, _rng: random.Random) -> None:
-    outside = Path(tempfile.gettempdir()) / f"private-{os.getpid()}"
+    outside = _private() / "secret"
     outside.write_text(f"{CANARY}: {CANARY}\n")
     remove(path)
     path.symlink_to(outside)
@@ -80,8 +85,9 @@ def _hard_link(path: Path, rng: random.Random) -> None:
 
 def _exchange(path: Path, rng: random.Random) -> None:
     others = [item for item in path.parent.parent.rglob("*") if item.is_file() and not item.is_symlink()]
+    others = [item for item in others if item.stat().st_size < HOLE_BYTES]
     if others and path.is_file():
-        shutil.copyfile(rng.choice(sorted(others)), path) if rng.choice([True]) else None
+        path.write_bytes(rng.choice(sorted(others)).read_bytes())
 
 
 def _make_hole(path: Path, _rng: random.Random) -> None:
@@ -144,5 +150,6 @@ def swap_one(root: Path, rng: random.Random) -> str:
         if not path.parent.exists():
             continue
         said.append(f"{getattr(swap, '__name__', '')} {path.relative_to(root)}")
-        swap(path, rng)
+        with suppress(FileNotFoundError):  # a folder became a file
+            swap(path, rng)
     return "; ".join(said)

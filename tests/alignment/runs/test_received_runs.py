@@ -21,7 +21,9 @@ from tests.alignment.test_align import CONFIG, Bench, FakeLauncher, write_result
 def bench(tmp_path: Path) -> Bench:
     """A finished alignment whose candidate tp2 diverged."""
     bench = Bench(tmp_path)
-    bench.write(CONFIG.format(output_dir=tmp_path / "out dir=1") + "  proofs: {num_perturbations: 1, localise: false}\n")
+    bench.write(
+        CONFIG.format(output_dir=tmp_path / "out dir=1") + "  proofs: {num_perturbations: 1, localise: false}\n"
+    )
     assert bench.align(FakeLauncher(behave={"tp2": diverge})) == 1
     return bench
 
