@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, AttachedRun, TraceKind
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
