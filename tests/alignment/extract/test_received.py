@@ -297,7 +297,7 @@ def test_a_file_that_was_changed_since_makes_it_a_foreign_one(alignment: Alignme
 
 
 @pytest.mark.parametrize("named", ["s3://bucket/recording", "http://localhost:1/x", "memory://x"])
-def test_an_address_is_elsewhere_also_where_the_alignment_is_the_working_directory(
+def test_an_address_is_elsewhere_wherever_the_command_starts(
     alignment: Alignment, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a path it would lie in the working directory."""
