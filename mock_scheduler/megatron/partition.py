@@ -19,6 +19,8 @@ _TE_COLUMN = frozenset({"TEColumnParallelLinear", "TELayerNormColumnParallelLine
 _TE_ROW = frozenset({"TERowParallelLinear", "TERowParallelGroupedLinear"})
 _TE_LINEAR = frozenset({"TELinear", "TEGroupedLinear"})
 _NORM = "layer_norm_"
+# The logit of each head's sink (softmax_type=learnable), in Megatron's attention and TransformerEngine's; unmarked.
+_ATTENTION, _SINK = "DotProductAttention", "softmax_offset"
 
 
 def is_column_parallel(module: torch.nn.Module) -> bool:
@@ -62,6 +64,8 @@ def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parame
         if is_column_parallel(module):
             return 0
         return 1 if is_row_parallel(module) and not is_bias else None
+    if own_name == _SINK and _ATTENTION in _class_names(module):
+        return 0
     if marked is not None and not 0 <= marked < parameter.dim():
         raise TraceError(
             f"{name}: Megatron's mark says that ranks split it along dimension {marked}; expected one of its "
