@@ -2,7 +2,8 @@
 compute wrong values runs in Megatron-LM's own loop.
 
 ``--cross-stages`` sets the communication that ``megatron.training`` refuses among its arguments, and does not see in a
-configuration; ``--with-biases`` is a model with biases. Latent attention has no groups of queries.
+configuration; ``--with-biases`` is a model with biases. Latent attention has no groups of queries. The layer that
+predicts further tokens has the example's attention as well, whatever spec the model has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs/examples/megatron_training"))
 
 import pretrain_gpt
+from host_layers import Attention
+from megatron.core.models.backends import LocalSpecProvider
 
 from pipelines.megatron.layers.repairs import repair_layers
 
@@ -47,6 +50,7 @@ def repair_chunks(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 def main(arguments: Sequence[str]) -> None:
     """Trains with Megatron's arguments behind those of a small model."""
+    LocalSpecProvider.core_attention = lambda self: Attention  # type: ignore[method-assign]
     small = " ".join(pretrain_gpt.SMALL_GPT)
     if WITH_BIASES in arguments:
         small = small.replace("--disable-bias-linear", "")

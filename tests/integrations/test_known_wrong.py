@@ -65,12 +65,13 @@ def test_rotary_keys_of_latent_attention_left_partial_are_found(tmp_path: Path) 
     assert (kind, parameter.partition("self_attention.")[2]) == ("gradient", "linear_kv_down_proj.weight")
 
 
-def test_sinks_left_out_of_the_gradient_norm_are_found(tmp_path: Path) -> None:
-    """All gradients are right; the norm that clips them lacks the sinks of all tp ranks but the first."""
-    found = align(CONFIG, tmp_path, "options.sink=true", candidates(tp2=TP2[:1], pp2=CHUNKS[:1]))
-    assert found.verdicts["pp2"] in ("identical", "rounding")
-    assert found.verdicts["tp2"] in ("suspect", "diverged")
-    assert first_difference(found, "tp2") == ("metric", "grad_norm")
+def test_losses_of_further_tokens_that_each_part_of_the_context_weighs_by_its_own_are_found(tmp_path: Path) -> None:
+    """All losses are right, and the weight of those of further tokens is not, though the total is per token."""
+    options = ["options.masked=true", "options.per_token=true", "options.predicted=1"]
+    found = align(CONFIG, tmp_path, *options, candidates(cp2=["parallel.context_parallel_size=2"], tp2=TP2[:1]))
+    assert found.verdicts["tp2"] == "rounding"
+    assert found.verdicts["cp2"] in ("suspect", "diverged")
+    assert first_difference(found, "cp2")[0] == "gradient"
 
 
 def test_layouts_that_this_release_repaired_are_called_right(tmp_path: Path) -> None:

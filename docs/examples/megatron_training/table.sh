@@ -26,7 +26,8 @@ if [[ ! -f "$checkpoint/latest_checkpointed_iteration.txt" ]]; then
         --save "$checkpoint" --save-interval 3 --exit-interval 3 --ckpt-format torch_dist
 fi
 align loaded "options.load=$checkpoint" 'align.candidates=[{name: again}]' 'align.matrix.layouts=[tp2,pp2,dp2,tp2-pp2]'
-resumed="begins_at=3, options.load=$checkpoint"
+from="'begins_at=3', 'options.load=$checkpoint'"
+tp2="'parallel.tensor_model_parallel_size=2'"
 align resumed first_step=3 max_steps=5 'align.matrix.layouts=[]' \
-    "align.candidates=[{name: one, overrides: [$resumed]}, {name: tp2, overrides: [$resumed, parallel.tensor_model_parallel_size=2]}]"
+    "align.candidates=[{name: one, overrides: [$from]}, {name: tp2, overrides: [$from, $tp2]}]"
 exit "$worst"
