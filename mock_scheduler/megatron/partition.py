@@ -8,11 +8,12 @@ of the two is wrong, and so would be the trace.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.megatron.marks import is_marked_split, partition_dim
 
 # Megatron's wrappers of TransformerEngine's layers, by the names of their classes: they are an extra.
 _TE_COLUMN = frozenset({"TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TEColumnParallelGroupedLinear"})
@@ -21,6 +22,10 @@ _TE_LINEAR = frozenset({"TELinear", "TEGroupedLinear"})
 _NORM = "layer_norm_"
 # The logit of each head's sink (softmax_type=learnable), in Megatron's attention and TransformerEngine's; unmarked.
 _ATTENTION, _SINK = "DotProductAttention", "softmax_offset"
+# Megatron-Bridge's (0.6.2): adapters of grouped experts that have the matrices of a rank's experts in one weight, one
+# after another; and DoRA's, with a length for each output of the layer that it wraps.
+_PACKED_EXPERTS = frozenset({"_GroupedExpertAdapterWeight", "PackedPerExpertLinear"})
+_DORA, _LENGTHS = "ParallelLinearDoRAAdapter", "weight_magnitude"
 
 
 def is_column_parallel(module: torch.nn.Module) -> bool:
@@ -31,6 +36,11 @@ def is_column_parallel(module: torch.nn.Module) -> bool:
 def is_row_parallel(module: torch.nn.Module) -> bool:
     """Whether tp ranks split the inputs of a linear layer, and sum up its outputs."""
     return isinstance(module, RowParallelLinear) or _is_te(module, _TE_ROW, "row")
+
+
+def packs_experts(module: torch.nn.Module) -> bool:
+    """Whether the first dimension of a module's weight counts the rank's experts."""
+    return bool(_class_names(module) & _PACKED_EXPERTS)
 
 
 def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parameter, name: str) -> int | None:
@@ -66,6 +76,9 @@ def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parame
         return 1 if is_row_parallel(module) and not is_bias else None
     if own_name == _SINK and _ATTENTION in _class_names(module):
         return 0
+    if own_name == _LENGTHS and _DORA in _class_names(module):
+        adapter = vars(module)
+        return 0 if adapter["base_linear_is_parallel"] and not adapter["input_is_parallel"] else None
     if marked is not None and not 0 <= marked < parameter.dim():
         raise TraceError(
             f"{name}: Megatron's mark says that ranks split it along dimension {marked}; expected one of its "
@@ -85,3 +98,35 @@ def _is_te(module: torch.nn.Module, names: frozenset[str], mode: str) -> bool:
 
 def _class_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(kind.__name__ for kind in type(module).__mro__)
+
+
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Returns the buffer that accumulates a parameter's gradient, in the accumulator's dtype."""
+    marked: Any = parameter
+    grad: torch.Tensor = marked.main_grad
+    return grad
+
+
+def main_param(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Returns the wide copy that ``Float16OptimizerWithFloat16Params`` updates in the parameter's place."""
+    marked: Any = parameter
+    wide: torch.Tensor = marked.main_param
+    return wide
+
+
+def is_marked_split(parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron has marked a parameter as split over tp ranks; it leaves the mark out of others."""
+    return bool(vars(parameter).get("tensor_model_parallel", False))
+
+
+def partition_dim(parameter: torch.nn.Parameter) -> int:
+    """Returns the dimension that tp ranks split a parameter along; -1 where they do not."""
+    marked: Any = parameter
+    return int(marked.partition_dim)
+
+
+def mark_sequence_parallel(module: torch.nn.Module, is_parallel: bool) -> None:
+    """Says whether a module's gradients are of a part of the sequence, to be summed over tp."""
+    for parameter in module.parameters():
+        marked: Any = parameter
+        marked.sequence_parallel = is_parallel

@@ -14,6 +14,7 @@ Contract: one object, ``format_version`` 3, and in it, by command,
 A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of a verdict, and
 
 - ``entry``, ``changes``, ``versions``: as in ``verdict.results.CandidateResult``;
+- ``start``: null, or what an attached run started from, as in ``trace.start_report.StartReport``, with ``text``;
 - ``emulated``: null, or all of the verdict against the reference that adds in its order;
 - ``localisation``: null, or as in ``verdict.localisation.Localisation``, with ``sentence`` and ``command``;
 - ``consequence``: null, or as in ``verdict.consequence.figures.Consequence``, with ``text``;
@@ -29,13 +30,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json, ledger_to_json
 from mock_scheduler.report.recording.diff import differences_to_json
 from mock_scheduler.report.verdict_json import consequence_to_json, localisation_to_json, verdict_to_json
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.support.files import save_json
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
 
@@ -108,7 +109,7 @@ def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
 
 
 def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
-    emulated = candidate.emulated
+    emulated, start = candidate.emulated, candidate.start
     return {
         "name": candidate.name,
         "overrides": list(candidate.overrides),
@@ -119,6 +120,7 @@ def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
         **verdict_to_json(candidate.verdict),
         "changes": list(candidate.changes),
         "versions": list(candidate.versions),
+        "start": None if start is None else {**dataclass_to_json(start), "text": start.describe()},
         "emulated": None if emulated is None else verdict_to_json(emulated),
         "localisation": localisation_to_json(candidate.localisation),
         "consequence": consequence_to_json(candidate.consequence),

@@ -27,6 +27,7 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import OpenedInput, check_choice, check_steps, open_inputs
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
+from mock_scheduler.verdict.coverage import find_unseen
 from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import Divergence, Evidence, StepsOfOneSide
 from mock_scheduler.verdict.reasons import (
@@ -79,6 +80,13 @@ def judge_runs(
         )
     except (AlignmentError, TraceError) as error:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
+    unseen = find_unseen(
+        verdict.tensors,
+        modules={**baseline.unobserved_modules, **candidate.unobserved_modules},
+        parameters={**baseline.untraced_parameters, **candidate.untraced_parameters},
+        selection=selection,
+    )
+    verdict = replace(verdict, unseen=unseen)
     # Rows by content were compared themselves.
     is_by_content = verdict.tensors is not None and verdict.tensors.is_by_content
     if verdict.passes and not is_by_content and not baseline.batches.keys() & candidate.batches.keys():
@@ -268,7 +276,9 @@ def _judge(
         tensors = compare_trace_folders(
             baseline.path, candidate.path, bounds=bounds, selection=selection, on_key=on_key
         )
-        return decide(None, tensors, bounds=bounds, required=(), selection=selection), None
+        unseen = find_unseen(tensors, modules={}, parameters={}, selection=selection)
+        verdict = decide(None, tensors, bounds=bounds, required=(), selection=selection)
+        return replace(verdict, unseen=unseen), None
     is_deterministic = all(item.stored is not None and item.stored.is_deterministic for item in opened)
     verdict = judge_runs(
         baseline.run,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from mock_scheduler.verdict.divergences import from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
@@ -33,7 +34,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     direct, emulated, wide = evidence.direct, evidence.emulated, evidence.wide
-    replicas, equality, emulation, noise, referee = (proof.outcome for proof in proofs)
+    replicas, equality, emulation, inputs, noise, referee = (proof.outcome for proof in proofs)
     if equality == "proved" and replicas != "refuted":
         return direct
     # Unequal copies within the candidate's own run refute it, whatever else holds.
@@ -54,6 +55,15 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # Only the layout is another, and the reference adds in its order: a difference is no rounding.
     if emulation == "refuted" and emulated is not None:
         return _diverged(direct, emulated, RefutedBy(proof="emulation"))
+    # Of equal inputs one kernel makes equal values but for its rounding, whatever perturbed weights may do.
+    if inputs == "refuted" and evidence.equal_inputs is not None and evidence.equal_inputs.excess is not None:
+        difference, excess = evidence.equal_inputs.excess
+        return replace(
+            direct,
+            kind=VerdictKind.DIVERGED,
+            why=RefutedBy(proof="equal inputs"),
+            first=from_tensor(replace(difference, tolerance=excess.limit)),
+        )
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:

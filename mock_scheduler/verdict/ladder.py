@@ -20,6 +20,7 @@ from mock_scheduler.verdict.reasons import (
 from mock_scheduler.verdict.verdict import (
     WITHOUT_COMPARISON,
     EmulationFacts,
+    EqualInputsFacts,
     EqualityFacts,
     Outcome,
     OwnChanges,
@@ -50,7 +51,10 @@ class Evidence:
         must_be_exact: Nothing but the order of its sums may be another.
         emulated: Compared with the reference that adds in its order, to the last bit where ``must_be_exact``;
             ``None`` where there is none, and ``not_emulated`` says why.
+        not_followed: Sums that this reference left in an order of their own.
         layout: The emulated layout.
+        equal_inputs: Tensors of a closer look whose inputs are equal to those of the reference; ``None`` where there
+            was none, and ``no_equal_inputs`` says why.
         wide: Both sides in float64, by bounds of rounding there; ``None`` where they were not run, and
             ``no_referee`` says why.
         shrinking: How many times smaller rounding is in float64.
@@ -62,8 +66,11 @@ class Evidence:
     is_same_order: bool
     must_be_exact: bool
     emulated: Verdict | None = None
+    not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = BIT_EQUAL
     layout: str = ""
+    equal_inputs: EqualInputsFacts | None = None
+    no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     shrinking: float = 1.0
@@ -75,6 +82,7 @@ def judge_proofs(evidence: Evidence) -> tuple[Proof, ...]:
         _judge_replicas(evidence),
         _judge_equality(evidence),
         _judge_emulation(evidence),
+        _judge_equal_inputs(evidence),
         _judge_noise(evidence),
         _judge_wide(evidence),
     )
@@ -128,13 +136,27 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     emulated = evidence.emulated
     if emulated is None:
         return Proof(name="emulation", outcome="not tried", facts=evidence.not_emulated)
-    facts = EmulationFacts(layout=evidence.layout, may_round=not evidence.must_be_exact)
+    facts = EmulationFacts(
+        layout=evidence.layout, may_round=not evidence.must_be_exact, not_followed=evidence.not_followed
+    )
     outcome: Outcome = "open"
     if emulated.kind is VerdictKind.IDENTICAL:
         outcome = "proved"
     elif emulated.kind not in WITHOUT_COMPARISON and evidence.must_be_exact:
         outcome = "refuted"
     return _proof("emulation", outcome, emulated, facts)
+
+
+def _judge_equal_inputs(evidence: Evidence) -> Proof:
+    facts = evidence.equal_inputs
+    if facts is None:
+        return Proof(name="equal inputs", outcome="not tried", facts=evidence.no_equal_inputs)
+    outcome: Outcome = "open"
+    if facts.excess is not None:
+        outcome = "refuted"
+    elif facts.judged and facts.is_complete:
+        outcome = "proved"
+    return Proof(name="equal inputs", outcome=outcome, facts=facts, num_compared=len(facts.judged))
 
 
 def _judge_noise(evidence: Evidence) -> Proof:

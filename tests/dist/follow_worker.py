@@ -40,13 +40,13 @@ from mock_scheduler.megatron.emulation import arithmetic, cross_entropy, gradien
 from mock_scheduler.megatron.emulation.engine import Engine
 from mock_scheduler.megatron.emulation.follow import TrainingOrder, follow
 from mock_scheduler.megatron.host_device import define_router_gemm
-from mock_scheduler.megatron.marks import main_grad
+from mock_scheduler.megatron.partition import main_grad
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.megatron.parameters import iterate_parameters
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.trace.shards import ShardSpec, cut_shard
-from pipelines.megatron.process.runtime import build_layout, join_group, leave_layout, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, join_group, leave_layout, stop_runtime
 
 REFUSAL = "refusal.txt"
 SEED, VOCABULARY, LENGTH, ROWS, MICRO_BATCHES, UPDATES = 11, 96, 16, 2, 4, 2

@@ -32,15 +32,15 @@ from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.megatron.full_precision import prepare_optimizer
 from mock_scheduler.megatron.host_device import define_router_gemm
-from mock_scheduler.megatron.micro_batches import TokenBatch
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
 from mock_scheduler.megatron.parameters import iterate_parameters
 from mock_scheduler.megatron.probe.observed import observed_outputs, unobserved_outputs
 from mock_scheduler.megatron.probe.step_probe import StepProbe
+from mock_scheduler.megatron.step_tokens import TokenBatch
 from mock_scheduler.trace.entries import RowTable
 from mock_scheduler.trace.shards import cut_shard
 from pipelines.megatron.layers.repairs import TorchNorm
-from pipelines.megatron.process.runtime import build_layout, join_group, leave_layout, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, join_group, leave_layout, stop_runtime
 
 SEED, VOCABULARY, PADDED, LENGTH, ROWS = 5, 90, 96, 8, 2
 _AXES = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import experts
 
-from mock_scheduler.megatron.followable import find_obstacles
+from mock_scheduler.megatron.followable import find_draws, find_obstacles
 from mock_scheduler.megatron.observed_model import ObservedModel
 from tests.megatron.tiny_model import tiny_model
 
@@ -37,6 +40,28 @@ def test_a_module_that_cannot_be_followed_is_named_with_its_place(kind: str, rea
     assert text.endswith(reason)
 
 
+@pytest.mark.skipif(not hasattr(experts, "GroupedMLP"), reason="megatron-core 0.17 has none")
+def test_megatrons_own_grouped_experts_in_one_weight_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built with a package in the place of ``grouped_gemm``, which needs CUDA to be installed."""
+    monkeypatch.setattr(experts.gg, "grouped_gemm", object())
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2, moe_ffn_hidden_size=6,
+        add_bias_linear=False, use_cpu_initialization=True, cuda_graph_scope=[],
+    )  # fmt: skip
+    model = tiny_model()
+    groups = SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
+    model.chunks[0].decoder.layers[1].mlp.experts = experts.GroupedMLP(2, config, groups)
+    assert {name for name, _ in model.chunks[0].decoder.layers[1].mlp.experts.named_parameters()} == {
+        "weight1",
+        "weight2",
+    }
+    assert list(find_obstacles(model)) == [
+        "decoder.layers.1.mlp.experts is a GroupedMLP: all experts of a rank are in one weight; set "
+        "moe_use_legacy_grouped_gemm=False"
+    ]
+
+
 def test_other_modules_are_no_obstacle() -> None:
     assert list(find_obstacles(with_module("TEGroupedMLP"))) == []
 
@@ -63,3 +88,34 @@ def test_a_chunk_without_gradient_buffers_cannot_be_trained() -> None:
         "the optimizer is a LayerWiseDistributedOptimizer: it keeps states by layer on ranks of its own; use another "
         "optimizer",
     ]
+
+
+def model_of(*modules: torch.nn.Module, **rates: float | None) -> Any:
+    """A model with these modules, as ``adapter0.dropout`` and on."""
+    gpt: Any = torch.nn.Module()
+    for index, module in enumerate(modules):
+        adapter: Any = torch.nn.Module()
+        adapter.dropout = module
+        gpt.add_module(f"adapter{index}", adapter)
+    config = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None, **rates}
+    return SimpleNamespace(config=SimpleNamespace(**config), gpts=lambda: [gpt])
+
+
+@pytest.mark.parametrize(
+    ("rates", "found"),
+    [
+        ({}, ()),
+        ({"hidden_dropout": 0.1}, ("hidden_dropout",)),
+        ({"attention_dropout": 0.1, "hidden_dropout": 0.2}, ("hidden_dropout", "attention_dropout")),
+        ({"moe_input_jitter_eps": 1e-2}, ("moe_input_jitter_eps",)),
+    ],
+)
+def test_rates_of_the_configuration_are_named(rates: dict[str, float], found: tuple[str, ...]) -> None:
+    assert find_draws(model_of(torch.nn.Dropout(0.0), **rates)) == found
+
+
+def test_modules_with_a_rate_of_their_own_are_named_once() -> None:
+    assert find_draws(model_of(torch.nn.Dropout(0.1), torch.nn.Dropout(0.1))) == ("dropout",)
+    # Megatron's own modules have a rate of the configuration.
+    assert find_draws(model_of(torch.nn.Dropout(0.1), hidden_dropout=0.1)) == ("hidden_dropout",)
+    assert find_draws(model_of(torch.nn.Dropout2d(0.3), hidden_dropout=0.1)) == ("hidden_dropout", "dropout")

@@ -19,14 +19,14 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.optimizer_state import read_states
-from mock_scheduler.support.digests import compute_tensor_digest
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import process_logits
 from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
-from pipelines.megatron.process.runtime import Runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine

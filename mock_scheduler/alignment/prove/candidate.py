@@ -12,19 +12,23 @@ from pathlib import Path
 from mock_scheduler.alignment.localise.localise import localise
 from mock_scheduler.alignment.localise.runs import full_overrides
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.proof_runs import derive_run, is_same_order
+from mock_scheduler.alignment.prove.proof_runs import derive_run, describe_order_limits, is_same_order
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import Bounds, shrinking_factor
 from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
+from mock_scheduler.verdict.divergences import from_tensor
 from mock_scheduler.verdict.final_verdict import judge
 from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
-from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, StillOpen
+from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, NotTriedCause, StillOpen
 from mock_scheduler.verdict.results import CandidateResult
-from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,16 +36,20 @@ class CandidateState:
     """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
     ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
-    reference in its order of sums. ``judged``: the verdict with its proofs.
+    reference in its order of sums. ``judged``: the verdict with its proofs. ``start``: what its run started from.
     """
 
     run: PlannedRun
     baseline: PlannedRun
     summary: RunSummary | None = None
+    start: StartReport | None = None
     direct: Verdict | None = None
     emulated_run: PlannedRun | None = None
     emulated: Verdict | None = None
+    not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = NOT_NEEDED
+    equal_inputs: EqualInputsFacts | None = None
+    no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     judged: Verdict | None = None
@@ -57,6 +65,15 @@ class CandidateState:
     def own_entry(self) -> str:
         """The module of its processes; empty where it is the baseline's."""
         return self.run.entry if self.run.entry != self.baseline.entry else ""
+
+    @property
+    def same_order(self) -> tuple[PlannedRun, Verdict] | None:
+        """The reference that adds in the candidate's order, with the comparison to it; ``None`` without one."""
+        if self.emulated_run is not None and self.emulated is not None:
+            return self.emulated_run, self.emulated
+        if self.direct is not None and is_same_order(self.baseline, self.run):
+            return self.baseline, self.direct
+        return None
 
     @property
     def is_open(self) -> bool:
@@ -87,13 +104,35 @@ class CandidateState:
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
                 emulated=self.emulated,
+                not_followed=self.not_followed,
                 not_emulated=self.not_emulated,
                 layout=run.layout,
+                equal_inputs=self.equal_inputs,
+                no_equal_inputs=self.no_equal_inputs,
                 wide=self.wide,
                 no_referee=self.no_referee,
                 shrinking=shrinking_factor(run.config.precision),
             )
         )
+
+    def why_not_emulated(self, baseline: RunSummary) -> NotTried | None:
+        """Say why no reference is run in its order of sums; ``None`` where one is."""
+        if not self.baseline.config.align.proofs.emulate:
+            return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
+        if is_same_order(self.baseline, self.run):
+            return NotTried(cause=NotTriedCause.SAME_ORDER)
+        # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
+        if self.run.changes.other and not self.run.must_be_exact:
+            return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(self.run.changes.other))
+        problem = describe_order_limits(self.run) or "; ".join(self._find_stated_limits(baseline))
+        return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
+
+    def _find_stated_limits(self, baseline: RunSummary) -> list[str]:
+        """List what finished runs themselves know to keep a reference from following the order: no run is spent."""
+        # The reference is the baseline's training in one process, but for keys that the candidate changes besides.
+        is_alike = self.baseline.config.parallel.world_size == 1 and not self.run.changes.other
+        own = () if self.summary is None else self.summary.order_limits
+        return list(dict.fromkeys((*(baseline.order_limits if is_alike else ()), *own)))
 
     @property
     def _own_changes(self) -> OwnChanges:
@@ -112,6 +151,7 @@ class CandidateState:
             layout=run.layout,
             log_path=run.log_path,
             run=self.summary,
+            start=self.start,
             verdict=self.verdict,
             entry=self.own_entry,
             changes=(*run.changes.layout, *run.changes.other),
@@ -122,6 +162,8 @@ class CandidateState:
         )
 
 
+#: Runs with grafts, beside which further tensors have equal inputs.
+_NUM_KERNEL_GRAFTS = 2
 #: Perturbed runs that show the noise of what only localisation traces.
 _NUM_PERTURBATIONS = 2
 
@@ -141,13 +183,43 @@ class CloserLook:
         """
         reference, bounds = self.plan.baseline, None
         first = item.verdict.first
-        differs = item.emulated is not None and item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+        differs = item.emulated is not None and (
+            item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+            or (item.equal_inputs is not None and item.equal_inputs.excess is not None)
+        )
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
         # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
             bounds = self._measure_all_kinds(0 if first is None else first.step)
         return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+
+    def judge_equal_inputs(self, item: CandidateState) -> EqualInputsFacts:
+        """Judge the first differing tensors of a candidate, whose inputs are equal, by one kernel's rounding.
+
+        Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
+        """
+        reference = item.same_order
+        assert reference is not None
+        run, compared = reference
+        differences = () if compared.tensors is None else compared.tensors.differences
+        first = next((found for found in differences if not found.bit_equal), None)
+        place = localise(
+            run,
+            item.run,
+            first=None if first is None else from_tensor(first),
+            run=self._run_further,
+            max_grafts=_NUM_KERNEL_GRAFTS,
+        )
+        unit = UNIT_ROUNDOFFS[item.run.config.precision]
+        causes = [place.origin, *(cause.tensor for cause in place.causes[1:] if cause.tensor is not None)]
+        judged = [cause.difference for cause in causes if cause.difference is not None]
+        excesses = [(found, find_kernel_excess(found, unit=unit)) for found in judged]
+        return EqualInputsFacts(
+            judged=tuple(found.key for found in judged),
+            excess=next(((found, excess) for found, excess in excesses if excess is not None), None),
+            is_complete=bool(place.causes) and not place.remaining,
+        )
 
     def _measure_all_kinds(self, step: int) -> Bounds:
         """Measure the noise of every tensor of one step, traced or not in ordinary runs."""

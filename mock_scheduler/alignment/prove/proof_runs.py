@@ -71,7 +71,14 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
         candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
     )
     # The baseline's code: a candidate's own module or packages must not vouch for themselves.
-    return replace(run, python=baseline.python, env=baseline.env, versions=baseline.versions, sources=baseline.sources)
+    return replace(
+        run,
+        python=baseline.python,
+        env=baseline.env,
+        versions=baseline.versions,
+        packages=baseline.packages,
+        sources=baseline.sources,
+    )
 
 
 def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:

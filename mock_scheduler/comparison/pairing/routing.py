@@ -6,7 +6,9 @@ token is counted and left out of tensors stored in the order of its chosen exper
 
 With a the baseline: a token with another choice is a *flip by rounding* where for every expert e chosen by the baseline
 only and f chosen by the candidate only, logit_a[e] - logit_a[f] is at most twice the largest |Δlogit| of the token: e
-stood before f by no more than the two runs' logits moved. Needs the router's logits of both runs.
+stood before f by no more than the two runs' logits moved. A decision needs a cause: of logits equal to the last bit
+another choice is no rounding, whatever a bias added to them may say of their order. Needs the router's logits of both
+runs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, tor
     gap = left.masked_fill(~only_mine, -torch.inf).amax(dim=1) - left.masked_fill(~only_other, torch.inf).amin(dim=1)
     num_swapped = only_mine.sum(dim=1)
     # As many experts out as in: a token that lost an expert was dropped, which rounding does not do.
-    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1)) & (gap <= FLIP_MOVES * moved)
+    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1))
+    # With a bias beside the logits the gap may be below 0, so that it alone would excuse a choice without a cause.
+    is_flipped &= (moved > 0) & (gap <= FLIP_MOVES * moved)
     for pair in (choice, logits):
         if pair.present is not None:
             is_flipped &= pair.present.reshape(num_tokens, -1).all(dim=1)

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json, save_text
+from mock_scheduler.support.loaded_code import save_loaded_code
 from mock_scheduler.support.local_key import mark_own
-from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
+from mock_scheduler.support.versions import read_package_versions
 
 COMPLETED = "completed"
 
@@ -56,6 +57,7 @@ class RunFiles:
 
     def end(self, *, status: str, layout: str, world_size: int, facts: Mapping[str, JSON]) -> None:
         """Writes what the run says about itself. facts: further keys of ``run.json``."""
+        save_loaded_code(self._output_dir)
         if not self._is_writer:
             return
         self._open.close()

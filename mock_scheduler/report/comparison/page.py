@@ -32,6 +32,7 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.tensors import (
@@ -40,7 +41,7 @@ from mock_scheduler.verdict.wording.tensors import (
     describe_margin,
     describe_not_compared,
 )
-from mock_scheduler.verdict.wording.verdicts import TONES, describe_sentence
+from mock_scheduler.verdict.wording.verdicts import NOT_LOOKED_AT, TONES, describe_sentence
 
 MAX_LINES = 50
 MAX_PANELS = 8
@@ -136,6 +137,7 @@ def _verdict_part(result: ComparisonResult) -> _VerdictPart:
         worst = find_nearest(tensors)
         if worst is not None:
             rows.append(("worst", f"{worst.key.describe()}, {describe_margin(worst)}"))
+    rows += [(NOT_LOOKED_AT, text) for text in [describe_unseen(verdict.unseen)] if text]
     if verdict.full_dump:
         rows.append(("next", f"run both again with {' '.join(verdict.full_dump)}"))
     sentence, rest = describe_sentence(verdict), describe_rest(verdict)

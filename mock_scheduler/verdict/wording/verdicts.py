@@ -25,7 +25,7 @@ from mock_scheduler.verdict.reasons import (
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
-from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor
+from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
@@ -61,6 +61,7 @@ PROOF_MEANINGS: Mapping[ProofName, str] = {
     "replicas": "ranks that must hold the same bits do",
     "bit-equality": "every tensor has the baseline's bits",
     "emulation": "every tensor has the bits of a reference that adds in the candidate's order",
+    "equal inputs": "of inputs equal to the last bit, no tensor differs by more than one kernel rounds",
     "noise": "no difference is larger, more systematic or more concentrated than one unit of rounding makes it",
     "referee": "in float64 the two sides agree as two orders of the same sums do",
 }
@@ -77,6 +78,9 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
 }
 
+
+#: Stands before what a comparison did not look at.
+NOT_LOOKED_AT = "not looked at"
 
 _AGAINST = "against the baseline: "
 
@@ -131,19 +135,25 @@ def describe_proved_by(verdict: Verdict) -> str:
         return ", ".join(_list_named(verdict, "proved", ("emulation",))) or "–"
     if verdict.passes:
         return ", ".join(_list_named(verdict, "proved", ("emulation", "noise", "referee"))) or "–"
-    against = _list_named(verdict, "refuted", ("replicas", "emulation", "noise", "referee"))
+    against = _list_named(verdict, "refuted", ("replicas", "emulation", "equal inputs", "noise", "referee"))
     return f"refuted by {', '.join(against)}" if against else "–"
 
 
 def write_headline(
     verdict: Verdict, *, emulated: Verdict | None = None, localisation: Localisation | None = None
 ) -> str:
-    """The verdict in one line of plain words.
+    """The verdict in one line of plain words, with what it did not look at.
 
     Args:
         emulated: The comparison with the reference in the candidate's order of sums, where there is one.
         localisation: Where the divergence begins, by further runs.
     """
+    finding = _write_finding(verdict, emulated, localisation)
+    unseen = describe_unseen(verdict.unseen) if verdict.passes else ""
+    return f"{finding}; {NOT_LOOKED_AT}: {unseen}" if unseen else finding
+
+
+def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Localisation | None) -> str:
     match verdict.kind:
         case VerdictKind.IDENTICAL:
             return f"every bit is equal{_describe_extent(verdict.tensors)}"
@@ -196,6 +206,8 @@ def _describe_refuted(verdict: Verdict, why: RefutedBy) -> str:
     match why.proof:
         case "bit-equality":
             return f"{found}; {direct}"
+        case "equal inputs":
+            return f"{found}; {_AGAINST}{_describe_named(verdict, 'noise')}"
         case "emulation":
             noise = _describe_named(verdict, "noise")
             return f"{found}; {_AGAINST}{noise}; first divergence: {describe_sentence(verdict)}"
