@@ -122,6 +122,7 @@ def describe_run(config: CommandConfig, output_dir: Path) -> AttachedRun:
         precision=config.precision,
         parallel=config.parallel,
         system_envs=config.system_envs,
+        begins_at=config.begins_at,
         first_step=config.first_step,
         last_step=config.max_steps - 1,
         trace=config.trace,

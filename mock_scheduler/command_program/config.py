@@ -74,7 +74,8 @@ class CommandConfig(ConfigSection):
     one. ``timeout_s``: after so many seconds the command is ended. ``sources``: files and folders, relative to the
     file's folder, whose code decides the bits.
 
-    ``first_step``: the first step to observe; ``max_steps``: where the run ends, counted from 0. ``initial_state``: a
+    ``begins_at``: the number of the command's first step, where it resumes a checkpoint; ``first_step``: the first step
+    to observe; ``max_steps``: where the run ends. ``initial_state``: a
     trace whose initial state the training begins with. ``reductions``: by key, smaller values for ``minimise``, or the
     least one, down to which the value is halved. ``rollout_mock``: only of a program that takes its rollouts through
     the proxy.
@@ -94,6 +95,8 @@ class CommandConfig(ConfigSection):
 
     exp_name: Annotated[FileName, Decides.LABEL] = "training"
     output_dir: Annotated[str, Decides.LABEL] = "./output"
+    # It names steps; whatever else a resumed run does comes by an option.
+    begins_at: Annotated[NonNegativeInt, Decides.NOTHING] = 0
     first_step: Annotated[NonNegativeInt, Decides.TRAINING] = 0
     max_steps: Annotated[PositiveInt, Decides.TRAINING] = 2
     precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS] = "float32"
@@ -160,6 +163,12 @@ def _iterate_problems(config: CommandConfig) -> Iterator[Problem]:
     yield from _argument_problems(config)
     yield from _field_problems(config)
     yield from _option_problems(config)
+    if config.first_step < config.begins_at:
+        yield (
+            "first_step",
+            f"is {config.first_step}, and the command begins at step {config.begins_at} (begins_at): set first_step to "
+            "that or more",
+        )
     if config.max_steps <= config.first_step:
         yield "max_steps", f"is {config.max_steps}, and first_step {config.first_step}: no step would be observed"
     world_size, share = config.parallel.world_size, config.processes_per_node
