@@ -18,8 +18,10 @@ from mock_scheduler.verdict import verdict as facts
 from mock_scheduler.verdict.compare_runs import compare_paths
 from mock_scheduler.verdict.replicas import check_replicas_at
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
+from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.verdicts import (
     LEGEND,
+    NOT_LOOKED_AT,
     TONES,
     describe_proved_by,
     describe_reason,
@@ -43,6 +45,7 @@ class Verdict(facts.Verdict):
         metrics, tensors: Everything compared; ``None`` where there was none.
         bounds: How far the candidate may be from the baseline, with the source of each bound.
         suspicions, tests: Systematic differences within the bounds, and the tests for them.
+        unseen: Modules and parameters that the comparison did not look at; ``None`` where there are none.
         full_dump: After a comparison of sketches, the overrides of the full trace to take next.
         proofs: Of an alignment, strongest first; empty for a plain comparison.
         result: The judged comparison.
@@ -66,6 +69,7 @@ class Verdict(facts.Verdict):
         names = f"{self.result.candidate.path} against {self.result.baseline.path}"
         smallest = describe_smallest_error(self)
         found = [f"would have been found: {smallest}"] if smallest else []
+        found += [f"{NOT_LOOKED_AT}: {text}" for text in [describe_unseen(self.unseen)] if text]
         return "\n".join(map(printable, [f"{self.kind.value}: {names}", describe_reason(self), *found]))
 
     def save_html(self, path: str | Path) -> None:

@@ -14,6 +14,7 @@ Contract: one object, ``format_version`` 3, and in it, by command,
 A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of a verdict, and
 
 - ``entry``, ``changes``, ``versions``: as in ``verdict.results.CandidateResult``;
+- ``start``: null, or what an attached run started from, as in ``trace.start_report.StartReport``, with ``text``;
 - ``emulated``: null, or all of the verdict against the reference that adds in its order;
 - ``localisation``: null, or as in ``verdict.localisation.Localisation``, with ``sentence`` and ``command``;
 - ``consequence``: null, or as in ``verdict.consequence.figures.Consequence``, with ``text``;
@@ -108,7 +109,7 @@ def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
 
 
 def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
-    emulated = candidate.emulated
+    emulated, start = candidate.emulated, candidate.start
     return {
         "name": candidate.name,
         "overrides": list(candidate.overrides),
@@ -119,6 +120,7 @@ def _candidate(candidate: CandidateResult, view: CandidateView) -> JSON:
         **verdict_to_json(candidate.verdict),
         "changes": list(candidate.changes),
         "versions": list(candidate.versions),
+        "start": None if start is None else {**dataclass_to_json(start), "text": start.describe()},
         "emulated": None if emulated is None else verdict_to_json(emulated),
         "localisation": localisation_to_json(candidate.localisation),
         "consequence": consequence_to_json(candidate.consequence),

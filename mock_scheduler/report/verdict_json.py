@@ -19,6 +19,9 @@ Contract: numbers are numbers, but NaN and infinities, unknown to JSON, are the 
   comparison that the proof judges);
 - ``suspicions`` (``test``, ``step``, ``update``, ``name``, ``value``, ``limit``, ``text``) and ``tests`` (``test``,
   ``num_looked_at``, ``smallest``, ``text``): differences beyond any explanation by noise, and the tests for them;
+- ``unseen``: null where the comparison looked at all modules and parameters, or ``modules`` (``name``, ``reason``) and
+  ``module_share`` (of the compared parameters' elements), ``parameters`` (``name``, ``num_elements``) and
+  ``parameter_share`` (of all elements, or null), with ``text``;
 - ``limits``: null, or ``num_not_compared``, ``num_flipped_tokens``, ``turned``, ``hidden_from_step``;
 - ``smallest_error``: ``bounds`` (by kind, the smallest relative error in sight as a divergence),
   ``num_without_size``, ``nearest_metric``;
@@ -57,12 +60,13 @@ from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.consequence.figures import Consequence
-from mock_scheduler.verdict.coverage import find_limits, find_smallest_error, find_unexercised
+from mock_scheduler.verdict.coverage import Unseen, find_limits, find_smallest_error, find_unexercised
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation
 from mock_scheduler.verdict.reasons import NotDeterministic, Reason, StaysInFloat64, TracedOtherThings
 from mock_scheduler.verdict.verdict import Proof, ProofFacts, Verdict
 from mock_scheduler.verdict.wording.consequence import describe_consequence
+from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_evidence
 from mock_scheduler.verdict.wording.localisation import (
     compare_command,
@@ -88,6 +92,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
         "proofs": [_proof(proof) for proof in verdict.proofs],
         "suspicions": [suspicion_to_json(item) for item in verdict.suspicions],
         "tests": [test_to_json(item) for item in verdict.tests],
+        "unseen": _unseen(verdict.unseen),
         "limits": _limits(verdict.tensors),
         "unexercised": _unexercised(verdict.metrics),
         "smallest_error": _smallest_error(verdict),
@@ -197,6 +202,20 @@ def _unexercised(metrics: MetricComparison | None) -> JSON:
     """The parts of training that were exactly 0 at every step."""
     found = find_unexercised(metrics)
     return None if found is None else dataclass_to_json(found)
+
+
+def _unseen(unseen: Unseen | None) -> JSON:
+    if unseen is None:
+        return None
+    return {
+        "text": describe_unseen(unseen),
+        **bounded("modules", list(unseen.modules.items()), lambda item: {"name": item[0], "reason": item[1]}),
+        "module_share": unseen.module_share,
+        **bounded(
+            "parameters", list(unseen.parameters.items()), lambda item: {"name": item[0], "num_elements": item[1]}
+        ),
+        "parameter_share": unseen.parameter_share,
+    }
 
 
 def _limits(tensors: TensorComparison | None) -> JSON:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,9 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import describe_failure, read_text
-from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.loaded_code import load_loaded_code
+from mock_scheduler.support.local_key import is_own
+from mock_scheduler.support.run_files import CODE_FOLDER, ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import MAX_DIGITS, bullet_list, is_real, shorten
 from mock_scheduler.support.yaml_text import load_yaml
 
@@ -37,6 +39,13 @@ class RunSummary:
     Seconds are as the run measured them (``wall_s``, ``rollout_s``) and from the outside (``elapsed_s``: with the start
     of its processes). ``built`` counts built things, such as engines. ``batches``: the digest of the rollouts
     behind its training, by step. ``draws``: what draws random numbers in training, as ``hidden_dropout``.
+
+    What an attached run says of itself: ``unobserved_modules``: modules whose output nothing can show, with the reason.
+    ``untraced_parameters``: parameters that no rank traced, with their numbers of elements. ``order_limits``: what
+    keeps one process from adding in its order (of a run in one process: in any layout's). ``not_followed``: sums that
+    were left as they are where it followed another order.
+
+    ``own_calls``: how often each function or class of the user's in the place of a package's was called.
     """
 
     name: str
@@ -48,6 +57,11 @@ class RunSummary:
     built: Mapping[str, int]
     batches: Mapping[str, str]
     draws: tuple[str, ...] = ()
+    unobserved_modules: Mapping[str, str] = field(default_factory=dict)
+    untraced_parameters: Mapping[str, int] = field(default_factory=dict)
+    order_limits: tuple[str, ...] = ()
+    not_followed: tuple[str, ...] = ()
+    own_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +86,13 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             "rollout_s": _NUMBER,
             "batches": _DIGESTS,
         },
-        {"draws": _TEXTS},
+        {
+            "draws": _TEXTS,
+            "unobserved_modules": _NAMED_TEXTS,
+            "untraced_parameters": _COUNTS,
+            "order_limits": _TEXTS,
+            "not_followed": _TEXTS,
+        },
     )
     ledger = _load(output_dir / LEDGER_FILE, {"built": _COUNTS})
     return RunSummary(
@@ -85,7 +105,20 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         built=ledger["built"],
         batches=stated["batches"],
         draws=tuple(stated.get("draws", ())),
+        unobserved_modules=stated.get("unobserved_modules", {}),
+        untraced_parameters=stated.get("untraced_parameters", {}),
+        order_limits=tuple(stated.get("order_limits", ())),
+        not_followed=tuple(stated.get("not_followed", ())),
+        own_calls=_load_own_calls(output_dir),
     )
+
+
+def _load_own_calls(output_dir: Path) -> dict[str, int]:
+    try:
+        loaded = load_loaded_code(output_dir)
+    except (OSError, ValueError) as error:
+        raise AlignmentError(f"{output_dir / CODE_FOLDER}: the record of loaded code is damaged: {error}") from error
+    return {} if loaded is None else loaded.calls
 
 
 def load_batches(output_dir: Path) -> dict[int, str]:
@@ -129,6 +162,10 @@ _TEXT = _Kind(text="a text", is_valid=lambda value: isinstance(value, str))
 _TEXTS = _Kind(
     text="a list of texts",
     is_valid=lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+)
+_NAMED_TEXTS = _Kind(
+    text="an object of texts",
+    is_valid=lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
 )
 _INTEGER = _Kind(text="an integer", is_valid=_is_integer)
 _NUMBER = _Kind(text="a number", is_valid=lambda value: is_real(value) and math.isfinite(value))
@@ -198,7 +235,8 @@ def load_stored_config(path: Path) -> StoredConfig:
 def read_stored_keys(path: Path) -> dict[str, Any]:
     """Reads the keys of a run's ``config.yaml``; raises ``ConfigError`` where there are none.
 
-    ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there.
+    In a run of this user's, ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there. In
+    a stranger's it always does: whatever an error or a report shows of it may be sent back.
     """
     try:
         text = read_text(path, inside=path.parent, what="a configuration")
@@ -212,7 +250,7 @@ def read_stored_keys(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")
-    return resolve_variables(content, str(path))
+    return resolve_variables(content, str(path)) if is_own(path) else content
 
 
 def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:

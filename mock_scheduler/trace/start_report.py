@@ -19,7 +19,8 @@ from mock_scheduler.support.run_files import START_FILE
 StartKind = Literal["initial", "optimizer"]
 """``initial``: parameters and buffers. ``optimizer``: Adam's moments."""
 
-_WORDS: Mapping[StartKind, str] = {"initial": "parameters and buffers", "optimizer": "moments of the optimizer"}
+#: The kinds in words.
+START_KINDS: Mapping[StartKind, str] = {"initial": "parameters and buffers", "optimizer": "moments of the optimizer"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +74,13 @@ class StartReport:
         if self.source is None:
             return "Starts with its own parameters"
         if not self.num_set:
-            counts = " and ".join(f"{kind.num_equal} {_WORDS[name]}" for name, kind in self.kinds.items())
+            counts = " and ".join(f"{kind.num_equal} {START_KINDS[name]}" for name, kind in self.kinds.items())
             return f"Starts as the baseline does: {counts} were equal already, and nothing was set"
         parts = []
         for name, kind in self.kinds.items():
             total = kind.num_equal + kind.num_set
             first = f" (first {kind.first[0].name})" if kind.first else ""
-            parts.append(f"{kind.num_set} of {total} {_WORDS[name]}{first}")
+            parts.append(f"{kind.num_set} of {total} {START_KINDS[name]}{first}")
         return f"Starts from the baseline's state: {' and '.join(parts)} were another and were set"
 
     def _describe_padding(self) -> list[str]:

@@ -9,14 +9,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mock_scheduler.comparison.findings import Note
+from mock_scheduler.comparison.findings import Note, NotShown
 from mock_scheduler.comparison.noise.judging import first_hidden_step
-from mock_scheduler.comparison.tensors import ExpertFlips, TensorComparison, TensorDifference
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
+from mock_scheduler.comparison.tensors import JUDGED_KINDS, ExpertFlips, TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import GREW_TENFOLD, NEARLY_BEYOND
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
+
+#: What modules compute.
+_OUTPUT_KINDS: frozenset[TraceKind] = frozenset({"activation", "router", "logits", "output"})
 
 
 def find_nearest(tensors: TensorComparison | None) -> TensorDifference | None:
@@ -109,6 +113,72 @@ def find_limits(tensors: TensorComparison) -> Limits:
         turned=_count_turned(tensors.flipped_decisions),
         hidden_from_step=first_hidden_step(tensors),
         notes=tensors.notes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unseen:
+    """What the model has and the comparison did not look at.
+
+    Args:
+        modules: Modules without a compared output, by name, with the reason. Their parameters are compared.
+        module_share: The share of the compared parameters' elements that these modules hold.
+        parameters: Parameters without a compared gradient or value, and their numbers of elements; 0 is not known.
+        parameter_share: Their share of all elements; ``None`` where a number is not known.
+    """
+
+    modules: Mapping[str, str]
+    module_share: float
+    parameters: Mapping[str, int]
+    parameter_share: float | None
+
+
+def find_unseen(
+    tensors: TensorComparison | None,
+    *,
+    modules: Mapping[str, str],
+    parameters: Mapping[str, int],
+    selection: Selection = EVERYTHING,
+) -> Unseen | None:
+    """What a comparison did not look at; ``None`` where it looked at everything, or was to look at some kinds alone.
+
+    Args:
+        modules: As the two runs state them: modules whose output nothing can show, with the reason.
+        parameters: Parameters that neither run traced, with their numbers of elements.
+        selection: The compared choice; what was not chosen is not missed.
+    """
+    if tensors is None or selection.kinds is not None:
+        return None
+    compared: dict[str, int] = {}
+    absent: dict[str, int] = {}
+    for item in tensors.differences:
+        if item.key.kind in JUDGED_KINDS:
+            name = item.key.name
+            compared[name] = max(compared.get(name, 0), item.num_elements)
+            absent[name] = min(absent.get(name, item.num_absent), item.num_absent)
+    hidden, missed = dict(modules), dict(parameters)
+    for gap in tensors.not_compared:
+        if gap.kind in JUDGED_KINDS:
+            missed.setdefault(gap.name, 0)
+        elif gap.kind in _OUTPUT_KINDS:
+            reason = next((item.reason for item in gap.reasons if isinstance(item, NotShown)), "only some ranks")
+            hidden.setdefault(gap.name, reason)
+    seen = {name for name, size in compared.items() if size}
+    missed = {name: size for name, size in missed.items() if name not in seen}
+    missed |= {name: absent[name] for name in seen if absent[name]}
+    shown = {item.key.name for item in tensors.differences if item.key.kind in _OUTPUT_KINDS}
+    hidden = {name: why for name, why in hidden.items() if name not in shown and selection.has_name(name)}
+    missed = {name: size for name, size in missed.items() if selection.has_name(name)}
+    if not hidden and not missed:
+        return None
+    total = sum(compared.values())
+    inside = sum(size for name, size in compared.items() if any(name.startswith(f"{module}.") for module in hidden))
+    num_missed = sum(missed.values())
+    return Unseen(
+        modules=hidden,
+        module_share=inside / total if total else 0.0,
+        parameters=missed,
+        parameter_share=num_missed / (total + num_missed) if all(missed.values()) else None,
     )
 
 

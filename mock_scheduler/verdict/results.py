@@ -14,6 +14,7 @@ from mock_scheduler.recording.inspection.comparison import RecordingDifferences
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.verdict import Verdict, worst_exit_code
@@ -28,6 +29,7 @@ class CandidateResult:
         layout: As planned.
         log_path: Its terminal output; ``None`` where it was not kept.
         run: ``None`` where it failed.
+        start: What an attached run started from; ``None`` of another one.
         verdict: Compared with the baseline, with its proofs.
         entry: Its own module in the pipeline's place; empty where it is the baseline's.
         changes: Keys with values of its own; they may move a bit.
@@ -48,6 +50,7 @@ class CandidateResult:
     emulated: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
+    start: StartReport | None = None
     versions: tuple[str, ...] = ()
 
 

@@ -3,7 +3,7 @@
 ``python fake_training.py --layout tp2 --lr 0.1 [--layers 2] [--dtype float64] [--fault NAME]``. Its layouts differ as
 real ones do: its first weights depend on the layout, tp cuts a sum in two, and dp adds the gradients of two rows in
 another order. Faults: ``scale`` (tp's second part is scaled), ``decay``, ``crash``, ``refuse``, ``hang``, ``detached``,
-``short``, ``other_layout``, ``kill``.
+``short``, ``other_layout``, ``kill``; ``hidden`` says that a module's output is not shown.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.trace.sketch.files import SketchSink
+from mock_scheduler.trace.start_report import KindOfStart, StartDifference, StartReport, save_start
 
 HIDDEN, TOKENS = 16, 12
 ROWS = RowTable(identities=("a", "b"), lengths=(5, 7))
+UNOBSERVED = {"decoder.layers.1.mlp.linear_fc1": "a Gate stands at no place whose output is known"}
 TOKEN_DIMS: tuple[DimName, DimName] = ("token", "channel")
 
 
@@ -57,10 +59,16 @@ class FakeTraining:
     def begin(self) -> None:
         """Takes the initial state that is asked for, and perturbs it."""
         if self.run.initial_state is not None:
+            own = dict(self.weights)
             with open_trace(Path(self.run.initial_state)) as trace:
                 for name in self.weights:
                     key = TraceKey(step=self.run.first_step, update=0, kind="initial", name=name)
                     self.weights[name] = trace.merge(key).tensor.to(self.dtype)
+            changed = [name for name, value in own.items() if not torch.equal(value, self.weights[name])]
+            first = tuple(StartDifference(name=name, relative=1.5) for name in changed[:1])
+            kind = KindOfStart(num_equal=len(own) - len(changed), num_set=len(changed), first=first)
+            report = StartReport(step=0, num_updates=0, source=self.run.initial_state, kinds={"initial": kind})
+            save_start(Path(self.run.output_dir), report)
         if self.run.perturbation.seed is not None:
             generator = torch.Generator().manual_seed(self.run.perturbation.seed)
             for name, value in self.weights.items():
@@ -165,8 +173,8 @@ def train(run: AttachedRun, arguments: argparse.Namespace) -> int:
         time.sleep(600.0)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if run.order.emulate is not None and run.order.emulate.data_parallel_size > 1:
-        return refuse(folder, "the order of dp2 cannot be followed: the loss function adds by itself")
+    if run.order.emulate is not None and (limits := list(find_order_limits(run.order.emulate))):
+        return refuse(folder, f"the order of dp2 cannot be followed: {limits[0]}")
     if fault == "refuse":
         return refuse(folder, "CUDA graphs replay what no hook sees; turn them off")
     folder.mkdir(parents=True, exist_ok=True)
@@ -186,11 +194,21 @@ def train(run: AttachedRun, arguments: argparse.Namespace) -> int:
         "train_s": 0.5,
         "batches": {str(step): "0" * 64 for step in range(num_steps)},
         "settings": {},
+        "unobserved_modules": UNOBSERVED if fault == "hidden" else {},
+        "untraced_parameters": {},
+        "order_limits": list(find_order_limits(layout)),
+        "not_followed": [] if run.order.emulate is None else ["the loss function's own sums"],
         "packages": {"torch": torch.__version__},
     }
     (folder / "ledger.json").write_text(json.dumps({"built": {"engine": 0, "environment": 0}}), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
     return 0
+
+
+def find_order_limits(layout: ParallelConfig) -> Iterator[str]:
+    """Says what keeps one process from following a layout, as an attached run does."""
+    if layout.data_parallel_size > 1:
+        yield "the loss function adds by itself"
 
 
 def _train_steps(training: FakeTraining, num_steps: int, world_size: int) -> Iterator[str]:

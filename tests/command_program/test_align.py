@@ -13,7 +13,7 @@ import pytest
 from mock_scheduler import cli
 from mock_scheduler import compare as compare_runs
 from mock_scheduler.alignment.plan.plan import plan_alignment
-from mock_scheduler.alignment.prove.candidate import order_reductions, plan_perturbed
+from mock_scheduler.alignment.prove.proof_runs import order_reductions, plan_perturbed
 from mock_scheduler.command_program.command import build_command
 from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.commands import minimise as minimise_command
@@ -22,6 +22,7 @@ from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise
 from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
+from tests.command_program.fake_training import UNOBSERVED
 from tests.command_program.simulated import DP2, TP2, Runs, write_config
 
 FEW = {"proofs": {"num_perturbations": 2}}
@@ -76,12 +77,14 @@ def test_layouts_of_a_command_are_proved_as_far_as_it_goes(tmp_path: Path, runs:
         "dp2": "rounding",
     }
     assert code == 0
-    # The order of dp2 is refused by the run itself, and the ladder goes on.
+    # The run of dp2 says itself that its order cannot be followed, so no reference is started, and the ladder goes on.
     assert "cannot be followed: the loss function adds by itself" in proof(result, "dp2", "emulation")
     assert runs.made == [
         *("baseline", "same", "recompute", "tp2", "dp2"),
-        *("noise-0", "noise-1", "emulated-tp2", "emulated-dp2"),
+        *("noise-0", "noise-1", "emulated-tp2"),
     ]
+    order = "a reference in one process that adds in the order of tp2 pp1 dp1"
+    assert f"to {order}, but for the loss function's own sums: " in proof(result, "tp2", "emulation")
     assert result["recording_dir"] is None
     for word in ("recording", "engines", "rollout", "dump", "mock"):
         assert word not in text.replace("mock-scheduler", "").replace("mock_scheduler", ""), word
@@ -101,6 +104,53 @@ def test_every_run_begins_with_the_baselines_initial_state(tmp_path: Path, runs:
         "baseline": None,
         **dict.fromkeys(["tp2", "noise-0", "noise-1", "emulated-tp2"], trace),
     }
+
+
+def test_the_start_of_each_run_is_said_on_the_terminal_the_page_and_in_the_result(tmp_path: Path, runs: Runs) -> None:
+    path = write_config(tmp_path, {"same": [], "tp2": [TP2]}, align={"proofs": QUICK})
+    _, result, text = align(path, runs)
+    equal = "Starts as the baseline does: 2 parameters and buffers were equal already, and nothing was set."
+    first = "decoder.layers.0.mlp.linear_fc1.weight"
+    changed = (
+        f"Starts from the baseline's state: 2 of 2 parameters and buffers (first {first}) were another and were set."
+    )
+    starts = {item["name"]: item["start"] for item in result["candidates"]}
+    assert (starts["same"]["text"], starts["tp2"]["text"]) == (equal, changed)
+    assert starts["tp2"]["kinds"] == {
+        "initial": {"num_equal": 0, "num_set": 2, "first": [{"name": first, "relative": 1.5}]}
+    }
+    words = " ".join(text.split())
+    assert equal in words
+    assert changed in words
+    page = (tmp_path / "out" / "align" / "align.html").read_text(encoding="utf-8")
+    assert "What it started from" in page
+    assert f"{first} (1.5e+00 apart), and 1 more" in page
+
+
+def test_a_passing_verdict_names_what_it_did_not_look_at_and_its_share(tmp_path: Path, runs: Runs) -> None:
+    """Planted: a module whose output nothing shows."""
+    path = write_config(tmp_path, {"same": ["options.fault=hidden"]}, effects={"fault": "nothing"})
+    _, result, text = align(path, runs, is_ci=True)
+    assert verdicts(result) == {"same": "identical"}
+    missed = candidate(result, "same")["unseen"]
+    sentence = "the output of 1 module with 50.0 % of the compared parameters (decoder.layers.1.mlp.linear_fc1)"
+    assert missed == {
+        "text": sentence,
+        "modules": [{"name": name, "reason": reason} for name, reason in UNOBSERVED.items()],
+        "num_modules": 1,
+        "module_share": 0.5,
+        "parameters": [],
+        "num_parameters": 0,
+        "parameter_share": 0.0,
+    }
+    assert f"not looked at in same: {sentence}" in text
+    page = (tmp_path / "out" / "align" / "align.html").read_text(encoding="utf-8")
+    assert f"; not looked at: {sentence}" in page
+    root = tmp_path / "out" / "align"
+    assert f"not looked at: {sentence}" in (root / "align.junit.xml").read_text(encoding="utf-8")
+    compared = compare_runs(root / "baseline", root / "same")
+    assert str(compared).endswith(f"; not looked at: {sentence}")
+    assert compare_runs(root / "baseline", root / "same", kinds="gradient").unseen is None
 
 
 def test_a_fault_is_found_and_localised_with_grafts(tmp_path: Path, runs: Runs) -> None:

@@ -18,11 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.candidate import (
-    CandidateState,
-    CloserLook,
-    describe_order_limits,
-    is_same_order,
+from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
+from mock_scheduler.alignment.prove.proof_runs import (
     plan_emulated,
     plan_perturbed,
     plan_wide,
@@ -41,11 +38,12 @@ from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import printable_message
+from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, Verdict, VerdictKind
 
 SaveResult = Callable[[AlignmentResult], None]
 
@@ -77,7 +75,13 @@ class AlignmentRunner:
         self._candidates = [CandidateState(run=run, baseline=planned) for run in self.plan.candidates]
         self._save(baseline)
         # In this order, since each is dearer than the one before and needed by fewer candidates.
-        for stage in (self._run_candidates, self._prove, self._call_referee, self._look_closer):
+        for stage in (
+            self._run_candidates,
+            self._prove,
+            self._judge_equal_inputs,
+            self._call_referee,
+            self._look_closer,
+        ):
             stage(baseline)
             self._save(baseline)
         return self._save(baseline, has_ended=True)
@@ -97,6 +101,10 @@ class AlignmentRunner:
     def _take(self, item: CandidateState, summary: RunSummary | RunFailure, baseline: RunSummary) -> None:
         if not isinstance(summary, RunFailure):
             item.summary = summary
+            try:
+                item.start = load_start(summary.output_dir)
+            except TraceError as error:
+                self._warn(f"{item.run.name}: what it started from is not known: {error}")
             # Equal bits settle it, and no noise has to be measured for it.
             item.direct = self._compare(baseline, item, EXACT)
             return
@@ -133,18 +141,18 @@ class AlignmentRunner:
             plan_perturbed(self.plan.baseline, seed, load=self.load, root=root)
             for seed in range(proofs.num_perturbations)
         ]
-        references = self._plan_references(noisy)
+        references = self._plan_references(noisy, baseline)
         outcomes = self.store.execute([*perturbed, *references])
         self.store.count("noise", sum(_seconds(outcomes[run.name]) for run in perturbed))
         self.store.count("emulation", sum(_seconds(outcomes[run.name]) for run in references))
         self._noise = self._measure(baseline, perturbed, outcomes)
         return outcomes
 
-    def _plan_references(self, noisy: Sequence[CandidateState]) -> list[PlannedRun]:
+    def _plan_references(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> list[PlannedRun]:
         """Plan one run for all candidates with the same reference."""
         by_config: dict[str, PlannedRun] = {}
         for item in noisy:
-            why_not = _why_not_emulated(item)
+            why_not = item.why_not_emulated(baseline)
             if why_not is not None:
                 item.not_emulated = why_not
                 continue
@@ -193,11 +201,40 @@ class AlignmentRunner:
         if isinstance(reference, RunFailure):
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
+        item.not_followed = reference.not_followed
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
             # Only candidates that the direct comparison found deterministic come here.
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
+
+    def _judge_equal_inputs(self, baseline: RunSummary) -> None:
+        """Judge what a candidate with more than another layout makes of equal inputs."""
+        closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
+        for item in self._candidates:
+            if not self._needs_equal_inputs(item):
+                continue
+            with self.store.timed("emulation"):
+                try:
+                    item.equal_inputs = closer.judge_equal_inputs(item)
+                except (AlignmentError, ConfigError, TraceError) as error:
+                    item.equal_inputs = EqualInputsFacts(error=" ".join(printable_message(str(error)).split()))
+            item.judge()
+
+    def _needs_equal_inputs(self, item: CandidateState) -> bool:
+        if item.judged is None or item.summary is None or item.run.must_be_exact:
+            return False
+        reference = item.same_order
+        if reference is None:
+            item.no_equal_inputs = item.not_emulated
+        elif not self.plan.baseline.config.align.proofs.equal_inputs:
+            item.no_equal_inputs = NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.equal_inputs",))
+        else:
+            replicas = item.judged.proof("replicas")
+            is_refuted = replicas is not None and replicas.outcome == "refuted"
+            return not is_refuted and reference[1].kind not in (*WITHOUT_COMPARISON, VerdictKind.IDENTICAL)
+        item.judge()
+        return False
 
     def _call_referee(self, baseline: RunSummary) -> None:
         """Run the baseline and open candidates again in float64, and judge them anew."""
@@ -292,19 +329,6 @@ class AlignmentRunner:
         )
         self.save(result)
         return result
-
-
-def _why_not_emulated(item: CandidateState) -> NotTried | None:
-    """Says why no reference is run in a candidate's order of sums; ``None`` where one is."""
-    if not item.baseline.config.align.proofs.emulate:
-        return NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.emulate",))
-    if is_same_order(item.baseline, item.run):
-        return NotTried(cause=NotTriedCause.SAME_ORDER)
-    # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
-    if item.run.changes.other and not item.run.must_be_exact:
-        return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(item.run.changes.other))
-    problem = describe_order_limits(item.run)
-    return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
 
 def _in_one_line(error: ConfigError) -> str:

@@ -15,15 +15,16 @@ from pydantic import ValidationError
 
 from mock_scheduler.config.instruments import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.config.problems import validation_problems
-from mock_scheduler.determinism.agreement import RankGroup, TorchRankGroup, check_agreement, do_together, share
+from mock_scheduler.determinism.agreement import RankGroup, TorchRankGroup, check_agreement, do_together
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.attached import NOT_ATTACHED, TrainingHandle
 from mock_scheduler.megatron.attached.attached_training import AttachedTraining, Attachment, edge
 from mock_scheduler.megatron.attached.run_files import RunFiles
+from mock_scheduler.megatron.attached.statements import gather_statements
 from mock_scheduler.megatron.emulation.follow import follow
-from mock_scheduler.megatron.followable import check_followable, find_draws
+from mock_scheduler.megatron.followable import check_followable
 from mock_scheduler.megatron.observed_model import ObservedModel, check_layout, layout_of, observe_model
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
 from mock_scheduler.megatron.start import apply_start
@@ -112,14 +113,14 @@ def _attach(
     check_agreement({**settings, "run file": run.model_dump_json()}, ranks)
     files = RunFiles(run, is_writer=ranks.global_rank == 0)
     do_together(ranks, files.begin)
-    if run.first_step == 0:
+    if run.first_step == run.begins_at:
         apply_start(model, run, ranks)
     if run.order.ordered_reductions:
         OrderedReductions().__enter__()  # for good: a training has no block of ours around it
+    statements = gather_statements(model, run.trace, ranks)
     order = follow(model, run.order)
     if order.num_replicas is not None:
         model = replace(model, num_replicas=order.num_replicas)
-    draws = sorted({name for item in share(ranks, {"draws": find_draws(model)}) for name in item["draws"]})
     return AttachedTraining(
         Attachment(
             run=run,
@@ -128,7 +129,7 @@ def _attach(
             ranks=ranks,
             files=files,
             settings=settings,
-            draws=draws,
+            statements=statements,
             started_s=started_s,
         )
     )

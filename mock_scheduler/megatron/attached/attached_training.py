@@ -31,11 +31,13 @@ from mock_scheduler.megatron.attached import TrainingHandle
 from mock_scheduler.megatron.attached.hooks import CallInputs, ForwardPasses, UpdateResult, watch_updates
 from mock_scheduler.megatron.attached.row_exchange import RowExchange
 from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
+from mock_scheduler.megatron.attached.statements import Statements
 from mock_scheduler.megatron.attached.step import StepInstruments, StepNotes, token_loss
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
 from mock_scheduler.megatron.probe.graft import GraftSource
+from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.run_output import Clock, report_failure
 
@@ -44,9 +46,8 @@ from mock_scheduler.support.run_output import Clock, report_failure
 class Attachment:
     """What a training was attached with.
 
-    order: in which it adds. settings: determinism settings as they were read back. draws: what draws random numbers in
-    the model.
-    started_s: when it was attached, in seconds since the epoch.
+    order: in which it adds. settings: determinism settings as they were read back. statements: what the run says about
+    itself beside its trace. started_s: when it was attached, in seconds since the epoch.
     """
 
     run: AttachedRun
@@ -55,7 +56,7 @@ class Attachment:
     ranks: RankGroup
     files: RunFiles
     settings: Mapping[str, str]
-    draws: Sequence[str]
+    statements: Statements
     started_s: float
 
 
@@ -66,7 +67,8 @@ class AttachedTraining(TrainingHandle):
         self._attachment = attachment
         self._run, self._model, self._ranks = attachment.run, attachment.model, attachment.ranks
         self._clock = Clock()
-        self._next_step = 0
+        self._next_step = self._run.begins_at
+        self._is_started = self._run.first_step == self._run.begins_at
         self._notes: StepNotes | None = None
         self._written_last: tuple[StepNotes, list[tuple[float, float]]] | None = None
         self._instruments: StepInstruments | None = None
@@ -98,6 +100,7 @@ class AttachedTraining(TrainingHandle):
                 raise SchedulerError(
                     f"run.step({number}): its number must be at least {self._next_step}; steps only grow"
                 )
+            self._start_before(number)
             self._begin_step(
                 StepNotes(number=number, is_grouped=True, ids=None if rows is None else list(map(str, rows)))
             )
@@ -212,6 +215,13 @@ class AttachedTraining(TrainingHandle):
             self._close(notes, instruments)
         if self._run.last_step is not None and notes.number >= self._run.last_step:
             self._finish()
+        self._start_before(self._next_step)
+
+    def _start_before(self, step: int) -> None:
+        """Gives the run its start where its first observed step comes next. Collective, and at a boundary alone."""
+        if not self._is_started and step >= self._run.first_step:
+            self._is_started = True
+            apply_start(self._model, self._run, self._ranks)
 
     def _close(self, notes: StepNotes, instruments: StepInstruments | None) -> None:
         """Ends the files of a step on all ranks. Collective."""
@@ -286,7 +296,7 @@ class AttachedTraining(TrainingHandle):
             "batches": dict(self._batches),
             "repeated_rows": self._num_repeated,
             "forward_passes": {"trained": self._passes.num_counted, "others": self._passes.num_bypasses},
-            "draws": list(self._attachment.draws),
+            **self._attachment.statements.as_json(),
             "not_followed": list(self._attachment.order.facts.not_followed),
             "settings": dict(self._attachment.settings),
         }

@@ -18,11 +18,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 
 from mock_scheduler.config.instruments import OrderConfig
+from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
 from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
 from mock_scheduler.megatron.emulation.described import describe_run
 from mock_scheduler.megatron.emulation.engine import Engine
-from mock_scheduler.megatron.emulation.limits import following_limits
+from mock_scheduler.megatron.emulation.limits import following_limits, layout_limits, model_limits
 from mock_scheduler.megatron.emulation.parts import scale_gradient
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.support.text import bullet_list
@@ -177,6 +178,21 @@ def follow(model: ObservedModel, order: OrderConfig) -> TrainingOrder:
             f"{bullet_list(wrong, limit=None)}"
         )
     return Following(model, plan_order(run, routers=("megatron",)))
+
+
+def find_order_limits(model: ObservedModel, layout: ParallelConfig) -> list[str]:
+    """Lists what keeps one process from adding in the order of this training's layout, as far as this run knows.
+
+    Of one process, what keeps it from following any layout; of several, what the layout itself rules out: their modules
+    may be others than one process has. Each rank knows its own part.
+    """
+    if model.ranks.world_size == 1 and (problems := _shape_problems(model)):
+        return problems
+    wrapper = next((chunk for chunk in model.chunks if isinstance(chunk, DistributedDataParallel)), None)
+    if wrapper is None:
+        return []
+    run = describe_run(next(model.gpts()), wrapper.ddp_config, OrderConfig())
+    return model_limits(model, run) if model.ranks.world_size == 1 else list(layout_limits(run, layout))
 
 
 def _shape_problems(model: ObservedModel) -> list[str]:

@@ -112,6 +112,16 @@ _BUFFER_VALUES: Mapping[str, tuple[object, ...]] = {
 
 def following_limits(model: ObservedModel, run: BuiltRun, layout: ParallelConfig) -> list[str]:
     """Lists everything that keeps this process from following a layout with this model; empty where it can."""
+    return [
+        *model_limits(model, run),
+        *layout_problems(layout, _workload(run, layout)),
+        *_vocabulary_problems(next(model.gpts()), layout),
+        *layout_limits(run, layout),
+    ]
+
+
+def model_limits(model: ObservedModel, run: BuiltRun) -> list[str]:
+    """Lists what keeps this process from following any layout with this model."""
     gpt = next(model.gpts())
     experts = _EXPERT_VALUES if run.model.num_moe_experts is not None else {}
     return [
@@ -119,9 +129,6 @@ def following_limits(model: ObservedModel, run: BuiltRun, layout: ParallelConfig
         *_unfollowed_values(gpt.config, {**_MODEL_VALUES, **experts}),
         *_unfollowed_values(_buffers(model), _BUFFER_VALUES),
         *_optimizer_problems(model.optimizers),
-        *layout_problems(layout, _workload(run, layout)),
-        *_vocabulary_problems(gpt, layout),
-        *_layout_limits(run, layout),
     ]
 
 
@@ -177,7 +184,8 @@ def _vocabulary_problems(gpt: GPTModel, layout: ParallelConfig) -> Iterator[str]
         )
 
 
-def _layout_limits(run: BuiltRun, layout: ParallelConfig) -> Iterator[str]:
+def layout_limits(run: BuiltRun, layout: ParallelConfig) -> Iterator[str]:
+    """Yields what keeps one process from following this layout, whatever the model's modules are."""
     yield from emulation_limits(layout, run.model, run.training, routers=("megatron",))
     dp, ep = layout.data_parallel_size, layout.expert_model_parallel_size
     if layout.context_parallel_size > 1:

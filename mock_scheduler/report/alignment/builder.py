@@ -34,6 +34,7 @@ from mock_scheduler.report.alignment.rows import (
     list_findings,
     run_seconds,
     tensor_line,
+    view_start,
 )
 from mock_scheduler.report.alignment.sample import find_worst_sample
 from mock_scheduler.report.alignment.tokens import open_if_there
@@ -59,7 +60,9 @@ from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
+from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
+from mock_scheduler.verdict.wording.own_code import describe_own_code
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
     TONES,
@@ -183,9 +186,11 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
             layout=candidate.layout,
             overrides=candidate.overrides,
             entry=candidate.entry,
+            own_code=describe_own_code(candidate),
             changes=candidate.changes,
             versions=candidate.versions,
         ),
+        start=view_start(candidate.start),
         verdict=_view_verdict(candidate),
         proofs=tuple(_view_proof(proof, candidate.verdict) for proof in complete_ladder(candidate.verdict)),
         differences=_view_differences(candidate, sources, sizes),
@@ -221,6 +226,7 @@ def _view_verdict(candidate: CandidateResult) -> VerdictView:
         first_divergence=describe_sentence(verdict),
         proved_by=describe_proved_by(verdict),
         smallest_error=describe_smallest_error(verdict),
+        unseen=describe_unseen(verdict.unseen),
     )
 
 

@@ -9,7 +9,7 @@ replaced.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,6 +18,7 @@ from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import list_some
 from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.verdicts import NOT_LOOKED_AT
 
 _NUM_NAMES = 12
 _FILES = {
@@ -41,8 +42,18 @@ def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
         names = [item.name for item in view.candidates if item.verdict.kind is verdict and item.passes]
         if names:
             lines.append(f"  {verdict.value}: {list_some(names, _NUM_NAMES, ', ')}")
+    lines += _list_unseen(view.candidates)
     lines += [f"{label:<10}{files[what]}" for what, label in _FILES.items() if what in files]
     return "\n".join(lines)
+
+
+def _list_unseen(candidates: Sequence[CandidateView]) -> list[str]:
+    """Write a line for each different thing that passing verdicts did not look at, with the candidates' names."""
+    names: dict[str, list[str]] = {}
+    for item in candidates:
+        if item.passes and item.verdict.unseen:
+            names.setdefault(item.verdict.unseen, []).append(item.name)
+    return [f"  {NOT_LOOKED_AT} in {list_some(own, _NUM_NAMES, ', ')}: {text}" for text, own in names.items()]
 
 
 def write_junit(view: AlignmentView, path: Path) -> None:
@@ -90,9 +101,11 @@ def _add_case(suite: ElementTree.Element, candidate: CandidateView, config_name:
         kind = "failure" if candidate.verdict.kind in _FAILURES else "error"
         attributes = {"type": candidate.verdict.kind.value, "message": _xml_text(_one_line(candidate.verdict.headline))}
         ElementTree.SubElement(case, kind, attributes).text = _xml_text(_details(candidate))
+    unseen = f"{NOT_LOOKED_AT}: {candidate.verdict.unseen}\n" if candidate.verdict.unseen else ""
     proofs = "\n".join(f"{proof.name}: {proof.outcome}: {proof.text}" for proof in candidate.proofs)
     ElementTree.SubElement(case, "system-out").text = _xml_text(
-        f"{candidate.verdict.kind.value}, proved by {candidate.verdict.proved_by}\n{candidate.setup.layout}\n{proofs}\n"
+        f"{candidate.verdict.kind.value}, proved by {candidate.verdict.proved_by}\n{candidate.setup.layout}\n"
+        f"{unseen}{proofs}\n"
     )
 
 

@@ -15,7 +15,7 @@ from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.report.alignment.curves import CurveDrawing, draw_curve
 from mock_scheduler.report.alignment.sample import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.verdict.wording.verdicts import EXIT_MEANINGS, LEGEND, PROOF_MARKS, PROOF_MEANINGS
+from mock_scheduler.verdict.wording.verdicts import EXIT_MEANINGS, LEGEND, NOT_LOOKED_AT, PROOF_MARKS, PROOF_MEANINGS
 
 _NUM_OPEN = 6
 _NUM_DETAILED = 5
@@ -146,10 +146,12 @@ def _verdict_rows(candidate: CandidateView) -> Iterator[tuple[str, str]]:
     yield "layout", setup.layout
     yield "overrides", " ".join(setup.overrides)
     yield "entry", setup.entry
+    yield "own code", setup.own_code
     code = (f"its module {setup.entry}",) if setup.entry else ()
     yield "may move a bit", ", ".join((*setup.changes, *code))
     yield "proved by", candidate.verdict.proved_by
     yield "would have been found", candidate.verdict.smallest_error
+    yield NOT_LOOKED_AT, candidate.verdict.unseen
     if worst is not None:
         where = f"{worst.kind} of {worst.name} at step {worst.step}, update {worst.update}"
         yield "worst against the baseline", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio})"

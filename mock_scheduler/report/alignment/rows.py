@@ -9,10 +9,11 @@ from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
 from mock_scheduler.report.alignment.environment import RunFacts
-from mock_scheduler.report.alignment.view import TensorLine
+from mock_scheduler.report.alignment.view import StartView, TensorLine
 from mock_scheduler.report.comparison.view import metrics_to_show, unmatched
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.start_report import START_KINDS, StartDifference, StartReport
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
 from mock_scheduler.verdict.wording.bounds import describe_suspicion, describe_test
 from mock_scheduler.verdict.wording.findings import describe_finding
@@ -29,6 +30,10 @@ from mock_scheduler.verdict.wording.tensors import (
 #: Of a list of lines, how many are shown.
 MAX_LISTED = 20
 
+_NOT_SET = (
+    "schedules, counters in parameter groups and random states, which nothing compares: load one checkpoint in both "
+    "runs where they matter"
+)
 _TIME_LABELS = ("baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation")
 
 
@@ -49,6 +54,26 @@ def list_findings(candidate: CandidateResult) -> tuple[tuple[str, tuple[str, ...
     if verdict.full_dump:
         lists.append(("Next", [f"trace both runs again with {' '.join(verdict.full_dump)}"]))
     return tuple((title, tuple(lines[:MAX_LISTED]), len(lines)) for title, lines in lists if lines)
+
+
+def view_start(start: StartReport | None) -> StartView:
+    """Lay out what a run started from: what was equal, what was set, and what is left to the training itself."""
+    if start is None:
+        return StartView(text="", rows=())
+    rows = []
+    for name, kind in start.kinds.items():
+        rows.append((START_KINDS[name], f"{kind.num_equal:,} equal already, {kind.num_set:,} set"))
+        first = [f"{item.name} ({_describe_distance(item)})" for item in kind.first]
+        if first:
+            rest = kind.num_set - len(first)
+            rows.append(("set first", ", ".join([*first, *([f"and {rest:,} more"] if rest > 0 else [])])))
+    if start.source is not None:
+        rows += [("from", start.source), ("not set", _NOT_SET)]
+    return StartView(text=start.describe(), rows=tuple(rows))
+
+
+def _describe_distance(item: StartDifference) -> str:
+    return "the baseline's is 0" if item.relative is None else f"{item.relative:.1e} apart"
 
 
 def describe_metrics(metrics: MetricComparison) -> tuple[str, ...]:

@@ -46,7 +46,10 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictView:
-    """A verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence."""
+    """A verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence.
+
+    unseen: modules and parameters that the comparison did not look at, with their shares; empty where there are none.
+    """
 
     kind: VerdictKind
     exit_code: int
@@ -56,6 +59,7 @@ class VerdictView:
     first_divergence: str
     proved_by: str
     smallest_error: str
+    unseen: str
 
     @property
     def passes(self) -> bool:
@@ -73,6 +77,7 @@ class SetupView:
     layout: str
     overrides: tuple[str, ...]
     entry: str
+    own_code: str
     changes: tuple[str, ...]
     versions: tuple[str, ...]
 
@@ -131,6 +136,14 @@ class RunView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StartView:
+    """What a candidate's run started from, in a sentence and as labels and texts; empty of a run without attach."""
+
+    text: str
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateView:
     """One candidate, by sections of the page.
 
@@ -143,6 +156,7 @@ class CandidateView:
     layout_name: str
     option: str
     setup: SetupView
+    start: StartView
     verdict: VerdictView
     proofs: tuple[ProofView, ...]
     differences: DifferencesView

@@ -31,6 +31,7 @@ from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
+from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_unmatched
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.tensors import (
@@ -43,7 +44,7 @@ from mock_scheduler.verdict.wording.tensors import (
     format_size,
     format_slope,
 )
-from mock_scheduler.verdict.wording.verdicts import describe_sentence
+from mock_scheduler.verdict.wording.verdicts import NOT_LOOKED_AT, describe_sentence
 
 _NUM_ROWS = 10
 _NUM_NEAREST = 3
@@ -251,6 +252,9 @@ def _print_verdict(result: ComparisonResult, console: Console) -> None:
     if verdict.tensors is not None and verdict.tensors.level == "sketch":
         note = "level sketch: relative differences are estimated, and what stands beside them is their error bar"
         print_wrapped(console, Text(note, style="yellow"), indent=2)
+    unseen = describe_unseen(verdict.unseen)
+    if unseen:
+        print_wrapped(console, Text(f"{NOT_LOOKED_AT}: {unseen}", style="yellow"), indent=2)
     sentence = describe_sentence(verdict)
     if sentence:
         console.print()

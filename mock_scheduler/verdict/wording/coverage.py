@@ -5,9 +5,10 @@ from __future__ import annotations
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.verdict.coverage import (
     TurnedDecisions,
+    Unseen,
     find_limits,
     find_nearest,
     find_smallest_error,
@@ -15,6 +16,8 @@ from mock_scheduler.verdict.coverage import (
 )
 from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.tensors import count_kind, join_and, name_kinds
+
+_NUM_NAMED = 3
 
 
 def describe_coverage(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
@@ -71,6 +74,29 @@ def describe_smallest_tensor(tensors: TensorComparison) -> str:
     if not judged:
         return ""
     return f"a relative error above {_group_by_bound({kind: f'{bound:.1e}' for kind, bound in judged.items()})}"
+
+
+def describe_unseen(unseen: Unseen | None) -> str:
+    """The modules and parameters that nobody looked at, with their shares; empty where there are none."""
+    if unseen is None:
+        return ""
+    parts = []
+    if unseen.modules:
+        share = f" with {_percent(unseen.module_share)} of the compared parameters" if unseen.module_share else ""
+        names = list_some(list(unseen.modules), _NUM_NAMED, ", ")
+        parts.append(f"the output of {count_of(len(unseen.modules), 'module')}{share} ({names})")
+    if unseen.parameters:
+        share = "" if unseen.parameter_share is None else f" with {_percent(unseen.parameter_share)} of all elements"
+        names = list_some(list(unseen.parameters), _NUM_NAMED, ", ")
+        parts.append(f"{count_of(len(unseen.parameters), 'parameter')}{share} ({names})")
+    return " and ".join(parts)
+
+
+def _percent(share: float) -> str:
+    """``12.3 %``; what is there is never 0 %, and what is missing never 100 %."""
+    if 0.0 < share < 0.0005:
+        return "less than 0.1 %"
+    return "more than 99.9 %" if 0.9995 <= share < 1.0 else f"{share:.1%}".replace("%", " %")
 
 
 def describe_limits(tensors: TensorComparison | None) -> list[str]:

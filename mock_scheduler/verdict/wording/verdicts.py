@@ -21,15 +21,16 @@ from mock_scheduler.verdict.reasons import (
     ProofName,
     RefutedBy,
     StaysInFloat64,
+    Uncalibrated,
     VanishesInFloat64,
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
-from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor
+from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
-from mock_scheduler.verdict.wording.reasons import describe_comparison, describe_rest
+from mock_scheduler.verdict.wording.reasons import NOT_MEASURED, describe_comparison, describe_rest
 from mock_scheduler.verdict.wording.tensors import describe_ratio
 
 Tone = Literal["good", "warn", "bad"]
@@ -39,7 +40,8 @@ LEGEND: Mapping[VerdictKind, str] = {
     VerdictKind.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
     VerdictKind.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
     VerdictKind.ROUNDING: "differs, and nothing is beyond its bound",
-    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place",
+    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place; or no "
+    "noise was measured",
     VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
     VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
     VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
@@ -61,6 +63,7 @@ PROOF_MEANINGS: Mapping[ProofName, str] = {
     "replicas": "ranks that must hold the same bits do",
     "bit-equality": "every tensor has the baseline's bits",
     "emulation": "every tensor has the bits of a reference that adds in the candidate's order",
+    "equal inputs": "of inputs equal to the last bit, no tensor differs by more than one kernel rounds",
     "noise": "no difference is larger, more systematic or more concentrated than one unit of rounding makes it",
     "referee": "in float64 the two sides agree as two orders of the same sums do",
 }
@@ -77,6 +80,9 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.UNVERIFIED: "at least one candidate is not shown to be deterministic",
 }
 
+
+#: Stands before what a comparison did not look at.
+NOT_LOOKED_AT = "not looked at"
 
 _AGAINST = "against the baseline: "
 
@@ -131,19 +137,25 @@ def describe_proved_by(verdict: Verdict) -> str:
         return ", ".join(_list_named(verdict, "proved", ("emulation",))) or "–"
     if verdict.passes:
         return ", ".join(_list_named(verdict, "proved", ("emulation", "noise", "referee"))) or "–"
-    against = _list_named(verdict, "refuted", ("replicas", "emulation", "noise", "referee"))
+    against = _list_named(verdict, "refuted", ("replicas", "emulation", "equal inputs", "noise", "referee"))
     return f"refuted by {', '.join(against)}" if against else "–"
 
 
 def write_headline(
     verdict: Verdict, *, emulated: Verdict | None = None, localisation: Localisation | None = None
 ) -> str:
-    """The verdict in one line of plain words.
+    """The verdict in one line of plain words, with what it did not look at.
 
     Args:
         emulated: The comparison with the reference in the candidate's order of sums, where there is one.
         localisation: Where the divergence begins, by further runs.
     """
+    finding = _write_finding(verdict, emulated, localisation)
+    unseen = describe_unseen(verdict.unseen) if verdict.passes else ""
+    return f"{finding}; {NOT_LOOKED_AT}: {unseen}" if unseen else finding
+
+
+def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Localisation | None) -> str:
     match verdict.kind:
         case VerdictKind.IDENTICAL:
             return f"every bit is equal{_describe_extent(verdict.tensors)}"
@@ -183,6 +195,10 @@ def _write_suspect(verdict: Verdict) -> str:
         return f"beyond its bounds, and not in float64: {sentence}" if is_excused else describe_reason(verdict)
     if isinstance(verdict.why, BeyondBounds):
         return f"beyond an estimated bound only: {describe_sentence(verdict)}"
+    if isinstance(verdict.why, Uncalibrated):
+        worst = find_nearest(verdict.tensors)
+        nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
+        return f"{NOT_MEASURED}; it is within bounds of theory{nearest}"
     if verdict.suspicions:
         return f"within its bounds, and yet {describe_suspicion(verdict.suspicions[0])}"
     if noise is not None and noise.outcome == "open":
@@ -196,6 +212,8 @@ def _describe_refuted(verdict: Verdict, why: RefutedBy) -> str:
     match why.proof:
         case "bit-equality":
             return f"{found}; {direct}"
+        case "equal inputs":
+            return f"{found}; {_AGAINST}{_describe_named(verdict, 'noise')}"
         case "emulation":
             noise = _describe_named(verdict, "noise")
             return f"{found}; {_AGAINST}{noise}; first divergence: {describe_sentence(verdict)}"

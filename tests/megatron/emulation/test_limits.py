@@ -64,7 +64,7 @@ def run_of(model: BuiltModel = MODEL, training: BuiltTraining = TRAINING, **layo
 def of_layout(run: BuiltRun) -> list[str]:
     layout = run.order.emulate
     assert layout is not None
-    return list(limits._layout_limits(run, layout))
+    return list(limits.layout_limits(run, layout))
 
 
 def plan_of(**layout: Any) -> OrderPlan:
