@@ -206,15 +206,22 @@ def override_problems(config: RolloutMockConfig, keys: Sequence[str]) -> list[tu
     if "enable" not in keys and not config.enable:
         vain = [key for key in keys if key not in _ALWAYS and not (key == "mode" and config.mode == "real")]
         return [(key, "has no effect while enable is false; add rollout_mock.enable=true") for key in vain]
-    defaults = RolloutMockConfig()
+    values, defaults = config.model_dump(), RolloutMockConfig().model_dump()
     problems = []
-    for key in dict.fromkeys(key.partition(".")[0] for key in keys):
-        modes = _EFFECTIVE_IN.get(key, ())
-        is_changed = key in type(config).model_fields and getattr(config, key) != getattr(defaults, key)
-        if config.enable and modes and is_changed and not config.modes_in_use & {*modes}:
+    for key in keys if config.enable else ():
+        modes = _EFFECTIVE_IN.get(key.partition(".")[0], ())
+        if modes and not config.modes_in_use & {*modes} and _value_at(values, key) != _value_at(defaults, key):
             used = ", ".join(sorted(config.modes_in_use))
             problems.append((key, f"has no effect in mode {used}, only in {', '.join(modes)}; leave it out"))
     return problems
+
+
+def _value_at(values: Mapping[str, object], key: str) -> object:
+    """Returns the value at a dotted key; an override may also set a whole section."""
+    value: object = values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def unreachable_entries(schedule: Sequence[ScheduleEntry]) -> list[str]:

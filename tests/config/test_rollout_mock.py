@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mock_scheduler.config.rollout_mock import KINDS, RolloutMockConfig, ScheduleEntry, unreachable_entries
+from mock_scheduler.config.rollout_mock import (
+    KINDS,
+    RolloutMockConfig,
+    ScheduleEntry,
+    override_problems,
+    unreachable_entries,
+)
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
@@ -105,12 +111,21 @@ def test_an_override_of_a_section_that_stays_off_is_refused(tmp_path: Path, off:
         ("dump", "on_difference=warn", "verify"),
         ("cache", "on_mismatch=warn", "mock, verify"),
         ("real", "dump_dir=dumps/v1", "dump, cache, mock, verify"),
+        ("mock", "retention.keep_last=2", "dump, cache"),
     ],
 )
 def test_an_override_without_effect_in_the_mode_is_refused(mode: str, override: str, modes: str) -> None:
     key = override.partition("=")[0]
     found = refused(f"rollout_mock.mode={mode}", f"rollout_mock.{override}")
     assert found.startswith(f"rollout_mock.{key}: has no effect in mode {mode}, only in {modes}; leave it out")
+
+
+def test_an_override_that_takes_back_a_key_of_the_file_is_none_without_effect() -> None:
+    """An alignment sets keep_last to null, also where the file pins steps."""
+    section = {"enable": True, "mode": "mock", "retention": {"pin_steps": "0-1"}}
+    config = RolloutMockConfig.model_validate(section)
+    assert override_problems(config, ["retention.keep_last", "steps", "mode"]) == []
+    assert [key for key, _ in override_problems(config, ["retention.pin_steps"])] == ["retention.pin_steps"]
 
 
 def test_a_key_of_the_file_may_be_meant_for_another_mode_of_the_section() -> None:
