@@ -18,10 +18,10 @@ from mock_scheduler.determinism.operations import OperationLogHeader, recorder
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
 from mock_scheduler.megatron.probe.interface import TrainingProbe, combine
-from mock_scheduler.megatron.probe.selection_checks import check_patterns
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.trace.selection import check_patterns
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
 from pipelines.megatron.learner import Learner

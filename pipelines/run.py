@@ -32,7 +32,6 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
-from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.clock import Clock
@@ -41,6 +40,7 @@ from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
+from mock_scheduler.trace.selection import check_trace_ranks
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer

@@ -7,12 +7,14 @@ integers where all agree. Otherwise a fixed number of reductions, sized by the d
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from typing import Protocol, TypeVar
+import json
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from mock_scheduler import errors
 from mock_scheduler.determinism.agreement_rounds import (
     Op,
     Reduction,
@@ -20,7 +22,8 @@ from mock_scheduler.determinism.agreement_rounds import (
     agreement_rounds,
     describe_disagreement,
 )
-from mock_scheduler.errors import RankDisagreementError
+from mock_scheduler.errors import MockSchedulerError, RankDisagreementError
+from mock_scheduler.support.text import list_some
 
 T = TypeVar("T")
 
@@ -95,3 +98,56 @@ def _drive(rounds: Generator[Reduction, Words, T], group: RankGroup) -> T:
     except StopIteration as finished:
         result: T = finished.value
         return result
+
+
+_MAX_LISTED_RANKS = 8
+
+
+def share(
+    ranks: RankGroup, content: Mapping[str, Any], error: MockSchedulerError | None = None
+) -> list[dict[str, Any]]:
+    """Gathers every rank's JSON content, by rank. Collective.
+
+    Raises:
+        MockSchedulerError: on every rank, where any rank brought an error; with every message and its ranks.
+    """
+    failure = None if error is None else {"type": type(error).__name__, "message": str(error)}
+    payload = json.dumps({"error": failure, "content": content}).encode()
+    gathered = [json.loads(item) for item in ranks.gather(payload)]
+    by_message: dict[tuple[str, str], list[int]] = {}
+    for global_rank, item in enumerate(gathered):
+        if item["error"] is not None:
+            by_message.setdefault((item["error"]["type"], item["error"]["message"]), []).append(global_rank)
+    if by_message:
+        raise _combined(by_message, world_size=ranks.world_size)
+    return [item["content"] for item in gathered]
+
+
+def do_together(ranks: RankGroup, work: Callable[[], T]) -> T:
+    """Does work that does not communicate; no rank goes on where it failed on any. Collective.
+
+    Raises:
+        MockSchedulerError: on every rank, as of ``share``.
+    """
+    results: list[T] = []
+    error = None
+    try:
+        results.append(work())
+    except MockSchedulerError as raised:
+        error = raised
+    share(ranks, {}, error)
+    return results[0]
+
+
+def _combined(by_message: Mapping[tuple[str, str], list[int]], *, world_size: int) -> MockSchedulerError:
+    (first_type, first_message), first_ranks = next(iter(by_message.items()))
+    kind = vars(errors)[first_type]
+    if len(by_message) == 1 and len(first_ranks) == world_size:
+        text = first_message
+    else:
+        text = "\n".join(
+            f"global rank {list_some([str(rank) for rank in ranks], _MAX_LISTED_RANKS, ', ')}: {message}"
+            for (_, message), ranks in by_message.items()
+        )
+    combined: MockSchedulerError = kind(text)
+    return combined

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mock_scheduler.megatron.attached import TrainingHandle
     from mock_scheduler.megatron.attached.attach import attach
-    from mock_scheduler.megatron.attached.handle import TrainingHandle
-    from mock_scheduler.megatron.callback import AttachCallback
-    from mock_scheduler.megatron.pretrain import attach_to_pretrain
+    from mock_scheduler.megatron.training_loops import AttachCallback, attach_to_pretrain
 
 __all__ = ["AttachCallback", "TrainingHandle", "attach", "attach_to_pretrain"]
 
@@ -23,15 +22,15 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - whatever the name stands fo
 
         return attach
     if name == "attach_to_pretrain":
-        from mock_scheduler.megatron.pretrain import attach_to_pretrain
+        from mock_scheduler.megatron.training_loops import attach_to_pretrain
 
         return attach_to_pretrain
     if name == "AttachCallback":
-        from mock_scheduler.megatron.callback import AttachCallback
+        from mock_scheduler.megatron.training_loops import AttachCallback
 
         return AttachCallback
     if name == "TrainingHandle":
-        from mock_scheduler.megatron.attached.handle import TrainingHandle
+        from mock_scheduler.megatron.attached import TrainingHandle
 
         return TrainingHandle
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

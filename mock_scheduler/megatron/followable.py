@@ -1,6 +1,9 @@
 """Finds in a built model what a trace of it would be silently wrong about, by its settings and its objects' types.
 
 Types by name: several of them are extras or exist in some releases alone (megatron-core 0.16.1 and 0.19.2).
+
+What draws random numbers can be followed, and is named: Megatron's random states follow the rank, and their draws the
+micro-batches, so another layout draws other numbers. Its activations differ, and nothing is wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
+from torch.nn.modules.dropout import _DropoutNd
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.observed_model import ObservedModel, strip_wrappers
@@ -101,3 +105,23 @@ def _obstacles_in(chunk: torch.nn.Module) -> Iterator[str]:
 
 def _names(item: object) -> frozenset[str]:
     return frozenset(kind.__name__ for kind in type(item).__mro__)
+
+
+def find_draws(model: ObservedModel) -> tuple[str, ...]:
+    """Lists what draws in this rank's part of a training model, as ``hidden_dropout``; empty where nothing does.
+
+    Keys of Megatron's configuration first; then dropout of a module with a rate of its own, as of an adapter, by the
+    last name of its path.
+    """
+    config = model.config
+    rates = {
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "moe_input_jitter_eps": config.moe_input_jitter_eps or 0.0,
+    }
+    own: dict[str, None] = {}
+    for gpt in model.gpts():
+        for path, module in gpt.named_modules():
+            if isinstance(module, _DropoutNd) and module.p > 0.0 and module.p not in rates.values():
+                own[path.rpartition(".")[2]] = None
+    return (*(name for name, rate in rates.items() if rate), *own)

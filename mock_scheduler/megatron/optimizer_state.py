@@ -19,8 +19,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from mock_scheduler.megatron.marks import main_param
 from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.partition import main_param
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WIDE_COPY = "fp32_param"

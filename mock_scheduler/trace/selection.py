@@ -1,18 +1,18 @@
-"""Carries out a trace's configuration: selects the tensors of a training step, and opens the sink that takes them.
-
-Tensors are selected by kind, by globs of canonical names, and by rank. A glob is matched by ``fnmatch.fnmatchcase``
-against the whole name: ``*`` also matches dots. Names lie on different ranks, so one rank cannot know that a glob
-selects nothing; each remembers its successful globs, and ``describe_unmatched`` is asked with those of all ranks.
-"""
+"""Carries out a trace's configuration: checks its selection, selects the tensors of a training step, and opens the sink
+that takes them."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, LedgerKind, TraceConfig, TraceKind
+from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import RankPlace, TraceSink
 from mock_scheduler.trace.full.writing import FullSink
@@ -120,3 +120,38 @@ def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPla
     if config.level == "sketch":
         return SketchSink(trace_dir, step=step, place=place, world_size=world_size, num_buckets=config.sketch_buckets)
     raise ValueError("trace.level is off: nothing is traced, so there is nothing to write to")
+
+
+def check_trace_ranks(trace: TraceConfig, parallel: ParallelConfig) -> None:
+    """Refuses ``trace.ranks`` outside the layout.
+
+    Raises:
+        ConfigError: with these ranks and the number of processes.
+    """
+    world_size = parallel.world_size
+    beyond = [global_rank for global_rank in trace.ranks or () if global_rank >= world_size]
+    if beyond:
+        raise ConfigError(
+            f"trace.ranks has {', '.join(map(str, beyond))}, but layout {parallel.describe()} has "
+            f"{world_size} {'process' if world_size == 1 else 'processes'}: its global ranks are 0 to "
+            f"{world_size - 1}. Remove them from trace.ranks, or set it to null for all ranks"
+        )
+
+
+def check_patterns(selection: TraceSelection, ranks: RankGroup) -> None:
+    """Refuses globs without any match on any rank in a whole step. Collective: each rank knows the names of its own
+    stage.
+
+    Raises:
+        TraceError: on every rank, with each unmatched glob and the names nearest to it.
+    """
+    matched = _gather(selection.matched, ranks)
+    if all(pattern in matched for pattern in selection.patterns):
+        return
+    raise TraceError(describe_unmatched(selection.patterns, _gather(selection.names, ranks), matched=matched))
+
+
+def _gather(texts: Collection[str], ranks: RankGroup) -> frozenset[str]:
+    """The texts of all ranks."""
+    payloads = ranks.gather(json.dumps(sorted(texts)).encode())
+    return frozenset(text for payload in payloads for text in json.loads(payload))

@@ -23,9 +23,9 @@ from mock_scheduler.adapters.nexrl.records import trajectory_content
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
+from mock_scheduler.megatron.step_tokens import MicroBatchTokens
 from pipelines.batching.plan import MicroBatch
 from pipelines.debug_dump.content import (
     ParameterDump,

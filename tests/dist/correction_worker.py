@@ -24,7 +24,7 @@ from mock_scheduler.batch import RolloutBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
+from mock_scheduler.megatron.step_tokens import MicroBatchTokens
 from mock_scheduler.megatron.probe.interface import TrainingProbe
 from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
 

@@ -40,7 +40,7 @@ from mock_scheduler.megatron.emulation import arithmetic, cross_entropy, gradien
 from mock_scheduler.megatron.emulation.engine import Engine
 from mock_scheduler.megatron.emulation.follow import TrainingOrder, follow
 from mock_scheduler.megatron.host_device import define_router_gemm
-from mock_scheduler.megatron.marks import main_grad
+from mock_scheduler.megatron.partition import main_grad
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.megatron.parameters import iterate_parameters

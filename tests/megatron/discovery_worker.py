@@ -32,11 +32,11 @@ from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.megatron.full_precision import prepare_optimizer
 from mock_scheduler.megatron.host_device import define_router_gemm
-from mock_scheduler.megatron.micro_batches import TokenBatch
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
 from mock_scheduler.megatron.parameters import iterate_parameters
 from mock_scheduler.megatron.probe.observed import observed_outputs, unobserved_outputs
 from mock_scheduler.megatron.probe.step_probe import StepProbe
+from mock_scheduler.megatron.step_tokens import TokenBatch
 from mock_scheduler.trace.entries import RowTable
 from mock_scheduler.trace.shards import cut_shard
 from pipelines.megatron.layers.repairs import TorchNorm

@@ -28,15 +28,15 @@ from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, T
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import MockSchedulerError, TraceError
-from mock_scheduler.megatron.draws import find_draws
-from mock_scheduler.megatron.marks import main_grad
+from mock_scheduler.megatron.followable import find_draws
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.parameters import iterate_parameters, iterate_state_buffers
+from mock_scheduler.megatron.partition import main_grad
 from mock_scheduler.megatron.probe.state import read_state, updated_tensors
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.megatron.start import apply_start
-from mock_scheduler.megatron.start_source import StartSource
-from mock_scheduler.megatron.start_state import padding_spec
+from mock_scheduler.megatron.start.source import StartSource
+from mock_scheduler.megatron.start.state import padding_spec
 from mock_scheduler.trace.entries import RowTable, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole

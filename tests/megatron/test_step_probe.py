@@ -19,12 +19,11 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.megatron.probe.interface import TrainingProbe
-from mock_scheduler.megatron.probe.selection_checks import check_patterns, check_trace_ranks
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
-from mock_scheduler.trace.selection import TraceSelection
+from mock_scheduler.trace.selection import TraceSelection, check_patterns, check_trace_ranks
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump

@@ -15,24 +15,22 @@ from pydantic import ValidationError
 
 from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.config.problems import validation_problems
-from mock_scheduler.determinism.agreement import RankGroup, TorchRankGroup, check_agreement
+from mock_scheduler.determinism.agreement import RankGroup, TorchRankGroup, check_agreement, do_together
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.megatron.attached.agreement import do_together
+from mock_scheduler.megatron.attached import NOT_ATTACHED, TrainingHandle
 from mock_scheduler.megatron.attached.attached_training import AttachedTraining, Attachment, edge
-from mock_scheduler.megatron.attached.handle import NOT_ATTACHED, TrainingHandle
-from mock_scheduler.megatron.attached.observing import check_layout, layout_of
 from mock_scheduler.megatron.attached.run_files import RunFiles
 from mock_scheduler.megatron.attached.statements import gather_statements
 from mock_scheduler.megatron.emulation.follow import follow
 from mock_scheduler.megatron.followable import check_followable
-from mock_scheduler.megatron.observed_model import ObservedModel, observe_model
+from mock_scheduler.megatron.observed_model import ObservedModel, check_layout, layout_of, observe_model
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
-from mock_scheduler.megatron.probe.selection_checks import check_trace_ranks
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.trace.selection import check_trace_ranks
 
 
 def attach(

@@ -22,25 +22,20 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.determinism.agreement import RankGroup, do_together, share
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.determinism.guard import check_took_effect, read_back
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import MockSchedulerError, SchedulerError, TraceError
-from mock_scheduler.megatron.attached.agreement import do_together, share
-from mock_scheduler.megatron.attached.call_inputs import CallInputs
-from mock_scheduler.megatron.attached.handle import TrainingHandle
-from mock_scheduler.megatron.attached.instruments import StepInstruments, token_loss
-from mock_scheduler.megatron.attached.observing import layout_of
-from mock_scheduler.megatron.attached.optimizer_hook import UpdateResult, watch_updates
-from mock_scheduler.megatron.attached.passes import ForwardPasses
+from mock_scheduler.megatron.attached import TrainingHandle
+from mock_scheduler.megatron.attached.hooks import CallInputs, ForwardPasses, UpdateResult, watch_updates
 from mock_scheduler.megatron.attached.row_exchange import RowExchange
 from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
 from mock_scheduler.megatron.attached.statements import Statements
-from mock_scheduler.megatron.attached.step_notes import StepNotes
+from mock_scheduler.megatron.attached.step import StepInstruments, StepNotes, token_loss
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
-from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
 from mock_scheduler.megatron.probe.graft import GraftSource
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.digests import JSON, compute_json_digest

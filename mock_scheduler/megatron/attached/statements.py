@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from math import prod
 
 from mock_scheduler.config.instruments import TraceConfig
-from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.megatron.attached.agreement import share
-from mock_scheduler.megatron.attached.observing import layout_of
-from mock_scheduler.megatron.draws import find_draws
+from mock_scheduler.determinism.agreement import RankGroup, share
 from mock_scheduler.megatron.emulation.follow import find_order_limits
-from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.followable import find_draws
+from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
 from mock_scheduler.megatron.parameters import iterate_parameters
 from mock_scheduler.megatron.probe.observed import unobserved_outputs
 from mock_scheduler.support.digests import JSON

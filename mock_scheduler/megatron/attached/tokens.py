@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.megatron.attached.call_inputs import CallInputs
+from mock_scheduler.megatron.attached.hooks import CallInputs
 from mock_scheduler.megatron.attached.row_exchange import MicroBatchRows, RowExchange, name_found
 from mock_scheduler.megatron.attached.row_finding import FoundRows, Ints, find_rows, name_row, read_bounds, slice_call
-from mock_scheduler.megatron.micro_batches import TokenBatch
 from mock_scheduler.megatron.ranks import ModelRanks
-from mock_scheduler.megatron.row_numbers import MetRows
+from mock_scheduler.megatron.step_tokens import MetRows, TokenBatch
 
 
 class TokenFinder:

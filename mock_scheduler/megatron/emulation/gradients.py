@@ -19,7 +19,7 @@ from megatron.core.optimizer import clip_grads
 from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.megatron.emulation.accumulators import Accumulator, Accumulators
 from mock_scheduler.megatron.emulation.parts import joined, ordered_sum
-from mock_scheduler.megatron.marks import main_grad
+from mock_scheduler.megatron.partition import main_grad
 
 
 @torch.no_grad()

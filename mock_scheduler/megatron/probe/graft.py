@@ -28,7 +28,6 @@ import torch
 from mock_scheduler.config.instruments import GraftConfig, TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import TraceError
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs
@@ -43,7 +42,7 @@ from mock_scheduler.megatron.probe.shares import (
 )
 from mock_scheduler.megatron.probe.watches import Gather, See
 from mock_scheduler.megatron.ranks import ModelRanks
-from mock_scheduler.megatron.row_numbers import MetRows
+from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.support.text import bullet_list, list_some
 from mock_scheduler.trace.entries import RowTable, TraceKey

@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
-from mock_scheduler.megatron.row_numbers import MetRows
+from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
 from mock_scheduler.trace.entries import RowTable
 
 StepRows = RowTable | MetRows

@@ -28,12 +28,12 @@ import torch
 
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs, unobserved_outputs
 from mock_scheduler.megatron.probe.shares import Share, ShareBook, TokenIndex, gradient_scale, select_tokens
 from mock_scheduler.megatron.probe.watches import Gather, See
 from mock_scheduler.megatron.ranks import ModelRanks
+from mock_scheduler.megatron.step_tokens import MicroBatchTokens
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.selection import TraceSelection

@@ -16,13 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.forms import OutputForm
 from mock_scheduler.megatron.probe.observed import ObservedOutput
 from mock_scheduler.megatron.probe.watches import Gather
 from mock_scheduler.megatron.ranks import ModelRanks
-from mock_scheduler.megatron.row_numbers import MetRows
+from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, RowTable
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices
 

@@ -15,10 +15,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.megatron.marks import main_grad, main_param
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.optimizer_state import MOMENTS, state_dtype
 from mock_scheduler.megatron.parameters import LocalParameter, iterate_parameters, iterate_state_buffers
+from mock_scheduler.megatron.partition import main_grad, main_param
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import ShardSpec

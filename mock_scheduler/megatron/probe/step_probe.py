@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceConfig, TraceKind
-from mock_scheduler.megatron.micro_batches import MicroBatchTokens
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.ledgers import CallLedger
@@ -26,7 +25,7 @@ from mock_scheduler.megatron.probe.module_probe import ModuleProbe
 from mock_scheduler.megatron.probe.shares import TokenIndex, TokenPlaces, token_index
 from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.megatron.ranks import ModelRanks
-from mock_scheduler.megatron.row_numbers import MetRows
+from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
 from mock_scheduler.support.clock import Clock
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
 from mock_scheduler.trace.selection import TraceSelection, open_sink

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequenc
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from mock_scheduler.megatron.marks import mark_sequence_parallel
+from mock_scheduler.megatron.partition import mark_sequence_parallel
 
 
 def repair_layers(gpt: GPTModel) -> None:

@@ -18,8 +18,8 @@ from mock_scheduler.determinism.agreement_rounds import Op, Reduction
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.optimizer_state import MOMENTS, share_parameters
-from mock_scheduler.megatron.start_source import StartSource
-from mock_scheduler.megatron.start_state import (
+from mock_scheduler.megatron.start.source import StartSource
+from mock_scheduler.megatron.start.state import (
     Holder,
     StartTensor,
     counts_by_group,

@@ -18,7 +18,7 @@ import torch
 from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.state import StatePiece, read_state
-from mock_scheduler.megatron.start_state import count_padding_rows, padding_spec
+from mock_scheduler.megatron.start.state import count_padding_rows, padding_spec
 from mock_scheduler.support.run_files import START_FOLDER
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import find_steps

@@ -2,7 +2,7 @@
 
 Nobody's training starts with the same weights under every layout. So before the first observed step a run compares its
 state with the baseline's by canonical name, and puts the baseline's in the place of whatever differs: each whole tensor
-is read from the trace (``start_source``), cut for this rank, and given up before the next one. A bfloat16 parameter is
+is read from the trace (``source``), cut for this rank, and given up before the next one. A bfloat16 parameter is
 its rounded wide copy afterwards. Then weights are perturbed, where the run is to measure noise.
 
 Contract: collective; every rank must call, before its first forward pass, and all raise the same error or none. Where
@@ -27,9 +27,9 @@ from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.optimizer_state import count_updates
 from mock_scheduler.megatron.perturbation import Perturbation, perturb_embedding, perturb_weights
 from mock_scheduler.megatron.probe.state import read_state
-from mock_scheduler.megatron.start_setting import StartSetting, call_together
-from mock_scheduler.megatron.start_source import StartSource, write_start
-from mock_scheduler.megatron.start_state import count_padding_rows, widen_buffers
+from mock_scheduler.megatron.start.setting import StartSetting, call_together
+from mock_scheduler.megatron.start.source import StartSource, write_start
+from mock_scheduler.megatron.start.state import count_padding_rows, widen_buffers
 from mock_scheduler.trace.start_report import StartReport, save_start
 
 logger = logging.getLogger("mock_scheduler.start")

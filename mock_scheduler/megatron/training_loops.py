@@ -1,8 +1,11 @@
-"""Attaches the instruments to Megatron-LM's training loop in releases without callbacks.
+"""Attaches the instruments to a training loop of others, which builds chunks and optimizer and gives them to nobody.
 
-``pretrain`` builds chunks and optimizer itself and gives them to nobody, so there is no line to attach behind. The
-smallest place that has both is the function that it calls to build them. Written for megatron-core 0.19.2; it can go
-when every supported release has callbacks (``mock_scheduler.megatron.callback``).
+Through callbacks: those of Megatron-LM's newer ``pretrain``, which megatron-core 0.19.2 does not have yet, and of
+Megatron-Bridge's. Both take an object with methods named after their events, and look for nothing else; so neither is
+imported.
+
+Without callbacks: the smallest place that has both is the function that ``pretrain`` calls to build them. Written for
+megatron-core 0.19.2; it can go when every supported release has callbacks.
 """
 
 from __future__ import annotations
@@ -11,12 +14,38 @@ import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.rules.known_wrong import installed_megatron
 from mock_scheduler.megatron.attached.attach import attach
+
+
+class TrainingContext(Protocol):
+    """The part of a callback's context that is read: the model chunks and the optimizer, built and loaded."""
+
+    model: Any
+    optimizer: Any
+
+
+class AttachCallback:
+    """Attaches at the beginning of the training: ``pretrain(..., callbacks=[AttachCallback()])``.
+
+    The weights of a checkpoint are loaded by then. Everything else is as with ``megatron.attach``, whose arguments
+    these are.
+    """
+
+    def __init__(
+        self, *, vocab_size: int | None = None, prefix: str = "", run: AttachedRun | Path | str | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._prefix = prefix
+        self._run = run
+
+    def on_train_start(self, context: TrainingContext) -> None:
+        """Attaches; the loop has set its chunks to training and begins its first step next."""
+        attach(context.model, context.optimizer, vocab_size=self._vocab_size, prefix=self._prefix, run=self._run)
 
 
 def attach_to_pretrain(*, prefix: str = "", run: AttachedRun | Path | str | None = None) -> None:
