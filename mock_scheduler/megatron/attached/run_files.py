@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mock_scheduler.config.attached import AttachedRun
 from mock_scheduler.config.loading import dump_config
+from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
+from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files, report_failure
 
 COMPLETED = "completed"
 
@@ -75,3 +76,14 @@ class RunFiles:
                 **facts,
             },
         )
+
+
+@contextmanager
+def edge(run: AttachedRun, global_rank: int, started_s: float) -> Iterator[None]:
+    """Ends the process where the block raises an error of ours: with its message, ``error.json`` and its exit code."""
+    try:
+        yield
+    except MockSchedulerError as error:
+        Path(run.output_dir).mkdir(parents=True, exist_ok=True)
+        exit_code = report_failure(error, Path(run.output_dir), global_rank=global_rank, started_s=started_s)
+        raise SystemExit(exit_code) from error
