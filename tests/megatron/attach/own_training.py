@@ -77,6 +77,7 @@ CASES = {
     "dp2-do": Case(distributed_optimizer=True),
     "sketched": Case(run={"trace": SKETCH}),
     "sketched-tp2": Case(tp=2, run={"trace": SKETCH}),
+    "partial": Case(run={"trace": {"level": "full", "patterns": ["output_layer.*"]}}),
     "recorded": Case(run={"trace": {"level": "full", "kinds": ["parameter"], "operations": True}}),
     "scaled": Case(fault="scale"),
     "grafted": Case(fault="scale", run={"graft": GRAFT}),
