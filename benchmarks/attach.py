@@ -47,8 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mock_scheduler import megatron
-from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.config.instruments import TraceConfig
+from mock_scheduler.config.instruments import AttachedRun, TraceConfig
 from mock_scheduler.megatron.host_device import use_host_device
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "own_megatron"

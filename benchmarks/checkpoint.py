@@ -28,7 +28,7 @@ from pipelines.megatron import file_seals
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.file_seals import FileSeal
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, check_contents, check_files, read_run_state
 
 _VOCAB_SIZE = 1024

@@ -37,7 +37,7 @@ from rich.table import Table
 from safetensors import safe_open
 
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
-from mock_scheduler.comparison.measure.blocks import num_threads
+from mock_scheduler.comparison.measure.large_tensors import num_threads
 from mock_scheduler.comparison.walk.traces import compare_traces
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import format_bytes

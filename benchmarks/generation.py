@@ -31,7 +31,7 @@ from mock_scheduler.scheduler import RolloutRequest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 
 GROUP_SIZE = 8

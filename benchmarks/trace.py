@@ -44,7 +44,7 @@ from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 
 MODES: dict[str, TraceConfig | None] = {
     "none": None,

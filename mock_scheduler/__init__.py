@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mock_scheduler.support.version import VERSION
+from mock_scheduler.support.versions import VERSION
 
 __version__ = VERSION
 
@@ -33,15 +33,15 @@ PUBLIC_NAMES: dict[str, dict[str, str]] = {
         "Termination": "mock_scheduler.batch",
     },
     "Recordings": {
-        "read_recording": "mock_scheduler.api.recordings",
-        "Recording": "mock_scheduler.api.recordings",
+        "read_recording": "mock_scheduler.api.reading",
+        "Recording": "mock_scheduler.api.reading",
         "Contract": "mock_scheduler.recording.contract",
         "ContractField": "mock_scheduler.recording.contract",
         "Rule": "mock_scheduler.recording.contract",
     },
     "Traces": {
-        "open_trace": "mock_scheduler.api.traces",
-        "Trace": "mock_scheduler.api.traces",
+        "open_trace": "mock_scheduler.api.reading",
+        "Trace": "mock_scheduler.api.reading",
         "TraceKey": "mock_scheduler.trace.entries",
     },
     "Verdicts": {
@@ -91,10 +91,10 @@ if TYPE_CHECKING:
     from mock_scheduler.api.compare import Verdict as Verdict
     from mock_scheduler.api.compare import check_replicas as check_replicas
     from mock_scheduler.api.compare import compare as compare
-    from mock_scheduler.api.recordings import Recording as Recording
-    from mock_scheduler.api.recordings import read_recording as read_recording
-    from mock_scheduler.api.traces import Trace as Trace
-    from mock_scheduler.api.traces import open_trace as open_trace
+    from mock_scheduler.api.reading import Recording as Recording
+    from mock_scheduler.api.reading import Trace as Trace
+    from mock_scheduler.api.reading import open_trace as open_trace
+    from mock_scheduler.api.reading import read_recording as read_recording
     from mock_scheduler.batch import RolloutBatch as RolloutBatch
     from mock_scheduler.batch import SampleIdentity as SampleIdentity
     from mock_scheduler.batch import SamplingParams as SamplingParams

@@ -20,9 +20,9 @@ import typer
 from typer.exceptions import TyperException
 
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
-from mock_scheduler.support.foreign_text import printable, printable_message
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
-from mock_scheduler.support.version import VERSION
+from mock_scheduler.support.text import printable, printable_message
+from mock_scheduler.support.versions import VERSION
 
 if TYPE_CHECKING:
     from mock_scheduler.config.loading import ConfigSource

@@ -19,13 +19,13 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
 from mock_scheduler.megatron.probe.interface import TrainingProbe, combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.selection import check_patterns
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import DebugDump
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 
 class StepObservation:

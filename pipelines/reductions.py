@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Dimension, Plain, ReducedBatch, ReducedWorkload, RunConfig, halvings
-from mock_scheduler.support.copying import copy_folder
 from mock_scheduler.support.files import load_json_object, save_json
+from mock_scheduler.support.foreign_files import copy_folder
 from pipelines.config.schema import PipelineConfig
 
 _GROUPS, _GROUP_SIZE = "train_env_manager.num_env_groups", "train_env_manager.group_size"

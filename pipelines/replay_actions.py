@@ -40,17 +40,16 @@ from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json
-from mock_scheduler.support.foreign_text import printable
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message, print_output
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, printable
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import TokenEnvironment
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
 from pipelines.environments.replay import EpisodeComparison, EpisodeDifference, replay_episode
-from pipelines.environments.splits import environment_seed, split_of
+from pipelines.environments.seeds import environment_seed, split_of
 
 FORMAT_VERSION = 1
 

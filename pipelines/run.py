@@ -34,18 +34,17 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
-from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
+from mock_scheduler.support.run_output import Clock, MetricsWriter, prepare_output_dir, remove_unfinished_files
+from mock_scheduler.support.versions import read_package_versions
 from mock_scheduler.trace.selection import check_trace_ranks
 from pipelines.batch_metrics import compute_batch_metrics, compute_success_by_length, compute_success_by_tag
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.progress import StepProgress, configure_logging

@@ -106,7 +106,7 @@ def _start(planned: Sequence[_Planned], prepare: Callable[[], None]) -> None:
     apply_environment(first.system_envs)
     prepare()
     # Imported here, since torch and Megatron read the environment when they are imported.
-    from pipelines.megatron.process.runtime import join_group
+    from pipelines.megatron.process_of_rank import join_group
 
     join_group()
 
@@ -160,7 +160,7 @@ def _attempt(number: int, item: _Planned) -> tuple[int, bool, bool]:
     if isinstance(item.config, ConfigError):  # on every rank, and before anything communicated
         return attempt_run(item.load, check=check_replay_is_deterministic, run=_run_pipeline), True, True
     # Imported here as in ``_start``.
-    from pipelines.megatron.process.successive_runs import has_ended_alike, is_group_whole, process_as_found
+    from pipelines.megatron.process_of_rank import has_ended_alike, is_group_whole, process_as_found
 
     with process_as_found():
         exit_code = attempt_run(item.load, check=check_replay_is_deterministic, run=_run_pipeline)
@@ -177,7 +177,7 @@ def _run_pipeline(config: PipelineConfig) -> None:
 def _stop() -> None:
     """Leave the process group, where it was joined."""
     if "torch" in sys.modules:
-        from pipelines.megatron.process.runtime import stop_runtime
+        from pipelines.megatron.process_of_rank import stop_runtime
 
         stop_runtime()
 

@@ -10,8 +10,7 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import AttachedRun, PerturbationConfig, TraceConfig, TraceKind
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, METRICS_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, DimName, RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink

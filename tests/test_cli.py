@@ -32,9 +32,9 @@ def test_help_imports_no_more_than_the_command_line() -> None:
         "mock_scheduler.cli",
         "mock_scheduler.errors",
         "mock_scheduler.support",
-        "mock_scheduler.support.foreign_text",
         "mock_scheduler.support.terminal_streams",
-        "mock_scheduler.support.version",
+        "mock_scheduler.support.text",
+        "mock_scheduler.support.versions",
     ]
     slow = {"torch", "numpy", "hydra", "omegaconf", "pydantic", "yaml", "plotly", "fsspec", "asyncio", "email", "ssl"}
     assert {name.partition(".")[0] for name in modules} & slow == set()

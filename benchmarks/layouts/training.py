@@ -22,9 +22,9 @@ from mock_scheduler.launch.ranks import Place, ranks_command
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.text import count_of
 from pipelines.config.schema import PipelineConfig
+from pipelines.environments.seeds import derive_seed
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
-from pipelines.seeds import derive_seed
+from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 
 NUM_ACTIONS, VOCAB_SIZE = 4, 62
 _UNIFORM_LOGPROB = -float(np.log(NUM_ACTIONS))

@@ -13,7 +13,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.json_file import save_comparison
 from mock_scheduler.run_folder.inputs import parse_selection
-from mock_scheduler.support.foreign_text import printable
+from mock_scheduler.support.text import printable
 from mock_scheduler.verdict import verdict as facts
 from mock_scheduler.verdict.compare_runs import compare_paths
 from mock_scheduler.verdict.replicas import check_replicas_at

@@ -14,7 +14,7 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 
-from mock_scheduler.support.version import PACKAGE
+from mock_scheduler.support.versions import PACKAGE
 
 _HEAD = """# The public names
 

@@ -1,13 +1,32 @@
-"""The kinds of values in the configuration of a command, and how they are read; importing this imports no torch."""
+"""The values in the configuration of a command, and texts with fields in braces, as ``--tp={tp}``; imports no torch.
+
+Contract: pure; a field is a name and nothing else, so no text of a configuration is ever evaluated. ``{{`` and ``}}``
+are braces themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from mock_scheduler.determinism.settings import environment_settings
+
+_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+
+
+def list_fields(texts: Iterable[str]) -> list[str]:
+    """Lists the names of all fields in order, each once."""
+    found = (match[1] for text in texts for match in _PART.finditer(text) if match[1] is not None)
+    return list(dict.fromkeys(found))
+
+
+def render(text: str, values: Mapping[str, str]) -> str:
+    """Puts the values in; raises ``KeyError`` for a field without one."""
+    return _PART.sub(lambda match: match[0][0] if match[1] is None else values[match[1]], text)
+
 
 Scalar: TypeAlias = StrictBool | StrictInt | StrictFloat | StrictStr | None
 #: In ``arguments``, by values: every value without an entry of its own.

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.command_program.arguments import value_text
-from mock_scheduler.command_program.brace_fields import render
+from mock_scheduler.command_program.arguments import render, value_text
 from mock_scheduler.command_program.config import (
     ARGUMENTS_FIELD,
     COMMAND_FIELD,
@@ -25,7 +24,7 @@ from mock_scheduler.command_program.config import (
     VALUE_FIELD,
     CommandConfig,
 )
-from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
+from mock_scheduler.config.instruments import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.support.run_files import ATTACHED_FILE
 

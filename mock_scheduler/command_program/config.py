@@ -2,7 +2,7 @@
 
 A key reaches the command by its ``arguments``, or as a field, such as ``{tp}``, in the command or its variables. What
 the instruments alone need (trace, perturbed weights, grafts, the steps to observe) reaches the training through
-``megatron.attach``, which reads the file that ``MOCK_SCHEDULER_RUN`` names (``config.attached``).
+``megatron.attach``, which reads the file that ``MOCK_SCHEDULER_RUN`` names (``config.instruments``).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mock_scheduler.command_program.arguments import (
     Settings,
     Words,
     is_neutral,
+    list_fields,
     value_text,
 )
-from mock_scheduler.command_program.brace_fields import list_fields
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.base import ConfigSection, Decides, FileName, NonNegativeInt, PositiveInt
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig

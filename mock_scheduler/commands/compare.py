@@ -12,12 +12,12 @@ from pathlib import Path
 
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.json_values import STDOUT, write_json
 from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.report.comparison.page import write_comparison_page
 from mock_scheduler.report.comparison.text import print_comparison, print_replicas
 from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
 from mock_scheduler.run_folder.inputs import check_page_path
+from mock_scheduler.support.documents import STDOUT, write_json
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.verdict.compare_runs import compare_paths
 from mock_scheduler.verdict.replicas import check_replicas_at

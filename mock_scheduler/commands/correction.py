@@ -28,7 +28,6 @@ from mock_scheduler.correction.report.sources import (
 from mock_scheduler.correction.report.text import print_correction
 from mock_scheduler.correction.report.view import FORMAT_VERSION, CorrectionReport
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.json_values import STDOUT, dataclass_to_json, write_json
 from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.paths import format_present, step_folder
@@ -38,6 +37,7 @@ from mock_scheduler.report.recording.show import recorded_vocabulary
 from mock_scheduler.run_folder.inputs import check_page_path, parse_steps
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import STDOUT, dataclass_to_json, write_json
 from mock_scheduler.support.files import save_json
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from mock_scheduler.alignment.minimise.minimise import minimise
 from mock_scheduler.alignment.minimise.space import ReductionSpace, build_space
 from mock_scheduler.alignment.minimise.trials import AlignOnce, Trials, only_candidate, remember
-from mock_scheduler.alignment.plan.matrix import expand_candidates
+from mock_scheduler.alignment.plan.overrides import expand_candidates
 from mock_scheduler.alignment.runs.run_store import open_folder
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.json_values import STDOUT, dataclass_to_json, write_json
 from mock_scheduler.display.terminal import build_console, show_progress
 from mock_scheduler.errors import ConfigError, ExitCode, StepNotFoundError
 from mock_scheduler.recording.inspection.comparison import compare_recordings
@@ -24,6 +23,7 @@ from mock_scheduler.report.recording.diff import differences_to_json, print_diff
 from mock_scheduler.report.recording.show import find_row, print_trajectory, recorded_vocabulary
 from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.scheduler import Mode
+from mock_scheduler.support.documents import STDOUT, dataclass_to_json, write_json
 
 
 def run_inspect(dump_dir: str, *, steps: str | None, json_path: str | None, console: Console | None = None) -> int:

@@ -2,7 +2,7 @@
 
 Rooms, lowest first; each imports only rooms before it:
 
-- ``residuals``, ``findings``, ``tensors``, ``thresholds``, ``router_names``: data, and every number that decides;
+- ``residuals``, ``findings``, ``tensors``, ``thresholds``: data, and every number that decides;
 - ``bounds``: how far a tensor or metric may be from the baseline's;
 - ``measure``: the figures of two tensors;
 - ``pairing``: brings two traces into one order, and finds what is on one side only;

@@ -1,6 +1,7 @@
 """A composer puts a configuration's YAML files and overrides together, by Hydra; the caller gives the schema.
 
-Contract: creates no folder, changes no working directory and configures no logging.
+Contract: creates no folder, changes no working directory and configures no logging. No file is read that stands for
+more values than it may.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,21 +19,25 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from mock_scheduler.config.base import JoinedTexts
-from mock_scheduler.config.bounded_files import bounded_files
 from mock_scheduler.config.number_traps import NumberTraps, SourceFile
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.text import bullet_list, shorten
-from mock_scheduler.support.yaml_text import MAX_DEPTH
+from mock_scheduler.support.yaml_text import MAX_DEPTH, load_yaml
 
 _NUMBERS = (int, float, bool, NoneType)
 _NESTED_HINT = (
@@ -231,3 +237,32 @@ def _members(annotation: object) -> Iterator[object]:
             yield from _members(member)
     else:
         yield annotation
+
+
+class _BoundedFileSource(FileConfigSource):
+    """Reads YAML files for Hydra as its own source does, but none that stands for more values than it may."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if path.is_file():
+            try:
+                load_yaml(read_text(path, what="a configuration"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{path} is not UTF-8: {error}") from error
+            except ValueError as error:
+                raise ConfigError(f"{path} {error}") from error
+        return super().load_config(config_path)
+
+
+@contextmanager
+def bounded_files() -> Iterator[None]:
+    """Has Hydra read files by our source within the block; a host program's Hydra keeps its own."""
+    Plugins.instance()  # registers Hydra's own sources
+    types = SourcesRegistry.instance().types
+    scheme = FileConfigSource.scheme()
+    before = types[scheme]
+    types[scheme] = _BoundedFileSource
+    try:
+        yield
+    finally:
+        types[scheme] = before

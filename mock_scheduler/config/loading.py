@@ -30,15 +30,14 @@ from pydantic import BaseModel, ValidationError
 from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyPath
 from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects.reader import Resolved
-from mock_scheduler.config.environment_texts import escape, with_environment_texts
-from mock_scheduler.config.expansion import check_expansion
+from mock_scheduler.config.interpolations import check_expansion, escape, with_environment_texts
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.config.variables import find_variable_problems
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
-from mock_scheduler.support.foreign_text import printable, printable_lines
+from mock_scheduler.support.text import printable, printable_lines
 
 DEFAULT_CONFIG_PATH = "configs"
 
@@ -158,7 +157,7 @@ def _check(form: ConfigForm[ConfigT], composed: DictConfig, origin: str, overrid
 def dump_config(config: Dumped) -> str:
     """Returns the whole configuration as YAML, which loads back equal; the same text for equal configurations.
 
-    A text out of the environment is written as ``${oc.env:NAME}`` (``environment_texts``): whoever loads the file
+    A text out of the environment is written as ``${oc.env:NAME}`` (``interpolations``): whoever loads the file
     gives it a value of its own.
     """
     texts = config.environment_texts if isinstance(config, ConfigSection) else EnvironmentTexts()

@@ -19,7 +19,7 @@ import torch
 import torch.utils.deterministic
 
 from mock_scheduler.determinism.settings.machine import APEX_MODULES, PACKAGES
-from mock_scheduler.support.packages import read_package_version
+from mock_scheduler.support.versions import read_package_version
 
 NOT_IMPORTED = "not imported"
 Probe = Callable[[Mapping[str, str]], object]

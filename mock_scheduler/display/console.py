@@ -20,8 +20,8 @@ from rich.status import Status
 from rich.style import Style, StyleType
 from rich.text import Text
 
-from mock_scheduler.support.foreign_text import escape_character, find_hostile, printable, printable_lines
 from mock_scheduler.support.terminal_streams import GuardedStream, encodable
+from mock_scheduler.support.text import escape_character, find_hostile, printable, printable_lines
 
 
 class Console(RichConsole):

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mock_scheduler.display.console import Console, ProgressBar, printable_text
-from mock_scheduler.support.foreign_text import printable
+from mock_scheduler.support.text import printable
 
 _PLAIN_WIDTH = 120
 _LEAST_WIDTH = 16

@@ -6,12 +6,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.doctor.causes import Cause
 from mock_scheduler.doctor.comparison import StepComparison
 from mock_scheduler.doctor.diagnosis import Diagnosis
 from mock_scheduler.doctor.differences import Difference
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.support.text import count_of
 
 FORMAT_VERSION = 1

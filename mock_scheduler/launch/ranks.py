@@ -23,8 +23,7 @@ from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.entry import check_entry, run_entry
-from mock_scheduler.launch.failures import report_failed_ranks
-from mock_scheduler.launch.supervision import Supervision, block_signals
+from mock_scheduler.launch.supervision import Supervision, block_signals, report_failed_ranks
 from mock_scheduler.support.processes import PARENT_VARIABLE, adopt_orphans, end_with_parent, meant_exit_code
 from mock_scheduler.support.terminal_streams import print_message
 

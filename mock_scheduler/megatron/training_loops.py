@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.rules.known_wrong import installed_megatron
 from mock_scheduler.megatron.attached.attach import attach

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundError
-from mock_scheduler.proxy.missing_steps import request_stand_in
-from mock_scheduler.proxy.routing import Route, Router
+from mock_scheduler.proxy.routing import Route, Router, request_stand_in
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.paths import format_present

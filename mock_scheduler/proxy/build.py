@@ -23,8 +23,7 @@ from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
 from mock_scheduler.proxy.checks import as_contract, as_plan, check_make_real, check_run_id, share_of
 from mock_scheduler.proxy.core import ProxyCore
-from mock_scheduler.proxy.missing_steps import request_stand_in
-from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key
+from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key, request_stand_in
 from mock_scheduler.proxy.settings import BuildOptions, ProxySettings
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.contract import Contract, check_contract

@@ -1,5 +1,7 @@
 """Decides for each request whether the real scheduler or the recording answers, and whether it is recorded or compared.
 
+A step that is missing from the recording is refused in mode mock, or a recorded step stands in for it.
+
 Contract: pure bookkeeping. Every rank built with the same configuration, plan and listing decides alike; the listing of
 recorded steps is taken once, so no rank is led by steps that another one writes later.
 """
@@ -7,14 +9,13 @@ recorded steps is taken once, so no rank is led by steps that another one writes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from mock_scheduler.config.base import RolloutMode
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import SchedulerError
-from mock_scheduler.proxy.missing_steps import choose_recorded_step
 from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import RolloutRequest
 
@@ -151,3 +152,29 @@ def _outlook_of(are_live: set[bool]) -> Outlook:
     if are_live == {True}:
         return Outlook.LIVE
     return Outlook.REPLAYED if are_live == {False} else Outlook.UNKNOWN
+
+
+#: ``rollout_mock.missing_step``.
+MissingStep: TypeAlias = Literal["error", "repeat", "repeat_last"]
+
+
+def choose_recorded_step(step: int, present: Sequence[int], missing_step: MissingStep) -> int:
+    """Choose the recorded step to replay as ``step``, out of the steps ``present`` in its folder.
+
+    Returns ``step`` itself where it is recorded, and where nothing may stand in for it: loading it then raises
+    ``StepNotFoundError``. ``repeat`` takes the nearest step before it, else the first one; ``repeat_last`` the last.
+    """
+    if missing_step == "error" or step in present or not present:
+        return step
+    # An empty recording has nothing to stand in: loading the step itself says so, with the folder.
+    if missing_step == "repeat_last":
+        return max(present)
+    return max((other for other in present if other < step), default=min(present))
+
+
+def request_stand_in(request: RolloutRequest, step: int) -> RolloutRequest:
+    """Make the request by which the recorded ``step`` is loaded in place of the requested one.
+
+    It still asks for the prompts of ``request``: the user waives the step's own data, not the prompts that are given.
+    """
+    return replace(request, global_step=step)

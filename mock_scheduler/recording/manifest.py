@@ -21,8 +21,8 @@ from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, SealedFile
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, check_json
 from mock_scheduler.support.git import ask_git
-from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.text import list_some
+from mock_scheduler.support.versions import read_package_versions
 
 MANIFEST_FORMAT = "rollout-recording"
 MANIFEST_VERSION = 1

@@ -11,9 +11,9 @@ from mock_scheduler.comparison.findings import Finding, NotCompared
 from mock_scheduler.comparison.noise.suspicions import Suspicion, TestSummary
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, TensorGroup
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison.view import count_tiers
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.wording.bounds import (
     describe_bounds,

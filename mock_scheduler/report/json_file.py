@@ -30,13 +30,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json, ledger_to_json
 from mock_scheduler.report.recording.diff import differences_to_json
 from mock_scheduler.report.verdict_json import consequence_to_json, localisation_to_json, verdict_to_json
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.support.files import save_json
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult, ReplicaResult
 

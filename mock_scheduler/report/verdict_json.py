@@ -45,7 +45,6 @@ A finding is one of ``compare.findings.Finding``. ``bounds`` beside it are ``sou
 from __future__ import annotations
 
 from mock_scheduler.comparison.tensors import TensorComparison
-from mock_scheduler.display.json_values import dataclass_to_json, to_json
 from mock_scheduler.report.comparison_json import (
     bounded,
     conflict_to_json,
@@ -57,6 +56,7 @@ from mock_scheduler.report.comparison_json import (
     test_to_json,
 )
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.coverage import Unseen, find_limits, find_smallest_error

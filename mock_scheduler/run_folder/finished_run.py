@@ -18,16 +18,15 @@ from pydantic import ValidationError
 
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.base import ConfigSection
-from mock_scheduler.config.environment_texts import resolve_variables
 from mock_scheduler.config.instruments import PerturbationConfig
+from mock_scheduler.config.interpolations import resolve_variables
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import describe_failure, read_text
-from mock_scheduler.support.numbers import MAX_DIGITS, is_real
 from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.text import bullet_list, shorten
+from mock_scheduler.support.text import MAX_DIGITS, bullet_list, is_real, shorten
 from mock_scheduler.support.yaml_text import load_yaml
 
 

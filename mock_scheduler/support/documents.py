@@ -1,4 +1,4 @@
-"""Stored documents: the one codec between typed values and the JSON of a file.
+"""Stored documents: the one codec between typed values and the JSON of a file; and results as ``--json`` asks for them.
 
 A data class is the description of its document: its fields are the keys, its annotations the checks. ``AsRow`` stores
 one as a short list instead, in files holding it thousands of times. A field of type ``JSON`` holds any JSON value.
@@ -7,18 +7,29 @@ Contract: ``load`` is the inverse of ``dump``. Reading is strict: ``"3"``, ``tru
 Keys a class does not have are passed over, so a file of a later release opens; a missing key without a
 default, or a value of another type, is an error naming the field, the value found and the value expected. The
 caller adds the name of the file.
+
+JSON is strict: NaN and infinities are texts, since it has neither.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_type_hints
 
 from pydantic import Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from mock_scheduler.support.digests import canonical_json
+from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.support.files import encode_json, save_json
+from mock_scheduler.support.terminal_streams import print_output
 from mock_scheduler.support.text import list_some, shorten
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -102,3 +113,45 @@ def _describe(error: ValidationError, at: str) -> str:
             expected = expected.replace(theirs, ours, 1)
         problems.append(f"{place or 'it'} is {shorten(repr(item['input']), _MAX_SHOWN)}: {expected}")
     return list_some(problems, _MAX_PROBLEMS)
+
+
+def dataclass_to_json(value: DataclassInstance) -> dict[str, JSON]:
+    """Makes a JSON object of a dataclass: its fields, in order, as ``to_json`` gives them."""
+    return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+
+
+def to_json(value: object) -> JSON:
+    """Makes JSON values of plain data (dataclasses, mappings, sequences, paths, numbers, text).
+
+    NaN and infinities are ``"nan"``, ``"inf"`` and ``"-inf"``; an enum's member is its value.
+    """
+    if isinstance(value, Enum):
+        return to_json(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return dataclass_to_json(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, frozenset):
+        return [to_json(item) for item in sorted(value)]
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+#: ``--json -``: the JSON goes to stdout, in place of the text.
+STDOUT = "-"
+
+
+def write_json(value: Mapping[str, JSON], path: str | None) -> None:
+    """Write a result as ``--json`` asks: to a file, to stdout, or (``None``) not at all."""
+    if path == STDOUT:
+        # JSON may hold DEL as it is; escaped by JSON's own rule it is the same text.
+        print_output(encode_json(value, sort_keys=False).decode().rstrip("\n").replace("\x7f", "\\u007f"))
+    elif path is not None:
+        save_json(Path(path), value, sort_keys=False)

@@ -1,15 +1,17 @@
 """The one door through which files of another party are opened: recordings, traces, run folders, dumps, vocabularies.
 
 Contract: only a regular file is opened, and opening never waits: a pipe, a socket, a device or a folder is refused by
-name. A link is followed where the user named it. With ``inside``, a link may not lead out of that folder. A reader
-states how much it takes, and a larger file is refused before a byte of it is read. ``ForeignFileError`` says all of
-this; it is an ``OSError``, so whoever catches errors of reading catches it too.
+name. A link is followed where the user named it. With ``inside``, a link may not lead out of that folder; nor out of a
+copied one, in which a hard link cannot be told from the file that it names. A reader states how much it takes, and a
+larger file is refused before a byte of it is read. ``ForeignFileError`` says all of this; it is an ``OSError``, so
+whoever catches errors of reading catches it too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mock_scheduler.errors import ForeignFileError
+from mock_scheduler.errors import ConfigError, ForeignFileError
 
 #: The limit of one JSON or YAML document: a run's summary, bounds, configuration, fingerprint or vocabulary.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -194,3 +196,49 @@ def is_below(path: str, root: str) -> bool:
 
 def _too_large(path: str | Path, found: str, max_bytes: int, what: str) -> ForeignFileError:
     return ForeignFileError(f"{path} has {found}; {what} has at most {max_bytes} bytes")
+
+
+def refuse_link_out(path: Path, root: Path) -> None:
+    """Raises ``ConfigError`` where a path below ``root`` leads out of it by a link."""
+    if not is_inside(path, root):
+        raise ConfigError(
+            f"{path} leads to {os.path.realpath(path)}, outside {root}: links are not followed out of a folder"
+        )
+
+
+def copy_folder(origin: Path, target: Path, *, root: Path) -> None:
+    """Copies a folder's files to a new folder; ``root``: no link may lead out of it.
+
+    A link inside becomes a copy of what it leads to. Raises ``ConfigError`` with the first link out, or the first
+    file that is not regular, before anything is copied; ``OSError`` where reading or writing fails.
+    """
+    files = _list_files(origin, root, seen=frozenset())
+    target.mkdir(parents=True)
+    for path in files:
+        copy = target / path.relative_to(origin)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy_file(path, copy, root=root)
+
+
+def copy_file(path: Path, copy: Path, *, root: Path) -> None:
+    """Copies one regular file; raises ``ForeignFileError`` for another one, and where a link leads out of ``root``."""
+    refuse_link_out(path, root)
+    with open_foreign(path, inside=root) as source, copy.open("xb") as out:
+        shutil.copyfileobj(source, out)
+
+
+def _list_files(folder: Path, root: Path, *, seen: frozenset[str]) -> list[Path]:
+    refuse_link_out(folder, root)
+    real = os.path.realpath(folder)
+    if real in seen:
+        raise ConfigError(f"{folder} leads to {real}, a folder around it: links in a circle are not followed")
+    files = []
+    for path in sorted(folder.iterdir()):
+        refuse_link_out(path, root)
+        if path.is_dir():
+            files += _list_files(path, root, seen=seen | {real})
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ConfigError(f"{path} is not a regular file: it is not copied")
+    return files

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from mock_scheduler.errors import redact
-from mock_scheduler.support.foreign_text import printable_lines, printable_message
+from mock_scheduler.support.text import printable_lines, printable_message
 
 
 class GuardedStream(io.TextIOBase):

@@ -4,12 +4,16 @@ A canonical name is the one that Megatron's local layer implementation gives in 
 their layers from 0, wrappers add ``module.``, TransformerEngine fuses a norm into the linear layer following it,
 adapters (LoRA) push a weight one module down, releases name the layer within a prediction module (MTP) differently,
 and a tied output layer is the embedding under another name: all of these are undone here.
-Names read from megatron-core 0.16.1 and 0.19.2 and TransformerEngine 2.20.2.
+Names read from megatron-core 0.16.1 and 0.19.2 and TransformerEngine 2.20.2. A router's choices and its experts'
+tensors are known by their names.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+
+from mock_scheduler.trace.entries import DimName, TraceKey
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -70,3 +74,30 @@ def _numbered(pattern: re.Pattern[str], name: str, offset: int) -> str:
     """A name whose number in the pattern's second group is counted from ``offset``."""
     found = pattern.match(name)
     return name if found is None else f"{found[1]}{int(found[2]) + offset}{found[3] or ''}"
+
+
+#: What follows the name of the part that both belong to.
+_ROUTER, _EXPERTS = ".router", ".experts"
+_CHOICE, _LOGITS = "chosen_experts", "logits"
+
+
+def is_choice(key: TraceKey) -> bool:
+    """Whether a tensor lists the experts each token chose: integers ``[T, slots]``."""
+    return key.kind == "router" and key.name.endswith(f"{_ROUTER}.{_CHOICE}")
+
+
+def logits_key(choice: TraceKey) -> TraceKey:
+    """Returns the key of the router's logits ``[T, experts]``, from which the choice was made."""
+    return replace(choice, name=choice.name.removesuffix(_CHOICE) + _LOGITS)
+
+
+def is_by_slot(dims: tuple[DimName, ...]) -> bool:
+    """Whether a tensor is stored in the order of each token's chosen experts."""
+    return dims[:2] == ("token", "slot")
+
+
+def routed_part(name: str) -> str:
+    """Returns the part of the model that a router and its experts belong to: ``decoder.layers.1.mlp``."""
+    for inside in (_ROUTER, _EXPERTS):
+        name = name.partition(inside)[0]
+    return name

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mock_scheduler.support.foreign_text import printable
-from mock_scheduler.support.text import list_some
+from mock_scheduler.support.text import list_some, printable
 from mock_scheduler.trace.entries import ROW_PLACES, VIRTUAL_TOKENS, DimName, RowTable, StepFooter, virtual_start
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_along
 

@@ -14,7 +14,7 @@ from mock_scheduler.errors import ConfigError, StepExistsError
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.content import ParameterDump, build_parameter_dump
 from pipelines.debug_dump.probe import DebugProbe, DumpTarget
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

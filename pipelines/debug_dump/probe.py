@@ -38,7 +38,7 @@ from pipelines.debug_dump.content import (
     token_table,
 )
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 Maker = Callable[[], Content]
 """Makes what a file holds, where anybody wants it."""

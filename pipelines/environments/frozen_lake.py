@@ -19,8 +19,7 @@ from pipelines.config.environments import FrozenLakeEnvConfig
 from pipelines.environments.base import UNKNOWN_LENGTH, Split
 from pipelines.environments.grid_env import GridEnv, Move
 from pipelines.environments.kinds import FROZEN_LAKE
-from pipelines.environments.splits import check_split, is_in_split, max_draws
-from pipelines.seeds import derive_seed
+from pipelines.environments.seeds import check_split, derive_seed, is_in_split, max_draws
 
 _PLAYER, _FROZEN, _HOLE, _GOAL, _PLAYER_IN_HOLE, _PLAYER_ON_GOAL = tuple(FROZEN_LAKE.glyphs)
 # By gymnasium's letter of the cell.

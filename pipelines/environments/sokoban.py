@@ -25,7 +25,7 @@ from pipelines.config.environments import SokobanEnvConfig
 from pipelines.environments.base import Split
 from pipelines.environments.grid_env import GridEnv, Move
 from pipelines.environments.kinds import SOKOBAN
-from pipelines.environments.splits import check_split, is_in_split
+from pipelines.environments.seeds import check_split, is_in_split
 
 _WALL, _FLOOR, _TARGET, _BOX_ON_TARGET, _BOX, _PLAYER, _PLAYER_ON_TARGET = tuple(SOKOBAN.glyphs)
 _MAX_LAYOUTS = 1000

@@ -18,7 +18,7 @@ from pipelines.algorithm.training_values import TrainingValues
 from pipelines.batching.plan import MicroBatch
 from pipelines.batching.values import response_values, with_values
 from pipelines.megatron.places import OwnBatch, exchange_tokens
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 LogprobsFunction = Callable[[Sequence[OwnBatch]], Mapping[int, torch.Tensor]]
 

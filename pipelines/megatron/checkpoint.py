@@ -6,6 +6,10 @@ and, of a bfloat16 parameter, ``fp32_param/``, each with the canonical name behi
 the random states of each rank. All are safetensors files; nothing in a checkpoint is code. Every file and folder is on
 the disk before ``run_state.json``, written last, which seals all others: a folder without it is no checkpoint.
 The ranks write their files themselves, in their own processes: a rank that ends leaves nothing that goes on writing.
+
+Random states are torch's generators and Megatron's tracker, one uint8 tensor each; no pickle. The tracker's differ by
+tp, pp and ep rank, and nothing in training draws from them (its randomness follows from seeds and names): they are set
+again under the same layout only, and stay as seeded under another.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from safetensors import SafetensorError, safe_open
 
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.megatron.host_device import has_cuda
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.optimizer_state import (
     ParameterState,
@@ -31,12 +38,12 @@ from mock_scheduler.megatron.optimizer_state import (
     write_states,
 )
 from mock_scheduler.megatron.perturbation import Perturbation, perturb_weights
-from pipelines.megatron.file_seals import FileSeal
+from pipelines.megatron.file_seals import FileSeal, write_sealed
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.old_checkpoint import load_old_states
-from pipelines.megatron.random_states import load_random_states, save_random_states
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.run_state import RUN_STATE_FILE, ModelCounters, RunState, write_run_state
-from pipelines.megatron.stored_boxes import LocalTensor, StoredTensors, write_tensors
+from pipelines.megatron.stored_boxes import LocalTensor, StoredTensors, encode_tensors, rank_path, write_tensors
 from pipelines.megatron.trained_model import TrainedModel
 
 _RANDOM_STATES = "random_states"
@@ -156,3 +163,50 @@ def _load_tensors(
             spec = buffer.spec
             buffer.buffer.copy_(stored.read(f"{_BUFFER}/{spec.name}", spec, buffer.buffer.dtype))
     return state.counters[name], states
+
+
+_TRACKER = "tracker."
+_LAYOUT = "layout"
+
+
+def save_random_states(folder: Path, runtime: Runtime, *, layout: str) -> dict[str, FileSeal]:
+    """Writes this rank's states; returns the seal of the file by its name. Does not communicate."""
+    states = {"cpu": torch.get_rng_state()}
+    if has_cuda():
+        states["cuda"] = torch.cuda.get_rng_state()
+    states |= {f"{_TRACKER}{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    tensors = {name: state.detach().cpu() for name, state in states.items()}
+    path = rank_path(folder, runtime.global_rank)
+    return {path.name: write_sealed(path, encode_tensors(tensors, metadata={_LAYOUT: layout}))}
+
+
+def load_random_states(folder: Path, runtime: Runtime, *, layout: str) -> bool:
+    """Sets this rank's states where they were saved in the same layout; returns whether they were. Does not
+    communicate.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = rank_path(folder, runtime.global_rank)
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get(_LAYOUT) != layout:
+                return False
+            states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a file, not a mapping
+        _set_states(states)
+    # torch raises RuntimeError or TypeError for a state of another size or dtype.
+    except (OSError, SafetensorError, KeyError, RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"resume_from_checkpoint: {path} has no random states: {error}\nResume from another checkpoint."
+        ) from error
+    return True
+
+
+def _set_states(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if has_cuda() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    tracked = {name.removeprefix(_TRACKER): state for name, state in states.items() if name.startswith(_TRACKER)}
+    get_cuda_rng_tracker().set_states(tracked)

@@ -23,7 +23,7 @@ from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 
 CRITIC = "critic"

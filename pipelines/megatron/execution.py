@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from pipelines.batching.plan import MicroBatch
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 LossSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """The loss summed over response tokens, their number (int), and metrics without graph, float64."""

@@ -26,7 +26,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.bypass import BypassCorrector, correction_of
 from pipelines.megatron.critic import CriticTrainer
 from pipelines.megatron.places import OwnBatch, exchange_rows, exchange_tokens, own_batch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES

@@ -30,7 +30,7 @@ from pipelines.config.training import TrainingConfig
 from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
 from pipelines.megatron.layers.experts import expert_mlp_spec
 from pipelines.megatron.layers.repairs import TorchNorm, ValueHead, repair_layers
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 Head = Literal["logits", "value"]
 """What the last layer gives: logits over the vocabulary, or one value per token."""

@@ -20,7 +20,7 @@ from pipelines.megatron.execution import Execution, LossFunction, LossSums, Outp
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.experts import padding_mask_argument
 from pipelines.megatron.places import ModelInputs, OwnBatch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.trained_model import TrainedModel
 
 

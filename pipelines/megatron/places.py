@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipelines.batching.plan import MicroBatch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from mock_scheduler.megatron.perturbation import Perturbation
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.emulation.execution import build_execution
 from pipelines.megatron.model import Head, build_chunks, wrap_data_parallel
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.transformer_config import DTYPES, build_transformer_config
 from pipelines.megatron.weights import load_initial_weights
 

@@ -27,8 +27,7 @@ from pipelines.environments.grid_tokens import PAD_ID
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
-from pipelines.rollout.cached_policy import CachedPolicy
-from pipelines.rollout.messages import ForwardPass, ReplicaChannel
+from pipelines.rollout.cached_policy import CachedPolicy, ForwardPass, ReplicaChannel
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
 

@@ -14,8 +14,8 @@ from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Split
-from pipelines.environments.splits import environment_seed, split_of
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.environments.seeds import environment_seed, split_of
+from pipelines.megatron.process_of_rank import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,12 +24,12 @@ from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.seeds import derive_uniform
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
 from pipelines.rollout.episodes import TurnRules, UniformFunction, episode_rows, play_block
 from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
-from pipelines.seeds import derive_uniform
 
 
 def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:

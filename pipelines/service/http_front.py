@@ -32,8 +32,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.remote.protocol import DIGEST_HEADER, MEDIA_TYPE, RUN_HEADER
 from mock_scheduler.remote.service_file import make_token
 from mock_scheduler.support.digests import JSON
-from pipelines.service.access import Access, bracketed, own_hosts
-from pipelines.service.connections import Connection
+from pipelines.service.access import Access, Connection, bracketed, own_hosts
 from pipelines.service.order import Operation, OutOfOrderError, StepOrder, StepRequest
 
 _BACKLOG = 1024

@@ -27,16 +27,15 @@ from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.remote.protocol import encode_scores, metrics_as_json
 from mock_scheduler.remote.service_file import published
-from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.files import save_text
 from mock_scheduler.support.run_files import METRICS_FILE, SERVICE_FILE
-from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir
+from mock_scheduler.support.run_output import Clock, MetricsWriter, prepare_output_dir
 from mock_scheduler.trace.selection import check_trace_ranks
 from pipelines.algorithm.training_values import needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.process.runtime import Runtime, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging

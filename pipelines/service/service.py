@@ -27,11 +27,11 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.learner import Learner, ScoredStep
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.observation import StepObservation
-from pipelines.remote import service_contract
 from pipelines.service.order import OutOfOrderError, StepRequest
+from pipelines.training import service_contract
 
 
 class TrainingService:

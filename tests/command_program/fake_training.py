@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, AttachedRun, TraceKind
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.determinism.operations import OperationLogHeader

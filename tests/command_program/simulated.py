@@ -15,7 +15,7 @@ from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.execution import LaunchRuns, Watch
 from mock_scheduler.command_program.command import Command
 from mock_scheduler.command_program.entry import run_command
-from mock_scheduler.command_program.reductions import own_config
+from mock_scheduler.command_program.program import own_config
 from tests.command_program.fake_training import parse, train
 
 TP2, DP2 = "parallel.tensor_model_parallel_size=2", "parallel.data_parallel_size=2"

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from mock_scheduler.command_program.entry import run_command
-from mock_scheduler.command_program.program import PROGRAM
-from mock_scheduler.command_program.reductions import own_config
+from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.program import load_config

@@ -9,8 +9,7 @@ import pytest
 
 from mock_scheduler.command_program.command import build_command
 from mock_scheduler.command_program.config import LAYOUT_FIELDS, PLACE_FIELDS, SIZE_FIELDS, CommandConfig
-from mock_scheduler.command_program.program import PROGRAM
-from mock_scheduler.command_program.reductions import own_config
+from mock_scheduler.command_program.program import PROGRAM, own_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "any_program.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

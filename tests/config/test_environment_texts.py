@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.config.environment_texts import resolve_variables
+from mock_scheduler.config.interpolations import resolve_variables
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.run_folder.finished_run import load_stored_config

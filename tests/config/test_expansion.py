@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mock_scheduler.config.expansion import check_expansion
+from mock_scheduler.config.interpolations import check_expansion
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
 

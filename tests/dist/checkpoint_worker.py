@@ -42,7 +42,7 @@ from pipelines.megatron.learner import Learner
 from mock_scheduler.megatron.perturbation import Perturbation
 from mock_scheduler.megatron.probe.state import owned_range
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from mock_scheduler.megatron.parameters import LocalParameter, layer_offset
 

@@ -26,7 +26,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch
 from mock_scheduler.megatron.step_tokens import MicroBatchTokens
 from mock_scheduler.megatron.probe.interface import TrainingProbe
-from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "off": {},

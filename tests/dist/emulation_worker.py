@@ -31,7 +31,7 @@ from pipelines.megatron import logprobs, trainer
 from pipelines.megatron.learner import Learner
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
-from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist.emulation_cases import EmulationCase
 
 METRICS_FILE = "metrics.json"

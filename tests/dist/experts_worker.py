@@ -39,7 +39,7 @@ from pipelines.megatron.layers.experts import expert_mlp_spec, moe_config_fields
 from mock_scheduler.megatron.full_precision import prepare_optimizer
 from mock_scheduler.megatron.host_device import use_host_device
 from pipelines.megatron.layers.repairs import TorchNorm
-from pipelines.megatron.process.runtime import COLLECTIVE_TIMEOUT, leave_layout
+from pipelines.megatron.process_of_rank import COLLECTIVE_TIMEOUT, leave_layout
 
 HIDDEN, EXPERTS, LENGTH, VOCAB = 8, 4, 8, 16
 LEARNING_RATE = 1e-2

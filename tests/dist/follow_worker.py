@@ -46,7 +46,7 @@ from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.megatron.parameters import iterate_parameters
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.trace.shards import ShardSpec, cut_shard
-from pipelines.megatron.process.runtime import build_layout, join_group, leave_layout, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, join_group, leave_layout, stop_runtime
 
 REFUSAL = "refusal.txt"
 SEED, VOCABULARY, LENGTH, ROWS, MICRO_BATCHES, UPDATES = 11, 96, 16, 2, 4, 2

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from pipelines.megatron.learner import Learner
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.optimizer_state import ParameterState, count_updates, read_states
-from pipelines.megatron.random_states import save_random_states
+from pipelines.megatron.checkpoint import save_random_states
 from pipelines.megatron.run_state import RunState
 from pipelines.megatron.trained_model import TrainedModel
 

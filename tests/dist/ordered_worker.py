@@ -22,7 +22,7 @@ from mock_scheduler.errors import DeterminismError
 from mock_scheduler.launch.process_group import join_process_group
 from mock_scheduler.megatron.host_device import use_host_device
 from mock_scheduler.megatron.ordered_collectives import OrderedReductions
-from pipelines.megatron.process.runtime import COLLECTIVE_TIMEOUT
+from pipelines.megatron.process_of_rank import COLLECTIVE_TIMEOUT
 from mock_scheduler.megatron.probe.ledgers import CallLedger
 
 SIZE = 32

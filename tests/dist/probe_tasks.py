@@ -35,7 +35,7 @@ from pipelines.megatron.learner import Learner, Scores
 from pipelines.megatron.places import OwnBatch
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from pipelines.megatron.process.runtime import build_layout, leave_layout
+from pipelines.megatron.process_of_rank import build_layout, leave_layout
 
 STEP_PROBE_KINDS: tuple[TraceKind | LedgerKind, ...] = (
     *("initial", "input", "score", "advantage", "output", "loss", "gradient", "gradient_norm", "optimizer"),

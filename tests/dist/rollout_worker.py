@@ -26,9 +26,9 @@ from mock_scheduler.recording.step.step_file import encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron.process.runtime import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
-from pipelines.rollout.messages import FIRST_WORDS, ForwardPass, ReplicaChannel
+from pipelines.rollout.cached_policy import FIRST_WORDS, ForwardPass, ReplicaChannel
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 
 ONE_RANK = "tp1"

@@ -23,7 +23,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.dist import probe_tasks
 from tests.pipelines.plain_forward import forward_by_row
 

@@ -32,7 +32,7 @@ from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import VocabShard, vocab_parallel_logprobs
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from pipelines.megatron.process.runtime import Runtime, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, leave_layout, start_runtime, stop_runtime
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from tests.faults import norm_gradients_not_reduced
 from tests.faults.harness import Fired

@@ -21,7 +21,7 @@ def plant(fired: Fired) -> None:
     from pipelines.batching.plan import MicroBatch
     from pipelines.megatron import learner
     from pipelines.megatron.places import OwnBatch, own_batch
-    from pipelines.megatron.process.runtime import Runtime
+    from pipelines.megatron.process_of_rank import Runtime
 
     def own_batch_by_column(batch: MicroBatch, runtime: Runtime, **options: Any) -> OwnBatch:
         own = own_batch(batch, runtime, **options)

@@ -25,7 +25,7 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.faults.cases import LONGEST_ROW, SEED, build_config
 from tests.faults.catalogue import find_fault
 from tests.faults.counting import Fired

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.alignment.runs.cache import Fingerprint, NotReusable, Reusable, find_cached
-from mock_scheduler.support.foreign_text import is_hostile, printable, printable_lines, printable_message
+from mock_scheduler.support.text import is_hostile, printable, printable_lines, printable_message
 from tests.fuzz.folders import EVIL, KEYS, build, change_document, command, commands_of
 from tests.fuzz.limited import run_limited, start_clock
 from tests.fuzz.mutation import changed, changed_text

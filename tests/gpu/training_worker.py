@@ -23,7 +23,7 @@ from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, fixed_settings, read_run_state
 
 SEED, NUM_STEPS, LONGEST_ROW = 42, 3, 120

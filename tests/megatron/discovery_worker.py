@@ -40,7 +40,7 @@ from mock_scheduler.megatron.step_tokens import TokenBatch
 from mock_scheduler.trace.entries import RowTable
 from mock_scheduler.trace.shards import cut_shard
 from pipelines.megatron.layers.repairs import TorchNorm
-from pipelines.megatron.process.runtime import build_layout, join_group, leave_layout, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, join_group, leave_layout, stop_runtime
 
 SEED, VOCABULARY, PADDED, LENGTH, ROWS = 5, 90, 96, 8, 2
 _AXES = {

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layouts.training import VOCAB_SIZE
-from mock_scheduler.config.attached import AttachedRun
-from mock_scheduler.config.instruments import PerturbationConfig, TraceConfig, TraceKind
+from mock_scheduler.config.instruments import AttachedRun, PerturbationConfig, TraceConfig, TraceKind
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.errors import MockSchedulerError, TraceError
@@ -41,7 +40,7 @@ from mock_scheduler.trace.entries import RowTable, TraceEntry, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole
 from mock_scheduler.trace.start_report import StartKind
-from pipelines.megatron.process.runtime import Runtime, build_layout, join_group, leave_layout, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, build_layout, join_group, leave_layout, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from tests.dist.checkpoint_worker import config_of
 from tests.rank_traces import save_rank_trace

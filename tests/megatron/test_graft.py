@@ -17,7 +17,7 @@ from mock_scheduler.megatron.probe.interface import TrainingProbe
 from mock_scheduler.megatron.probe.module_probe import ModuleProbe
 from mock_scheduler.megatron.probe.shares import TokenIndex
 from mock_scheduler.megatron.probe.watches import watch_expert_outputs
-from mock_scheduler.support.clock import Clock
+from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.selection import TraceSelection

@@ -20,7 +20,7 @@ from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.megatron.probe.interface import TrainingProbe
 from mock_scheduler.megatron.probe.step_probe import StepProbe
-from mock_scheduler.support.clock import Clock
+from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection, check_patterns, check_trace_ranks
@@ -29,7 +29,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.megatron.learner import row_table, show_inputs
 from pipelines.megatron.places import OwnBatch, context_columns, own_batch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.observation import StepObservation
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan

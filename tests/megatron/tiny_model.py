@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mock_scheduler.megatron.observed_model import ObservedModel
 from pipelines.batching.plan import MicroBatch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 HIDDEN, HEADS, FFN, VOCAB = 8, 2, 6, 10
 

@@ -22,7 +22,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
-from pipelines.megatron.process.runtime import Runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
 from tests.dist.rollout_worker import (

@@ -20,7 +20,7 @@ from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
 from mock_scheduler.megatron.probe.interface import combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import build_layout, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 
 KINDS: list[TraceKind | LedgerKind] = ["activation", "router", "logits", "activation_gradient"]
 #: What follows the last graft.

@@ -13,7 +13,7 @@ from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.parameters import iterate_parameters
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.model import build_chunks
-from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import start_runtime, stop_runtime
 from pipelines.megatron.transformer_config import build_transformer_config
 
 

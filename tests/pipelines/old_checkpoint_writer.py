@@ -15,7 +15,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
 from pipelines.megatron.checkpoint import load_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import start_runtime, stop_runtime
 from pipelines.megatron.run_state import read_run_state
 from tests.dist.old_checkpoint import save_old_checkpoint
 

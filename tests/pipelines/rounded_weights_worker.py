@@ -26,7 +26,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.logprobs import process_logits
 from pipelines.megatron.passes import run_chunk
 from pipelines.megatron.places import ModelInputs, own_batch
-from pipelines.megatron.process.runtime import Runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine

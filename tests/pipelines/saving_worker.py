@@ -27,7 +27,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import file_seals
 from pipelines.megatron.checkpoint import save_checkpoint
 from pipelines.megatron.learner import Learner
-from pipelines.megatron.process.runtime import start_runtime
+from pipelines.megatron.process_of_rank import start_runtime
 from pipelines.megatron.run_state import RunState, check_contents, check_files, checkpoint_folder, read_run_state
 from tests.pipelines.megatron.ranks import one_rank
 

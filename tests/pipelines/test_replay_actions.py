@@ -22,11 +22,11 @@ from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
+from pipelines.environments.seeds import derive_seed, derive_uniform
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.replay_actions import compare_recording, main
 from pipelines.rollout.episodes import RolloutForm, TurnRules, episode_rows, play_block
 from pipelines.rollout.plan import plan_episodes
-from pipelines.seeds import derive_seed, derive_uniform
 from tests.batches import SAMPLING
 
 ROOT = Path(__file__).parents[2]

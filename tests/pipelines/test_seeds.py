@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pipelines.seeds import derive_seed, derive_uniform
+from pipelines.environments.seeds import derive_seed, derive_uniform
 
 
 def test_values_are_fixed_for_ever() -> None:
@@ -40,7 +40,10 @@ def test_ranges_are_kept_and_filled() -> None:
 
 
 def test_the_hash_seed_changes_nothing() -> None:
-    code = "from pipelines.seeds import derive_seed, derive_uniform; print(derive_seed(3, 'x'), derive_uniform(3, 'x'))"
+    code = (
+        "from pipelines.environments.seeds import derive_seed, derive_uniform; "
+        "print(derive_seed(3, 'x'), derive_uniform(3, 'x'))"
+    )
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],

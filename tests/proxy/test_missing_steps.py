@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mock_scheduler.proxy.missing_steps import MissingStep, choose_recorded_step, request_stand_in
+from mock_scheduler.proxy.routing import MissingStep, choose_recorded_step, request_stand_in
 from mock_scheduler.scheduler import RolloutRequest
 
 

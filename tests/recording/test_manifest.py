@@ -19,7 +19,7 @@ from mock_scheduler.recording.manifest import (
     save_manifest,
 )
 from mock_scheduler.recording.storage import open_storage
-from mock_scheduler.support.packages import DISTRIBUTIONS
+from mock_scheduler.support.versions import DISTRIBUTIONS
 from tests.recording.builders import make_contract
 
 

@@ -15,12 +15,12 @@ from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, Te
 from mock_scheduler.comparison.walk.metrics import compare_metrics
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.json_values import to_json
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.terminal import print_report
 from mock_scheduler.report.json_file import save_result
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.support.documents import to_json
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.direct_verdict import decide

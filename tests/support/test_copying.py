@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.support.copying import check_inside, copy_folder
+from mock_scheduler.support.foreign_files import copy_folder, refuse_link_out
 
 
 @pytest.fixture
@@ -50,6 +50,6 @@ def test_pipes_and_circles_are_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "name").symlink_to(folder)
-    check_inside(tmp_path / "name" / "deep", tmp_path / "name")
+    refuse_link_out(tmp_path / "name" / "deep", tmp_path / "name")
     with pytest.raises(ConfigError):
-        check_inside(tmp_path / "name" / ".." / "private", tmp_path / "name")
+        refuse_link_out(tmp_path / "name" / ".." / "private", tmp_path / "name")

@@ -153,7 +153,7 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
 #: Reads of files beside the door: those of this package, of the system, of the user's own code and configuration, and
 #: of what this very process wrote.
 BESIDE = {
-    "support/foreign_files.py": "the door",
+    "support/foreign_files.py": "the door; makes new files",
     "support/files.py": "writes; opens what it made itself",
     "recording/storage/file_lock.py": "opens lock files to hold them, and never follows a link",
     "run_folder/command_folder.py": "opens a folder to sync it",
@@ -171,7 +171,6 @@ BESIDE = {
     "launch/supervision.py": "/proc of its own children",
     "recording/storage/local.py": "opens a folder, to write in it whatever its name becomes",
     "remote/service_file.py": "follows no link, and looks at the rights of the file that it opened",
-    "support/copying.py": "makes a new file",
     "support/local_key.py": "the user's key, whose rights are looked at",
     "layouts/rules/table.py": "a page of this project",
 }

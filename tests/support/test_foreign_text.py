@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mock_scheduler.support.foreign_text import MAX_LINES, is_hostile, printable, printable_lines, printable_message
+from mock_scheduler.support.text import MAX_LINES, is_hostile, printable, printable_lines, printable_message
 
 
 @pytest.mark.parametrize(

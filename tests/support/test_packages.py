@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.support.versions import DISTRIBUTIONS, read_package_version
 
 
 def test_the_first_installed_distribution_counts() -> None:

@@ -16,8 +16,8 @@ from typing import cast
 import pytest
 
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, TraceError
-from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.run_output import (
+    Clock,
     MetricsWriter,
     failure_exit_code,
     prepare_output_dir,

@@ -10,8 +10,7 @@ from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.final_verdict import judge
-from mock_scheduler.verdict.ladder import Evidence, complete_ladder
+from mock_scheduler.verdict.ladder import Evidence, complete_ladder, judge
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
     ApartFromReference,

@@ -25,8 +25,15 @@ import torch
 
 from mock_scheduler.adapters.padded.columns import PaddedReader, PaddedWriter, describe_tensor
 from mock_scheduler.adapters.padded.core import CoreReader
-from mock_scheduler.adapters.padded.fields import Native, NativeFields, raise_problems, sort_fields
-from mock_scheduler.adapters.padded.identity import IdentifyRow, identify_rows, read_tags
+from mock_scheduler.adapters.padded.fields import (
+    IdentifyRow,
+    Native,
+    NativeFields,
+    identify_rows,
+    raise_problems,
+    read_tags,
+    sort_fields,
+)
 from mock_scheduler.adapters.padded.layout import PaddedLayout
 from mock_scheduler.adapters.padded.values import (
     describe_rows,

@@ -29,16 +29,15 @@ from mock_scheduler.alignment.extract.folder import (
 )
 from mock_scheduler.alignment.extract.source import find_candidate, find_change, open_recording, read_result
 from mock_scheduler.command_program.loading import build_loader
-from mock_scheduler.command_program.program import PROGRAM
-from mock_scheduler.command_program.reductions import own_config
+from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.stored_code import StoredCode, Use, refuse_stored_code
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import RunConfig, list_stored_code
 from mock_scheduler.run_folder.finished_run import load_batches
-from mock_scheduler.support.copying import check_inside, copy_folder
 from mock_scheduler.support.files import load_json_object
+from mock_scheduler.support.foreign_files import copy_folder, refuse_link_out
 from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, COMMAND_FILE, RUN_FILE
 from mock_scheduler.support.text import bullet_list, count_of, format_bytes, join_words
@@ -131,7 +130,7 @@ def read_diverged_command(
     result = read_result(align_dir)
     found = find_candidate(result, name, align_dir)
     stored = align_dir / BASELINE_NAME / COMMAND_FILE
-    check_inside(stored, align_dir)
+    refuse_link_out(stored, align_dir)
     is_mine = is_own(align_dir / ALIGN_FILE) and is_own(stored)
     named = [] if is_mine else list_stored_code(stored, overrides=found.overrides or (), only=name)
     refuse_stored_code(stored, named, use=use, is_allowed=run_stored_code)

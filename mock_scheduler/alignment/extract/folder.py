@@ -20,12 +20,11 @@ from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Plain, ReducedBatch, RunConfig, list_stored_code, load_config
 from mock_scheduler.recording.writing.subset import write_subset
-from mock_scheduler.support.copying import check_inside
 from mock_scheduler.support.digests import iterate_leaves
-from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
+from mock_scheduler.support.foreign_files import refuse_link_out
 from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, COMMAND_FILE, CONFIG_FILE
 from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.support.version import PACKAGE
+from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, read_package_version
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"
@@ -93,7 +92,7 @@ def choose_weights(source: DivergedCandidate) -> Weights:
     last_step = max(step, *(reductions.first_trained_step(config) for config in (source.baseline, source.candidate)))
     start = 0 if resumed is None else _find_start(source, Path(resumed))
     at_step = source.baseline_dir / CHECKPOINTS_FOLDER / reductions.checkpoint_name(step)
-    check_inside(at_step, source.align_dir)
+    refuse_link_out(at_step, source.align_dir)
     is_there = step > start and reductions.next_step(at_step) == step
     if is_there and reductions.begins_alike(source.baseline, source.candidate):
         text = f"the baseline's checkpoint of step {step}, from which both sides begin"

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from mock_scheduler.alignment.plan.matrix import expand_candidates
-from mock_scheduler.alignment.plan.overrides import override_keys
+from mock_scheduler.alignment.plan.overrides import expand_candidates, override_keys
 from mock_scheduler.alignment.plan.plan import RECORDING_NAME
 from mock_scheduler.config.align import CANDIDATE_NAME, CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
@@ -33,14 +32,13 @@ from mock_scheduler.program import (
 )
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.support.copying import check_inside
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object
-from mock_scheduler.support.foreign_files import is_inside
-from mock_scheduler.support.foreign_text import printable
+from mock_scheduler.support.foreign_files import is_inside, refuse_link_out
 from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
-from mock_scheduler.support.version import PACKAGE
+from mock_scheduler.support.text import printable
+from mock_scheduler.support.versions import PACKAGE
 
 _DIVERGED = "diverged"
 
@@ -202,7 +200,7 @@ def read_result(align_dir: Path) -> _Result:
     path = align_dir / ALIGN_FILE
     if not path.is_file():
         raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
-    check_inside(path, align_dir)
+    refuse_link_out(path, align_dir)
     try:
         result = load_json_object(path, inside=align_dir)
     except (OSError, ValueError) as error:
@@ -249,7 +247,7 @@ def _config_file(align_dir: Path, name: str) -> Path:
     path = align_dir / name / CONFIG_FILE
     if not path.is_file():
         raise ConfigError(f"{path}, the run's configuration, is gone; run the alignment again")
-    check_inside(path, align_dir)
+    refuse_link_out(path, align_dir)
     return path
 
 
@@ -271,7 +269,7 @@ def _recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
     """The reproduction gets rows of the recording, where the alignment replayed another one than its own."""
     named = result.recording_dir
     own = align_dir / RECORDING_NAME
-    check_inside(own, align_dir)
+    refuse_link_out(own, align_dir)
     if own.is_dir() or named is None or is_inside(Path(named), align_dir):
         return []
     return [StoredCode(kind="recording", key=f"recording_dir of {ALIGN_FILE}", value=named, use=Use.LOAD)]

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_versions
 from mock_scheduler.support.text import bullet_list
-from mock_scheduler.support.version import PACKAGE, ROOT
+from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, ROOT, read_package_versions
 
 _NEEDED = ("torch", "megatron-core")
 _TIMEOUT_S = 120.0

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.alignment.plan.interpreters import Interpreter, InterpreterReader, describe_versions
-from mock_scheduler.alignment.plan.matrix import list_candidates
 from mock_scheduler.alignment.plan.overrides import (
     check_free,
     format_override,
+    list_candidates,
     override_keys,
     quote_override,
 )

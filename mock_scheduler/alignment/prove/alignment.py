@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
-from mock_scheduler.alignment.prove.proof_runs import (
+from mock_scheduler.alignment.prove.candidate import (
+    CandidateState,
+    CloserLook,
     plan_emulated,
     plan_perturbed,
     plan_wide,
@@ -36,8 +37,8 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
-from mock_scheduler.support.foreign_text import printable_message
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.text import printable_message
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence

@@ -46,7 +46,7 @@ from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import remove_leftovers, rename_away, save_text
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import RUN_FILE, START_FOLDER
-from mock_scheduler.support.version import VERSION
+from mock_scheduler.support.versions import VERSION
 from mock_scheduler.verdict.results import AlignmentTimes
 
 _CPU_INFO = Path("/proc/cpuinfo")

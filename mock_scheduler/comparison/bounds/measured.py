@@ -10,8 +10,11 @@ had something beyond 3 P, and 4 something beyond these bounds; in float32, 2 and
 Where a tensor of the baseline is 0, ||b|| stands in for r. A tensor no perturbation moved may still be rounded (a KL of
 two equal policies is exactly 0 in one process, and not where tensor parallelism adds differently for each), so it is
 allowed the rounding ``measure.distance`` gives to any tensor of its kind. A metric is bounded in the same way at each
-step, by |a - b|. Shares of tokens have bounds of their own (``token_shares``). Nothing else has a bound, and it is not
-judged.
+step, by |a - b|. Nothing else has a bound, and it is not judged.
+
+Shares of tokens (``clip_frac``) move by whole tokens at any update: a ratio moved over the bound of the clip by
+rounding turns one token. Perturbed runs show few of these, and at other updates than a candidate does. So a share is
+held to the largest change any perturbed run has of it in any update, and one token may always differ.
 """
 
 from __future__ import annotations
@@ -25,10 +28,9 @@ from typing import TypeVar
 
 from mock_scheduler.comparison.bounds.bound import BoundsSource, MetricBound, TensorBound
 from mock_scheduler.comparison.bounds.tensor_noise import Pool, TensorNoise, find_factors
-from mock_scheduler.comparison.bounds.token_shares import TokenShares, is_share
-from mock_scheduler.comparison.router_names import is_choice
 from mock_scheduler.comparison.thresholds import FEWEST_ROUNDINGS, SAFETY
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
+from mock_scheduler.trace.names import is_choice
 
 _METRIC = "metric"
 _T = TypeVar("_T")
@@ -137,7 +139,9 @@ class NoiseBounds:
             return MetricBound(absolute=math.inf)
         if is_share(name):
             return MetricBound(absolute=self._shares.of_metric(step, name, times=SAFETY))
+        # The largest of the runs and not their median: a candidate is one more run like them.
         largest = max(map(abs, found))
+        # Runs that happened to agree do not make a metric exact.
         least = self.smallest * abs(self.metric_values[step, name])
         return MetricBound(absolute=self.factors.get((_METRIC, step, 0), SAFETY) * max(largest, least))
 
@@ -149,6 +153,7 @@ class NoiseBounds:
         left out. The bounds come from one run less, so they are narrower than a candidate's. With fewer than two others
         there are none.
         """
+        # Leave-one-out: with two runs the bound would come from a single one, whose tail says nothing.
         return tuple(map(self._count_beyond, range(self.num_runs))) if self.num_runs > 2 else ()
 
     def _count_beyond(self, run: int) -> int:
@@ -186,3 +191,77 @@ def _without(values: tuple[_T, ...], place: int) -> tuple[_T, ...]:
 
 def _pool(key: TraceKey) -> Pool:
     return key.kind, key.step, key.update
+
+
+_SUFFIX = "_frac"
+#: Response tokens of an update, as a traced scalar and as a metric; and updates of a step.
+_TRACED_TOKENS, _NUM_TOKENS, _NUM_UPDATES = "mean.num_response_tokens", "num_response_tokens", "num_updates"
+
+Metric = tuple[int, str]
+"""Step and name of a logged value."""
+
+
+def is_share(name: str) -> bool:
+    """Whether a scalar of the loss or a metric is a share of tokens."""
+    return name.endswith(_SUFFIX)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenShares:
+    """The largest change of each share, and the number of tokens it is a share of.
+
+    Args:
+        traced: By name, of traced scalars.
+        logged: By name, of metrics.
+        num_traced: By step and update, response tokens.
+        num_logged: By step, response tokens of all its updates.
+    """
+
+    traced: Mapping[str, float]
+    logged: Mapping[str, float]
+    num_traced: Mapping[tuple[int, int], float]
+    num_logged: Mapping[int, float]
+
+    @classmethod
+    def collect(
+        cls,
+        tensors: Mapping[TraceKey, TensorNoise],
+        metrics: Mapping[Metric, tuple[float, ...]],
+        values: Mapping[Metric, float],
+    ) -> TokenShares:
+        """Collects the noise of tensors and of metrics (b - a of each perturbed run), and the baseline's metrics."""
+        traced: dict[str, float] = {}
+        logged: dict[str, float] = {}
+        for key, noise in tensors.items():
+            if is_share(key.name):
+                # Over all steps and updates: which of them a token turns at is chance.
+                traced[key.name] = max(noise.distance, traced.get(key.name, 0.0))
+        for (_, name), changes in metrics.items():
+            if is_share(name):
+                logged[name] = max(*map(abs, changes), logged.get(name, 0.0))
+        return cls(
+            traced=traced,
+            logged=logged,
+            num_traced={
+                (key.step, key.update): noise.size for key, noise in tensors.items() if key.name == _TRACED_TOKENS
+            },
+            num_logged={
+                # The logged number is a mean over updates; a share's mean is over the tokens of all of them.
+                step: value * values.get((step, _NUM_UPDATES), 1.0)
+                for (step, name), value in values.items()
+                if name == _NUM_TOKENS
+            },
+        )
+
+    def of_tensor(self, key: TraceKey, *, times: float) -> float:
+        """Returns how much a traced share may differ: ``times`` its largest change, and one token at least."""
+        # One token turned by rounding is honest, however few tokens an update has.
+        return max(times * self.traced[key.name], _one_of(self.num_traced.get((key.step, key.update))))
+
+    def of_metric(self, step: int, name: str, *, times: float) -> float:
+        """Returns how much a logged share, the mean of a step's updates, may differ."""
+        return max(times * self.logged[name], _one_of(self.num_logged.get(step)))
+
+
+def _one_of(count: float | None) -> float:
+    return 1.0 / count if count else 0.0

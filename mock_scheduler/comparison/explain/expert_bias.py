@@ -38,6 +38,7 @@ def find_moved_experts(baseline: torch.Tensor, candidate: torch.Tensor) -> froze
     differing = (baseline != candidate).any(dim=1)
     moved: set[int] = set()
     for mine, other in zip(baseline[differing].tolist(), candidate[differing].tolist(), strict=True):
+        # As sets: the order of a token's slots decides nothing.
         moved |= set(mine) ^ set(other)
     return frozenset(moved)
 
@@ -58,7 +59,9 @@ class Decisions:
 def read_decisions(before: Pair, after: Pair) -> Decisions | None:
     """Reads the decisions of an update; ``None`` for an update of another form, or where neither run moved anything."""
     olds, news = ([side.double().reshape(-1) for side in pair] for pair in (before, after))
+    # In float64, so that subtracting adds no rounding to that of storing.
     changes = [new - old for old, new in zip(olds, news, strict=True)]
+    # The rate of the bias is in no trace; the largest change is one step, since no decision moves further.
     step = max((float(change.abs().max()) for change in changes if change.numel()), default=0.0)
     if not step:
         return None

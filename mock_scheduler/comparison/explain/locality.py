@@ -160,6 +160,7 @@ class _Energies:
     @property
     def num_equivalent(self) -> float:
         """How many equal indices the difference is worth: (Σe)² / Σe²."""
+        # Kish (1965): the effective number of equal shares; n for a flat difference, 1 where one index holds all.
         return self.total**2 / float(self.difference.square().sum())
 
     def blocks(self, edges: Sequence[int]) -> _Energies:
@@ -223,6 +224,7 @@ def _sum_energies(
     mask = None if present is None else present.expand(shape)
     if mask is None:
         for total in sums:
+            # Without a mask every index has the same number of elements, so nothing is counted.
             total[2] = baseline.numel() / max(total.shape[1], 1)
     for tile in _tiles(shape):
         left, right = baseline[tile].double(), candidate[tile].double()
@@ -243,6 +245,7 @@ def _add_marginals(values: torch.Tensor, totals: Sequence[torch.Tensor]) -> None
     """Adds to each dimension's totals the sums over all other dimensions; the last dimension is summed away first."""
     for total in reversed(totals):
         total += values.reshape(-1, total.numel()).sum(0)
+        # Each pass over what is left is shorter by a dimension, so that all marginals cost about one pass.
         values = values.sum(-1)
 
 
@@ -277,6 +280,7 @@ class _DimSearch:
         self._energies = energies
         self._floor = floor
         self._others = others
+        # A boundary at either end cuts nothing: a dimension that no rank splits has one piece, the whole.
         inner = {start for start in boundaries if 0 < start < energies.size}
         self._is_split = bool(inner)
         self._edges = (0, *sorted(inner), energies.size)
@@ -288,6 +292,7 @@ class _DimSearch:
         # A run inside a reported piece would say the same twice.
         runs = [run for run in runs if not any(piece.first <= run.first <= piece.last for piece in pieces)]
         if len(runs) > MOST_RUNS:
+            # Too many runs: the differences may be scattered, each of one size, among indices that are all equal.
             runs = self._scattered()
         chosen = [run for run in (*pieces, *runs) if run.share >= SMALLEST_SHARE]
         return [self._locate(run) for run in sorted(chosen, key=lambda run: -run.share)[:MOST_RUNS]]
@@ -345,6 +350,7 @@ class _DimSearch:
     def _meet_pieces(self, run: _Run) -> tuple[int, Literal["begins", "ends"] | None]:
         """Counts the ranks' pieces that a run consists of; where it is none, says which end it shares with one."""
         begins, ends = run.first in self._edges, run.last + 1 in self._edges
+        # A scattered set ends where it ends by chance, so its ends say nothing of pieces.
         if not self._is_split or run.count <= run.last - run.first:
             return 0, None
         if begins and ends:

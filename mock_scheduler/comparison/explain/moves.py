@@ -108,6 +108,7 @@ class _Rows:
 
 def _thin(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns ``[n, columns]``: all indices of ``dim``, as far as they fit, and evenly spaced ones of the others."""
+    # The rows themselves stay next to each other: of every second row no shift by one could be seen.
     rows = tensor.movedim(dim, 0)[:SAMPLE_ELEMENTS]
     room = max(SAMPLE_ELEMENTS // max(rows.shape[0], 1), 1)
     for other in range(1, rows.dim()):
@@ -120,6 +121,7 @@ def _find_shift(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
     """Finds k with b at index i equal to a at index i - k; the ends have no counterpart and do not count."""
     best: Residual | None = None
     num_rows = rows.baseline.shape[0]
+    # An overlap of few rows is matched by chance.
     for distance in range(1, min(LONGEST_SHIFT, num_rows - FEWEST_SHIFTED) + 1):
         for shift in (distance, -distance):
             source = slice(0, num_rows - distance) if shift > 0 else slice(distance, num_rows)
@@ -149,6 +151,7 @@ def _find_permutation(rows: _Rows, degrees: Sequence[int]) -> Residual | None:
             continue
         remainder = float((rows.candidate - rows.baseline[order]).square().sum())
         explained = 1.0 - remainder / rows.square
+        # A later order must be clearly better: earlier ones are the plainer mistakes.
         if best is None or explained > best[0] + BETTER_ORDER:
             best = (explained, order)
     if best is None:
@@ -171,9 +174,11 @@ def _orders(rows: _Rows, degrees: Sequence[int]) -> Iterator[torch.Tensor]:
     num_rows = rows.baseline.shape[0]
     straight = torch.arange(num_rows)
     if num_rows > 2:
+        # Of two rows, the reverse is an exchange, which the pieces below try.
         yield straight.flip(0)
     pieces = {2, *degrees} - {1}
     for degree in sorted(item for item in pieces if item <= LARGEST_DEGREE and num_rows % item == 0):
+        # An exchange leaves the difference in two pieces, so only the two that hold most of it are tried.
         swapped = _swap_pieces(rows, degree)
         if swapped is not None:
             yield swapped
@@ -197,6 +202,7 @@ def _swap_pieces(rows: _Rows, degree: int) -> torch.Tensor | None:
 
 def _match_exactly(rows: _Rows) -> torch.Tensor | None:
     """Finds all unequal rows again to the bit; ``None`` if they are not there, mostly alike, or too many."""
+    # Rows that stayed need no partner: a permutation of the others alone explains the difference.
     changed = (rows.baseline != rows.candidate).any(1).nonzero().squeeze(1)
     if not 2 <= changed.numel() <= MOST_MATCHED:
         return None
@@ -220,5 +226,6 @@ def _match_nearly(rows: _Rows) -> torch.Tensor:
     # Fixed weights without a common period, so that the same rows give the same order in every run.
     weights = torch.arange(1, rows.baseline.shape[1] + 1, dtype=torch.float64).mul_(math.sqrt(2.0)).cos_()
     order = torch.empty(rows.baseline.shape[0], dtype=torch.int64)
+    # One number for each row: rounding moves it little, so both sides sort the same rows to the same places.
     order[(rows.candidate @ weights).argsort()] = (rows.baseline @ weights).argsort()
     return order

@@ -37,6 +37,7 @@ class PlaceNoise:
 
     def __enter__(self) -> PlaceNoise:
         for path in self._noise.trace_dirs if self._noise is not None else ():
+            # A sketch has no places, and a trace may have been removed since the noise was measured.
             if path.is_dir() and has_full(path):
                 self._readers.append(self._stack.enter_context(open_trace(path)))
         return self
@@ -83,6 +84,7 @@ class PlaceNoise:
         ours = baseline.merge(key)
         for reader in self._readers:
             if key.step in reader.steps and reader.has(key):
+                # Places are indices of the baseline, so its order of tokens holds for every run.
                 tokens = align_tokens(baseline.footer(key.step).rows, reader.footer(key.step).rows)
                 other = pair_up(key, (ours, reader.merge(key)), tokens)
                 if not isinstance(other, Finding):

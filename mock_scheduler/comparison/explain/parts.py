@@ -108,11 +108,13 @@ def _read_parts(pair: TensorPair, reader: TraceReader, tokens: TokenAlignment, a
         if pair.dims[:1] == ("token",) and tokens.covers(pair.baseline, tensor):
             tensor = tokens.in_baseline_order(tensor)
             present = None if present is None else tokens.in_baseline_order(present)
+        # A place without some of the elements is no copy, and its sum would lack them.
         if tensor.shape != pair.baseline.shape or not _covers(present, pair.present):
             return None
         name = " ".join(f"{axis}{number}" for axis, number in zip(axes, place, strict=True))
         values[name] = sample(tensor)
     baseline, candidate = sample(pair.baseline), sample(pair.candidate)
+    # Any few numbers are the sum of some others.
     if len(values) < 2 or len(baseline) < FEWEST_COPY_ELEMENTS:
         return None
     seen = Sample(num_seen=len(baseline), num_elements=count) if stride > 1 else None
@@ -139,11 +141,14 @@ def _find_sum(parts: _Parts, layout: Mapping[str, float]) -> Residual | None:
     # The least-squares multiple of the baseline that the sum of the parts is.
     scale, count = float(total.dot(parts.baseline)) / square, len(parts.values)
     copies = UnreducedCopies(axes=parts.axes, reduction="sum")
+    # Each rank has its own share, and nobody added them: an all-reduce was left out.
     if abs(scale - 1.0) <= COPY_CLOSE:
         scale = 1.0
+    # Each rank has the mean over its own samples, and nobody averaged: the sum is their number times the baseline.
     elif abs(scale / count - 1.0) <= COPY_CLOSE:
         scale, copies = float(count), replace(copies, reduction="mean")
     else:
+        # Any tensor is some multiple of another in part; only a number of the layout is somebody's mistake.
         factor = name_factor(scale, layout) if scale > 0 else None
         if factor is None:
             return None

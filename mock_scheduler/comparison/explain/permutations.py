@@ -52,6 +52,7 @@ def find_holders(key: TraceKey, reader: TraceReader) -> dict[int, Holders]:
     is_by_token = reader.dims(key)[:1] == ("token",)
     for piece in reader.pieces(key):
         for split in piece.spec.splits:
+            # Tokens go to ranks by the batch and not by a cut of the model, so their dimension has no holders.
             if split.dim or not is_by_token:
                 blocks = tuple(sorted(split.blocks, key=lambda block: block.local_start))
                 places.setdefault(split.dim, {}).setdefault(blocks, []).append(piece.place)
@@ -66,6 +67,7 @@ def find_holders_fault(order: torch.Tensor, holders: Holders | None) -> Misplace
     # Ranks that hold only some indices, as of a padded vocabulary, do not show whose part is whose.
     if holders is None or not torch.equal(holders.in_turn.sort().values, torch.arange(order.numel())):
         return None
+    # Whole shards in each other's places first: a wrong cut moves parts of every shard.
     return _find_misplaced(order, holders) or _find_cut(order, holders)
 
 
@@ -118,6 +120,7 @@ def find_blocks(order: torch.Tensor) -> BlockOrder:
         return replace(found, form="exchanged", runs=(_ends(first), _ends(second)))
     if torch.equal(order, straight.roll(-int(order[0]))):
         return replace(found, form="rotated", first=int(order[0]))
+    # Blocks that move as a whole are one thing: the order of blocks says it in fewer numbers than that of rows.
     size = block_size(order)
     blocks_order = order[::size] // size
     for parts in _divisors(blocks_order.numel()):
@@ -141,6 +144,7 @@ def _find_misplaced(order: torch.Tensor, holders: Holders) -> MisplacedShards | 
         sources.append(next(same, None))
     known = [source for source in sources if source is not None]
     moved = [(place, source) for place, source in enumerate(known) if source != place]
+    # One shard that is nobody's is no exchange of shards.
     if len(known) < len(sources) or not moved:
         return None
     return MisplacedShards(places=tuple((holders.names[place], holders.names[source]) for place, source in moved))
@@ -150,6 +154,7 @@ def _find_cut(order: torch.Tensor, holders: Holders) -> WrongCut | None:
     """Finds parts cut over the ranks in one piece, or one piece cut as if it were parts."""
     num, count = order.numel(), len(holders.indices)
     in_turn, straight = order[holders.in_turn], torch.arange(order.numel())
+    # The ranks' shards one after another are the whole tensor: it was cut as if it were a single part.
     if torch.equal(in_turn, straight):
         return WrongCut(axis=holders.axis, is_whole=True, num_parts=holders.num_parts, part_names=holders.part_names)
     # A tensor of several parts is to be cut by parts, so that this cut is the right one.

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from mock_scheduler.comparison.explain.flat_pair import FlatPair, square_of
+from mock_scheduler.comparison.measure.large_tensors import FlatPair, square_of
 from mock_scheduler.comparison.residuals import Multiple, Residual, Zero
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (
@@ -58,6 +58,7 @@ def find_common_scale(differences: Sequence[TensorDifference], *, step: int, upd
         item for item in differences if (item.key.step, item.key.update, item.key.kind) == (step, update, "gradient")
     ]
     slopes = [item.slope for item in gradients if item.slope is not None and item.size]
+    # The error of a median over few numbers is not known well enough to say that it is not 1.
     if len(slopes) < FEWEST_SLOPES:
         return None
     # A median, since a few gradients that are wrong by themselves must not move it.
@@ -81,9 +82,11 @@ def find_ratio(
     # No multiple of 0 is anything else.
     if size == 0.0:
         return Residual(kind="zeroed", value=0.0, explained=1.0, detail=Zero(side="baseline"))
+    # Least squares: of all multiples of a, this one leaves the smallest ||b - c·a||.
     ratio = float(torch.dot(pair.baseline, pair.candidate)) / size
     remainder = torch.sub(pair.candidate, pair.baseline, alpha=ratio)
     explained = pair.explained(remainder)
+    # A multiple this near to 0 is 0 and rounding.
     if abs(ratio) <= max(pair.rounding, NO_RATIO):
         return only_enough(Residual(kind="zeroed", value=0.0, explained=explained, detail=Zero(side="candidate")))
     # Of a / (b - a) only the products weigh: one large element makes any ratio fit.
@@ -146,6 +149,7 @@ def _find_within_noise(
     share = pair.explained(_beyond_rounding(pair, remainder))
     if share >= ENOUGH:
         return share, "rounding"
+    # Beside noise the ratio need not leave nothing, but no more than noise alone does.
     is_within = square_of(remainder) <= bound**2 * square_of(pair.baseline)
     return (1.0, "noise") if is_within and explained >= MOST_OF_IT else None
 
@@ -206,6 +210,7 @@ def _with_inverses(numbers: Mapping[str, float]) -> dict[str, float]:
 def _products(numbers: Mapping[str, float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for (left, mine), (right, other) in combinations(numbers.items(), 2):
+        # Averaged twice, or over the product of two groups, as dp and micro-batches are.
         found[f"{left} × {right}"] = mine * other
         found[f"1/({left} × {right})"] = 1.0 / (mine * other)
         found[f"{left}/{right}"] = mine / other

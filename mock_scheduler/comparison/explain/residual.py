@@ -17,11 +17,11 @@ from itertools import combinations
 
 import torch
 
-from mock_scheduler.comparison.explain.flat_pair import FlatPair, flatten, spread, square_of
 from mock_scheduler.comparison.explain.moves import find_move
 from mock_scheduler.comparison.explain.permutations import Holders
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_ratio, only_enough
 from mock_scheduler.comparison.measure.figures import compute_figures
+from mock_scheduler.comparison.measure.large_tensors import FlatPair, flatten, spread, square_of
 from mock_scheduler.comparison.residuals import ElementBlock, OneElement, PartialSums, Residual, ResidualKind, Side
 from mock_scheduler.comparison.tensors import Figures
 from mock_scheduler.comparison.thresholds import (
@@ -77,6 +77,7 @@ def classify_residual(
     is_slight = not rounding < figures.relative
     ratio_of = partial(find_ratio, pair, bound=bound, common=common)
     tests: tuple[Callable[[], Residual | None], ...] = (
+        # The most particular explanation first: a stale tensor is in part a ratio, and a ratio in part a constant.
         lambda: _find_stale(pair, before),
         lambda: _best(ratio_of(layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),

@@ -32,8 +32,8 @@ import torch
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
 from mock_scheduler.comparison.findings import NonFinite
-from mock_scheduler.comparison.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.measure.figures import PairSums, compute_figures, sum_pair
+from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import Figures, TensorDifference
 from mock_scheduler.comparison.thresholds import (
     LARGEST_SIGNIFICANT,
@@ -72,6 +72,7 @@ def find_significant(relative: float, bound: TensorBound) -> float:
     """
     # Where all of a gradient is noise, so is every step made of it; only a measured bound knows.
     largest = LARGEST_SIGNIFICANT_UNMEASURED if bound.has_rounding else LARGEST_SIGNIFICANT
+    # Adam divides by the size of an element's own gradient, so an element that is all noise moves as far as any other.
     return min(SIGNIFICANT * relative, largest)
 
 
@@ -256,6 +257,7 @@ def _sum_changes(
 
     sums = _Changes()
     for part in map_blocks(add_up, split_blocks(new[0].numel())):
+        # In the order of the blocks, whichever thread was first: the sum has the same bits every time.
         sums.difference += part.difference
         sums.rounding += part.rounding
         sums.size += part.size

@@ -1,9 +1,9 @@
 """All figures of the difference of two tensors, in one pass over both.
 
 Contract: figures are computed in float64; bits are compared as integers, so -0.0 differs from 0.0 and one NaN from
-another. Tensors are read once, in chunks small enough for the processor's cache, by several threads (``blocks``):
-memory beyond the tensors is a few chunks for each, and the sums do not depend on their number. Contiguous tensors are
-not copied.
+another. Tensors are read once, in chunks small enough for the processor's cache, by several threads
+(``large_tensors``): memory beyond the tensors is a few chunks for each, and the sums do not depend on their number.
+Contiguous tensors are not copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mock_scheduler.comparison.measure.blocks import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import Figures, WorstElement
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits
@@ -220,6 +220,7 @@ class _Sums:
             self._is_finite &= bool(values.isfinite().all())
             values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             square = float(torch.dot(values, values))
+        # <a, a>, <a, b> and <b, b> are one number where a and b are equal; ||a - b||² stays 0.
         for place in range(3):
             self._squares[place] += square
 
@@ -286,6 +287,7 @@ def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Te
     distance = torch.sub(left, right, out=changed)
     if opposite.size:
         places = torch.from_numpy(opposite)
+        # Without the sign bit the bits are the distance from zero. Two may exceed 2^63 together.
         magnitudes = (
             (side.index_select(0, places) & torch.iinfo(side.dtype).max).to(torch.int64).numpy().astype(np.uint64)
             for side in (left, right)
@@ -298,6 +300,7 @@ def _largest_distance(left: torch.Tensor, right: torch.Tensor, changed: torch.Te
 
 def _subtract_exactly(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Returns float64: the difference of int64 values, not all of which float64 holds, rounded once."""
+    # Both halves of a difference of int64 are below 2^33, so float64 holds them; only their sum is rounded.
     high = ((left >> 32) - (right >> 32)).double()
     low = ((left & 0xFFFFFFFF) - (right & 0xFFFFFFFF)).double()
     return high.mul_(2.0**32).add_(low)

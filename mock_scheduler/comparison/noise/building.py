@@ -64,6 +64,7 @@ def measure_noise(
             on_run(position, len(trace_dirs))
         # Unbounded, since nothing is judged: the differences themselves are the noise.
         compared = compare_trace_folders(trace_of(baseline_dir), trace_dir, bounds=UNBOUNDED, selection=selection)
+        # Other data moves everything by far more than rounding, and bounds made of it would let any fault pass.
         _check_data(compared, trace_dir, baseline_dir)
         if not compared.differences:
             raise AlignmentError(f"{trace_dir} has no tensor in common with {baseline_dir}: no noise can be measured")
@@ -90,6 +91,7 @@ def trace_of(run_dir: Path) -> Path:
 
 def digest_of(run_dir: Path) -> str:
     """Returns SHA-256 (hex) of the headers of all files of a trace, which hold the digests of all tensors."""
+    # Headers alone: they seal the tensors, which would take as long to read as to compare.
     digest = hashlib.sha256()
     for _, folder in sorted(find_steps(trace_of(run_dir))):
         for path in sorted(item for item in folder.iterdir() if item.is_file()):

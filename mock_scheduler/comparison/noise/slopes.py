@@ -8,6 +8,15 @@ the perturbed runs, and |z| larger than theirs. *One tensor*: |s - 1| > 5 standa
 perturbed runs. Five runs give it only roughly, so it is taken as no smaller than usual for the tensor's noise: the
 median over the tensors of its kind and update of (deviation by noise), times its own noise. Honest layouts then stay
 below 3.1, in float32 and bfloat16.
+
+Scale errors in a backward pass behind a forward pass equal to the last bit.
+
+Perturbed weights reach gradients through their forward pass. Where a candidate's is equal, their noise is no measure of
+its gradients: these differ by the roundings of the backward pass alone, without a common sign, and an error of scale
+hidden by the noise of perturbed runs (0.3 % in bfloat16) stands out. *All gradients of an update*: with m the median of
+s - 1 and z = m / (1.4826 · MAD / √n), as in ``slopes``, an error of scale is where |z| > 5. *One tensor*: where 90 % of
+||a - b||² is (s - 1) · a, which rounding in 16 or more elements is not by chance. Both are at least 4 roundings of
+accumulation, since one number all gradients are multiplied by may be rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +30,15 @@ from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.explain.ratios import name_factor
 from mock_scheduler.comparison.noise.suspicions import ScaledGradients, ScaledTensor, Suspicion, TestSummary
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
-from mock_scheduler.comparison.thresholds import DEVIATION_OF_MAD, FEWEST_SLOPES, LARGEST_Z, SAFETY
+from mock_scheduler.comparison.thresholds import (
+    DEVIATION_OF_MAD,
+    ENOUGH,
+    FEWEST_ELEMENTS,
+    FEWEST_SLOPES,
+    LARGEST_Z,
+    SAFETY,
+)
+from mock_scheduler.trace.entries import PHASES, Phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +176,7 @@ def _deviations(items: Sequence[TensorDifference], noise: NoiseBounds) -> list[f
     # Deviation by noise is alike for tensors of one kind, of which there are more than runs.
     shares = [each.slope_spread / each.usual for each in measured if each.usual]
     usual = median(shares) if shares else 0.0
+    # So that the limit, LARGEST_Z deviations, is never below the bound of any tensor without noise.
     smallest = SAFETY * noise.smallest / LARGEST_Z
     return [max(each.slope_spread, usual * each.usual, smallest) for each in measured]
 
@@ -219,3 +237,68 @@ def suspect_scale(
             fact=fact,
         )
     ]
+
+
+def judge_behind_equal_forward(
+    differences: Sequence[TensorDifference], noise: NoiseBounds, *, numbers: Mapping[str, float]
+) -> list[Suspicion]:
+    """Finds tensors of another scale there, in the order of computation.
+
+    ``numbers``: of the layouts, by which a ratio may be named.
+    """
+    found: list[Suspicion] = []
+    for items in _find_behind(differences):
+        together = _judge_together(items, noise, numbers)
+        # Gradients told of together need not be told of one by one.
+        alone = [item for item in items if _is_scaled(item, noise) and not (together and item.key.kind == "gradient")]
+        found += [together] if together else []
+        found += suspect_scale(alone, numbers, limit=noise.smallest, is_behind_equal_forward=True)
+    return found
+
+
+def _find_behind(differences: Sequence[TensorDifference]) -> list[list[TensorDifference]]:
+    """Finds tensors with a slope behind each forward pass with some compared tensors, all of them equal."""
+    is_equal: dict[tuple[int, int], bool] = {}
+    behind: dict[tuple[int, int], list[TensorDifference]] = {}
+    for item in differences:
+        key = item.key
+        place = (key.step, key.update)
+        if PHASES[key.kind] is Phase.FORWARD:
+            # One unequal tensor of the forward pass is enough: its noise then reaches every gradient.
+            is_equal[place] = is_equal.get(place, True) and item.bit_equal
+        elif key.kind in SLOPE_KINDS and item.slope is not None and math.isfinite(item.slope):
+            behind.setdefault(place, []).append(item)
+    return [behind[place] for place, equal in is_equal.items() if equal and place in behind]
+
+
+def _judge_together(
+    items: Sequence[TensorDifference], noise: NoiseBounds, numbers: Mapping[str, float]
+) -> Suspicion | None:
+    gradients = [item for item in items if item.key.kind == "gradient" and item.size and not item.exceeds]
+    if len(gradients) < FEWEST_SLOPES:
+        return None
+    # No run measured this: the noise of perturbed weights is not in it, so only the spread among tensors bounds it.
+    middle, spread, z = robust_z([slope_of(item) - 1.0 for item in gradients])
+    # Behind equal forward passes all slopes may be equal, with a spread of 0.
+    limit = max(LARGEST_Z * spread, noise.smallest)
+    if abs(middle) <= limit:
+        return None
+    key, ratio = gradients[0].key, 1.0 + middle
+    return Suspicion(
+        test="slope",
+        step=key.step,
+        update=key.update,
+        name="",
+        value=abs(middle),
+        limit=limit,
+        fact=ScaledGradients(
+            ratio=ratio, factor=name_factor(ratio, numbers), num_tensors=len(gradients), z=z, noise_z=None
+        ),
+    )
+
+
+def _is_scaled(item: TensorDifference, noise: NoiseBounds) -> bool:
+    off = abs(slope_of(item) - 1.0)
+    # (s - 1)² ||a||² is the part of ||a - b||² a change of size accounts for.
+    is_enough = off * off >= ENOUGH * item.relative * item.relative
+    return not item.exceeds and off > noise.smallest and is_enough and item.num_elements >= FEWEST_ELEMENTS

@@ -66,6 +66,7 @@ class TheoryBounds:
             # (1 + e)² - 1 is 2e to first order.
             relative *= THEORY_MOMENTS
         elif key.kind in ("parameter", "weight"):
+            # An update is a quotient of moments: only elements whose gradient is at most so far off have a say in it.
             relative *= SIGNIFICANT
         return TensorBound(
             relative=relative,
@@ -85,6 +86,7 @@ class TheoryBounds:
         )
 
     def _error(self, step: int, update: int, depth: int) -> float:
+        # Each layer multiplies an error by at most C, and rounding and distant weights enter it alike.
         return SAFETY * THEORY_FACTOR * THEORY_GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
 
     def _begins_equal(self, step: int, update: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from mock_scheduler.config.instruments import TRACE_KINDS
-from mock_scheduler.support.numbers import natural_part
+from mock_scheduler.support.text import natural_part
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 _LAYER = re.compile(r"\blayers\.(\d{1,9})(?:\.(.+))?$")
@@ -101,6 +101,7 @@ def _key_position(key: TraceKey) -> tuple[int, int, Phase, _Place, int, _Natural
     phase = PHASES[key.kind]
     place, name = _execution_position(key.name)
     if phase is Phase.BACKWARD:
+        # The backward pass goes through the same model the other way round.
         place = tuple(-number for number in place)
         name = tuple((-number, text) for number, text in name)
     return key.step, key.update, phase, place, TRACE_KINDS.index(key.kind), name
@@ -125,13 +126,16 @@ def _execution_position(name: str) -> tuple[_Place, _NaturalName]:
 def _layer_place(part: str | None) -> tuple[int, int, int]:
     """Returns the place of a layer's part, whether it is the output of a whole module with parts, and the expert."""
     if part is None:
+        # A name without a part is the layer's own output, behind all of its parts.
         return len(_LAYER_PARTS) + 1, 0, 0
     found = max((item for item in _LAYER_PARTS if f"{part}.".startswith(f"{item}.")), key=len, default=None)
     if found is None:
+        # A part that no table knows stands behind the known ones, so that what is known stays the first divergence.
         return len(_LAYER_PARTS), 0, 0
     inside = part[len(found) + 1 :]
     has_parts = any(item.startswith(f"{found}.") for item in _LAYER_PARTS) or found.endswith("experts")
     expert = _EXPERT.search(inside)
+    # The output of a module with parts comes after them.
     return _LAYER_PARTS.index(found), int(has_parts and not inside), int(expert[1]) if expert else 0
 
 

@@ -16,8 +16,7 @@ import torch
 from mock_scheduler.comparison.bounds.bound import TensorBound
 from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.comparison.explain.expert_bias import find_moved_experts, find_without_gradient
-from mock_scheduler.comparison.explain.explanation import boundaries_of, dims_of
-from mock_scheduler.comparison.explain.initial import explain_initial
+from mock_scheduler.comparison.explain.explanation import boundaries_of, dims_of, explain_initial
 from mock_scheduler.comparison.explain.locality import find_localities
 from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
 from mock_scheduler.comparison.findings import (
@@ -34,22 +33,22 @@ from mock_scheduler.comparison.measure.distance import measure, rounding_unit, w
 from mock_scheduler.comparison.pairing.pairs import (
     TensorPair,
     TracePair,
+    find_flips,
     find_not_finite,
     find_other_dtype,
     find_other_places,
     locate,
     pair_up,
 )
-from mock_scheduler.comparison.pairing.routing import find_flips
 from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import Locality
-from mock_scheduler.comparison.router_names import is_by_slot, is_choice, logits_key, routed_part
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
 from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
 from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
 from mock_scheduler.support.tensor_bytes import view_as_bits
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.names import is_by_slot, is_choice, logits_key, routed_part
 
 
 class FullStep:
@@ -65,6 +64,7 @@ class FullStep:
         self._flipped: dict[tuple[int, str], torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._moved_experts: dict[tuple[int, str], frozenset[int]] = {}
+        # In both runs: a gradient that one run lacks is a finding, and its parameter no decision.
         self._without_gradient = find_without_gradient(sides.keys[0]) & find_without_gradient(sides.keys[1])
         self._num_initial = 0
         self._pools = RoundingPools()
@@ -120,6 +120,7 @@ class FullStep:
         """Finds the first token, in the order of rows, whose input is another in the candidate."""
         if pair.dims[:1] != ("token",):
             return OtherInput()
+        # As float64, so that inputs of two dtypes are compared by value; token ids and masks are exact in it.
         differs = view_as_bits(pair.baseline.double()) != view_as_bits(pair.candidate.double())
         if pair.present is not None:
             differs = differs & pair.present
@@ -263,6 +264,8 @@ class FullStep:
         """Gives each difference of the step the rounding of its pool, which all its tensors together show."""
         differences = self._found.differences
         for item in self._pools.unrounded:
+            # Rounding follows the numbers that were added, not what was left of them: a tensor that cancelled is as
+            # coarse.
             usual = math.sqrt(self._pools.mean_square(item.pool))
             known = differences[item.position]
             differences[item.position] = with_rounding(known, item.bound, usual=usual, unit=item.unit)

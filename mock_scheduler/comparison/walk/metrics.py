@@ -23,9 +23,7 @@ from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.files import whole_lines
 from mock_scheduler.support.foreign_files import describe_failure, read_raw_lines
-from mock_scheduler.support.foreign_text import printable
-from mock_scheduler.support.numbers import is_real
-from mock_scheduler.support.text import shorten
+from mock_scheduler.support.text import is_real, printable, shorten
 
 logger = logging.getLogger("mock_scheduler.metrics")
 
@@ -155,6 +153,7 @@ def compare_metrics(
     findings = _find_missing_steps(baseline, candidate)
     differences = []
     for name in filter(is_comparable, names):
+        # What one side did not log cannot pass by being absent.
         findings += _find_missing_values(name, baseline, candidate, steps)
         shared = [step for step in steps if name in baseline[step] and name in candidate[step]]
         if shared:
@@ -210,6 +209,7 @@ def compare_values(name: str, pairs: Sequence[tuple[int, float, float]], *, boun
     relative = max(rows, key=lambda row: row.relative)
     # With equal shares of their bounds, the step with the smallest bound says most.
     nearest = max(rows, key=lambda row: (row.times_bound, -row.limit))
+    # By bits, though bounds are by value: equal bits are a proof, and a difference of 0.0 and -0.0 is a trace of one.
     different = [row.step for row in rows if not is_bit_equal(row.mine, row.other)]
     return MetricDifference(
         name=name,

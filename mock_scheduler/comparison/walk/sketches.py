@@ -37,12 +37,12 @@ from mock_scheduler.comparison.findings import (
 from mock_scheduler.comparison.measure.distance import relate
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.pairing.sources import SketchSource
-from mock_scheduler.comparison.router_names import is_by_slot, is_choice, routed_part
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import POOL_ROUNDING_UNITS, SMALLEST_DIFFERENCE
 from mock_scheduler.comparison.walk.steps import Found, OnKey, RoundingPools, StepSides, walk_steps
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.names import is_by_slot, is_choice, routed_part
 from mock_scheduler.trace.sketch.reader import MergedSketch
 from mock_scheduler.trace.sketch.sketch import Estimate, Sketch, difference
 

@@ -21,9 +21,9 @@ from mock_scheduler.comparison.measure.distance import Pair, compare_updates, fi
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.pairing.pairs import TensorPair, all_of
 from mock_scheduler.comparison.pairing.selection import Selection
-from mock_scheduler.comparison.router_names import routed_part
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.trace.names import routed_part
 
 #: What is compared together, in the order within one update.
 STATE_KINDS: tuple[TraceKind, ...] = ("initial", "gradient", "parameter", "weight")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from mock_scheduler.determinism.settings.setting import Between, Kind, ReadAt, Setting
-from mock_scheduler.support.packages import DISTRIBUTIONS
+from mock_scheduler.support.versions import DISTRIBUTIONS
 
 _cpu = partial(Setting, between_runs=Between.REPORTED, read_at=ReadAt.TORCH_IMPORT)
 _python = partial(Setting, read_at=ReadAt.INTERPRETER, reader="Python")

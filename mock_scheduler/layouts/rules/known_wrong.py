@@ -14,8 +14,8 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.described import DescribedModel, DescribedTraining
 from mock_scheduler.layouts.rules.rule import Conflict, Effect, MegatronRule, Setup, apply_rules
-from mock_scheduler.support.packages import DISTRIBUTIONS, read_package_version
 from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.versions import DISTRIBUTIONS, read_package_version
 
 MEGATRON = "megatron-core"
 _AUX_LOSSES = frozenset({"aux_loss", "seq_aux_loss", "global_aux_loss"})

@@ -13,7 +13,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from pydantic import ValidationError
 
-from mock_scheduler.config.attached import RUN_FILE_VARIABLE, AttachedRun
+from mock_scheduler.config.instruments import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.config.problems import validation_problems
 from mock_scheduler.determinism.agreement import RankGroup, TorchRankGroup, check_agreement, do_together
 from mock_scheduler.determinism.guard import apply_deterministic_mode, check_took_effect, read_back

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup, do_together, share
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.determinism.guard import check_took_effect, read_back
@@ -32,8 +32,8 @@ from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
 from mock_scheduler.megatron.probe.graft import GraftSource
-from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.digests import JSON, compute_json_digest
+from mock_scheduler.support.run_output import Clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.megatron.attached.row_finding import FoundRows, Ints, Slice
 from mock_scheduler.megatron.ranks import ModelRanks
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
-from mock_scheduler.support.packages import read_package_versions
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files, report_failure
+from mock_scheduler.support.versions import read_package_versions
 
 COMPLETED = "completed"
 

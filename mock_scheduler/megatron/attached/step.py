@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.determinism.operations import OperationLogHeader, recorder
 from mock_scheduler.errors import TraceError
@@ -22,8 +22,8 @@ from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
 from mock_scheduler.megatron.probe.interface import combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.megatron.step_tokens import TokenBatch
-from mock_scheduler.support.clock import Clock
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.selection import check_patterns
 
 

@@ -22,6 +22,7 @@ class _CrossEntropyOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, labels: torch.Tensor, *logits: torch.Tensor) -> torch.Tensor:
         widened, maxima = zip(*map(VocabParallelCrossEntropy.calculate_logits_max, logits), strict=True)
+        # A maximum is exact, so its order is none; the two sums below go rank by rank.
         maximum = functools.reduce(torch.maximum, maxima)
         width = logits[0].shape[-1]
         # Each overwrites its logits by their exponentials, as on a rank.
@@ -41,6 +42,7 @@ class _CrossEntropyOfParts(torch.autograd.Function):
         )
         ctx.num_parts = len(logits)
         ctx.save_for_backward(*softmax, *masks, *targets)
+        # All ranks hold the same loss of a token, made of the same two sums.
         return losses[0]
 
     @staticmethod

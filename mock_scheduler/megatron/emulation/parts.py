@@ -34,6 +34,7 @@ def cut(whole: torch.Tensor, dim: int, num_parts: int, blocks: int = 1) -> list[
         return [whole]
     pieces = whole.chunk(blocks * num_parts, dim=dim)
     if blocks == 1:
+        # A copy, since kernels may choose another order of sums for a view with strides.
         return [piece.clone() for piece in pieces]
     return [_placed(pieces[part::num_parts], dim) for part in range(num_parts)]
 
@@ -87,6 +88,7 @@ class _OrderedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # The gradient of a sum is the same for each addend: ranks get it without communication.
         return (grad,) * ctx.num_parts
 
 

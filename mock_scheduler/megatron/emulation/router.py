@@ -75,6 +75,7 @@ def _count(
 
 def _router_of_rank(router: TopKRouter, modules: EmulatedModules, counts: _Counts, num_parts: int) -> TopKRouter:
     """A router that shares everything but its losses, which are of one of so many ranks."""
+    # Shallow: weight and bias stay the router's own, and only the three losses are replaced.
     part = copy.copy(router)
     experts, per_token = router.config.num_moe_experts, router.calculate_per_token_loss
 
@@ -91,6 +92,7 @@ def _router_of_rank(router: TopKRouter, modules: EmulatedModules, counts: _Count
         coefficient = router.get_aux_loss_coeff(kind)
         if coefficient == 0:
             return probs
+        # Counts of all ranks and scores of this one: Megatron reduces the counts over the group, and no scores.
         own, total = chosen.sum(dim=0), counts.by_row if kind == "seq_aux_loss" else counts.of_all
         topk = router.topk * rows
         loss = switch_load_balancing_loss_func(
@@ -132,6 +134,7 @@ def _router_of_rank(router: TopKRouter, modules: EmulatedModules, counts: _Count
     def z_loss(logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         if router.config.moe_z_loss_coeff is None or not (router.training and torch.is_grad_enabled()):
             return logits
+        # Each rank takes the mean over its own tokens; divided by the ranks, their sum is the mean over all.
         loss = z_loss_func(logits, router.config.moe_z_loss_coeff / num_parts, padding_mask=padding_mask)
         if per_token:
             loss = loss * (logits.shape[0] if padding_mask is None else (~padding_mask).sum())

@@ -26,7 +26,7 @@ from mock_scheduler.megatron.probe.shares import TokenIndex, TokenPlaces, token_
 from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
-from mock_scheduler.support.clock import Clock
+from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
 from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.optimizer_state import count_updates

@@ -19,8 +19,7 @@ from mock_scheduler.recording.inspection.diff_fields import (
     pair_fields,
 )
 from mock_scheduler.support.digests import JSON, canonical_json
-from mock_scheduler.support.foreign_text import printable
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, printable
 
 _NUM_SHOWN = 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.foreign_files import describe_failure, load_json
-from mock_scheduler.support.numbers import MAX_DIGITS
+from mock_scheduler.support.text import MAX_DIGITS
 
 _EXPECTED = (
     'expected a JSON list of texts, an object {"id": "text"} or {"text": id}, or a tokenizer.json of Hugging Face'

@@ -17,7 +17,7 @@ from mock_scheduler.recording.reading.open_step import OpenStep
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
-from mock_scheduler.support.foreign_text import printable
+from mock_scheduler.support.text import printable
 
 _STEP_STEM = re.compile(r"step_[0-9]{6,12}")
 _LOOKS_LIKE_STEP = re.compile(r"step[_-]?([0-9]{1,12})(\..*)?", re.IGNORECASE)

@@ -20,9 +20,8 @@ from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.foreign_files import read_text
-from mock_scheduler.support.numbers import is_real
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.text import count_of, shorten
+from mock_scheduler.support.text import count_of, is_real, shorten
 from mock_scheduler.support.yaml_text import load_yaml
 
 _FILES = (CONFIG_FILE, RUN_FILE, LEDGER_FILE)

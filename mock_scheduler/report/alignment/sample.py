@@ -20,8 +20,7 @@ from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.browse import list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.report.alignment.tokens import ChosenSample, choose_sample
-from mock_scheduler.report.alignment.traced_row import read_traced_row
+from mock_scheduler.report.alignment.tokens import ChosenSample, choose_sample, read_traced_row
 from mock_scheduler.report.recording.show import Stretch, find_row, has_logprobs, recorded_vocabulary, split_stretches
 from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader

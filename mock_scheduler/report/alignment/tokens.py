@@ -2,7 +2,7 @@
 
 Contract: read from both runs' traces, or from the ones of localising. The sample is the first divergence's
 where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
-a sample. An unreadable trace counts as absent.
+a sample. An unreadable trace counts as absent. Programs without a recording have a row's tokens in their trace.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.report.recording.show import Stretch
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.entries import STEP_KINDS, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
@@ -156,3 +158,43 @@ def _token_differences(baseline: TraceReader, candidate: TraceReader, key: Trace
         known[1] = aligned.in_baseline_order(known[1]) & (aligned.index >= 0)
     largest = (values[0] - values[1]).abs().amax(dim=1)
     return largest.masked_fill(~(known[0] & known[1]), float("nan"))
+
+
+_TOKENS, _LOSS_MASK = "tokens", "loss_mask"
+
+
+def read_traced_row(reader: TraceReader, step: int, identity: str) -> tuple[Stretch, ...]:
+    """Reads a row's tokens, in stretches with and without a loss; empty where its tokens were not traced whole.
+
+    Without a traced loss mask all tokens are one stretch with a loss. Raises ``TraceError`` for a damaged file.
+    """
+    rows = reader.footer(step).rows if step in reader.steps else None
+    if rows is None or identity not in rows.identities:
+        return ()
+    row = rows.identities.index(identity)
+    start = rows.first_places[row]
+    own = slice(start, start + rows.lengths[row])
+    tokens = _read(reader, step, _TOKENS, own)
+    if tokens is None:
+        return ()
+    mask = _read(reader, step, _LOSS_MASK, own)
+    has_loss = [True] * len(tokens)
+    if mask is not None:
+        # A loss stands at the token that predicts: that at position p is of token p + 1.
+        has_loss = [False, *(mask[:-1] != 0).tolist()]
+    pairs = zip(has_loss, tokens.tolist(), strict=True)
+    return tuple(
+        Stretch(is_response=is_trained, tokens=tuple(token for _, token in group), logprobs=None)
+        for is_trained, group in groupby(pairs, key=lambda pair: pair[0])
+    )
+
+
+def _read(reader: TraceReader, step: int, name: str, own: slice) -> torch.Tensor | None:
+    """Gives a row of an input ``[T]``; ``None`` where it was not traced there."""
+    key = TraceKey(step=step, update=0, kind="input", name=name)
+    if not reader.has(key) or len(reader.dtype_and_shape(key)[1]) != 1:
+        return None
+    merged = reader.merge(key, may_lack_tokens=True)
+    if merged.present is not None and not bool(merged.present[own].all()):
+        return None
+    return merged.tensor[own]

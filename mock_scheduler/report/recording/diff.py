@@ -8,7 +8,6 @@ from rich.text import Text
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.json_values import to_json
 from mock_scheduler.display.terminal import print_wrapped
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.recording.inspection.comparison import (
@@ -18,6 +17,7 @@ from mock_scheduler.recording.inspection.comparison import (
     StepDifference,
 )
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import to_json
 from mock_scheduler.support.text import count_of
 
 FORMAT_VERSION = 1

@@ -24,8 +24,7 @@ from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.digests import canonical_json
-from mock_scheduler.support.foreign_text import printable
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, printable
 
 _NUM_VALUES = 64
 _NUMBER = re.compile(r"-?[0-9]{1,18}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mock_scheduler.comparison.explain.expert_bias import find_without_gradient
-from mock_scheduler.comparison.measure.blocks import split_chunks
+from mock_scheduler.comparison.measure.large_tensors import split_chunks
 from mock_scheduler.comparison.pairing.pairs import TracePair
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor

@@ -15,15 +15,23 @@ from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
 from mock_scheduler.megatron.emulation.engine import Engine
 from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.emulation.lanes import cut_lanes, join_batches, metrics_of_lanes, sums_of_lanes
-from pipelines.megatron.emulation.layers import PIPELINE_MODULES
-from pipelines.megatron.emulation.shares import cut_shares, cut_values, gathered_shares, joined_terms, sums_of_shares
-from pipelines.megatron.emulation.vocabulary import logprobs_of_parts
+from pipelines.megatron.emulation.lanes import (
+    cut_lanes,
+    cut_shares,
+    cut_values,
+    gathered_shares,
+    join_batches,
+    joined_terms,
+    metrics_of_lanes,
+    sums_of_lanes,
+    sums_of_shares,
+)
+from pipelines.megatron.emulation.layers import PIPELINE_MODULES, logprobs_of_parts
 from pipelines.megatron.execution import Execution, LossFunction, LossSums, OutputReduction, ShareMeasure, TokenLoss
 from pipelines.megatron.layers.repairs import ValueHead
 from pipelines.megatron.logprobs import VocabShard
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 
 def build_execution(config: PipelineConfig, runtime: Runtime) -> Execution:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
 from pipelines.config.training import TrainingConfig
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mock_scheduler.alignment.plan.matrix import expand_candidates, layout_overrides
+from mock_scheduler.alignment.plan.overrides import expand_candidates, layout_overrides
 from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.errors import ConfigError, LayoutError

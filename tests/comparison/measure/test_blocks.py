@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
-from mock_scheduler.comparison.measure import blocks
-from mock_scheduler.comparison.measure.blocks import map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.measure import large_tensors
 from mock_scheduler.comparison.measure.distance import compare_updates
 from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
+from mock_scheduler.comparison.measure.large_tensors import map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 
@@ -19,16 +19,16 @@ KEY = TraceKey(step=0, update=0, kind="parameter", name="w")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a chunk, so that a small tensor has several."""
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", blocks.CHUNK_ELEMENTS)
+    monkeypatch.setattr(large_tensors, "BLOCK_ELEMENTS", large_tensors.CHUNK_ELEMENTS)
 
 
 BOUND = TensorBound(relative=5e-3)
 
 
 def measured(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[PairSums, TensorDifference]:
-    monkeypatch.setattr(blocks, "num_threads", lambda: num_threads)
+    monkeypatch.setattr(large_tensors, "num_threads", lambda: num_threads)
     generator = torch.Generator().manual_seed(3)
-    size = 5 * blocks.CHUNK_ELEMENTS + 17
+    size = 5 * large_tensors.CHUNK_ELEMENTS + 17
     before, change, noise = (torch.randn(size, generator=generator) for _ in range(3))
     after = before + change, before + change * (1 + 1e-3 * noise)
     gradients = change, change * (1 + 5e-3 * noise)
@@ -53,7 +53,7 @@ def test_sums_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyP
 def test_blocks_and_chunks_hold_every_element_once() -> None:
     assert split_blocks(0) == []
     assert split_blocks((1 << 20) + 5) == [(0, 1 << 20), (1 << 20, (1 << 20) + 5)]
-    size = blocks.CHUNK_ELEMENTS
+    size = large_tensors.CHUNK_ELEMENTS
     assert list(split_chunks(7, 2 * size)) == [(7, size + 7), (size + 7, 2 * size)]
 
 
@@ -72,7 +72,7 @@ def test_equal_tensors_have_their_norm_and_no_difference() -> None:
     assert (sums.norm, sums.is_finite, sums.figures.num_different, sums.figures.relative) == (5.0, True, 0, 0.0)
 
 
-@pytest.mark.parametrize("place", [0, blocks.CHUNK_ELEMENTS - 1, blocks.CHUNK_ELEMENTS, (1 << 20) + 4])
+@pytest.mark.parametrize("place", [0, large_tensors.CHUNK_ELEMENTS - 1, large_tensors.CHUNK_ELEMENTS, (1 << 20) + 4])
 def test_one_bit_is_found_wherever_it_lies(place: int) -> None:
     """At the start and the end of a chunk, in the next one, and in the next block."""
     values = torch.ones((1 << 20) + 5)

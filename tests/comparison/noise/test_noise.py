@@ -13,10 +13,9 @@ import torch
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
 from mock_scheduler.comparison.noise.building import measure_noise
-from mock_scheduler.comparison.noise.drift import Series, measure_drift
-from mock_scheduler.comparison.noise.equal_forward import judge_behind_equal_forward
 from mock_scheduler.comparison.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
-from mock_scheduler.comparison.noise.slopes import judge_slopes, robust_z
+from mock_scheduler.comparison.noise.judging import Series, measure_drift
+from mock_scheduler.comparison.noise.slopes import judge_behind_equal_forward, judge_slopes, robust_z
 from mock_scheduler.comparison.tensors import Figures, TensorDifference
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.trace.entries import TraceEntry, TraceKey

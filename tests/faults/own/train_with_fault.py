@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from mock_scheduler.config.attached import RUN_FILE_VARIABLE
+from mock_scheduler.config.instruments import RUN_FILE_VARIABLE
 from tests.faults.counting import Fired
 from tests.faults.own.catalogue import OWN_FAULTS, find_own_fault
 from tests.faults.own.example import find_module

@@ -31,7 +31,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from mock_scheduler import megatron
-from mock_scheduler.config.attached import AttachedRun
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.launch.process_group import join_process_group
 from mock_scheduler.megatron.host_device import use_host_device
 

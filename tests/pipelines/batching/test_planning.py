@@ -13,7 +13,7 @@ from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.model import padded_vocab_size
-from pipelines.megatron.process.runtime import check_world_size
+from pipelines.megatron.process_of_rank import check_world_size
 from pipelines.megatron.run_state import (
     RunState,
     check_same_settings,

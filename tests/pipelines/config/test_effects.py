@@ -19,7 +19,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.keys import keys_in_effect
 from pipelines.megatron.run_state import fixed_settings
-from pipelines.remote import service_contract
+from pipelines.training import service_contract
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"

@@ -22,7 +22,7 @@ from pipelines.environments.frozen_lake import FrozenLakeEnv, draw_map, shortest
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.kinds import ENVIRONMENT_KINDS, EnvironmentKind
 from pipelines.environments.registry import build_environment, build_tokenizer
-from pipelines.environments.splits import environment_seed, is_held_out, split_of
+from pipelines.environments.seeds import environment_seed, is_held_out, split_of
 
 LEFT, DOWN, RIGHT, UP = 2, 3, 4, 5
 FIRST_QUERY = 6

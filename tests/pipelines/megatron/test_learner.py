@@ -15,7 +15,7 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.execution import Execution
 from pipelines.megatron.layers.router_ledger import router_weight
 from pipelines.megatron.learner import Learner, sum_and_max_difference
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.trainer import needs_reference
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan

@@ -12,7 +12,7 @@ from mock_scheduler.trace.shards import Block, Split
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.training import TrainingConfig
 from pipelines.megatron.places import OwnBatch, own_batch
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.megatron.process_of_rank import Runtime
 from tests.batches import make_batch
 from tests.pipelines.step_plans import build_step_plan
 

@@ -16,9 +16,8 @@ from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import JsonColumn, TensorColumn
 from mock_scheduler.recording.step.step_file import decode_step
 from pipelines.environments.registry import build_tokenizer
-from pipelines.megatron.process.runtime import Runtime
-from pipelines.rollout.cached_policy import place_tokens
-from pipelines.rollout.messages import FIRST_WORDS, ForwardPass
+from pipelines.megatron.process_of_rank import Runtime
+from pipelines.rollout.cached_policy import FIRST_WORDS, ForwardPass, place_tokens
 from tests.dist.conftest import launch
 from tests.dist.rollout_worker import MODELS, parse_layout, rollout_config
 from tests.pipelines.engine_worker import ARGS, CASES

@@ -10,11 +10,10 @@ import torch
 from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.scheduler import RolloutRequest
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.splits import environment_seed
-from pipelines.megatron.process.runtime import Runtime
+from pipelines.environments.seeds import derive_uniform, environment_seed
+from pipelines.megatron.process_of_rank import Runtime
 from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
 from pipelines.rollout.scheduler import sampling_uniform
-from pipelines.seeds import derive_uniform
 
 CONFIG = PipelineConfig.model_validate(
     {

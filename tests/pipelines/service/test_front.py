@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from mock_scheduler.errors import ConfigError
-from pipelines.service import connections, http_front
+from pipelines.service import access, http_front
 from pipelines.service.http_front import Answer, Call, Front, listening
 from pipelines.service.order import StepOrder
 from tests.pipelines.service.clients import (
@@ -252,7 +252,7 @@ def test_a_head_that_does_not_come_ends_its_connection(
     front: Front, monkeypatch: pytest.MonkeyPatch, start: str
 ) -> None:
     """A silent connection stayed as long as it liked, and one byte now and then kept it."""
-    monkeypatch.setattr(connections, "_HEAD_S", 0.2)
+    monkeypatch.setattr(access, "_HEAD_S", 0.2)
     with socket.create_connection(address(front), timeout=30.0) as slow:
         slow.sendall(start.encode())
         with pytest.raises(OSError, match=r"reset|Broken pipe"):  # noqa: PT012  # either may see the end first
@@ -264,7 +264,7 @@ def test_a_head_that_does_not_come_ends_its_connection(
 
 def test_strangers_do_not_take_the_place_of_a_client(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections were not counted: 300 of them stayed, with a thread each."""
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(access, "MAX_CONNECTIONS", 8)
     strangers = [socket.create_connection(address(front), timeout=30.0) for _ in range(40)]
     assert train(front) == (200, b'{"bytes": 5}')
     ended = [stranger for stranger in strangers if _has_ended(stranger)]

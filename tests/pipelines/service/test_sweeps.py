@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from pipelines.service import connections
+from pipelines.service import access
 from pipelines.service.http_front import Front
 from tests.pipelines.service.clients import address, answered, ask, head, listening_front, train
 
@@ -32,7 +32,7 @@ def _seconds_of_training(front: Front, step: int) -> float:
 
 def test_three_hundred_slow_strangers_neither_stay_nor_delay_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 stayed for 75 s, each with a thread."""
-    monkeypatch.setattr(connections, "_HEAD_S", 4.0)
+    monkeypatch.setattr(access, "_HEAD_S", 4.0)
     with listening_front() as front, answered(front), ExitStack() as open_ones:
         threads = PROCESS.num_threads()
         strangers = [socket.create_connection(address(front), timeout=30.0) for _ in range(300)]

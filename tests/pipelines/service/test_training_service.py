@@ -24,7 +24,7 @@ from mock_scheduler.remote.service_file import ServiceAccess, make_token, read_s
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingServiceConfig
-from pipelines.remote import find_service
+from pipelines.training import find_service
 from tests.pipelines.conftest import TinyAlignment
 from tests.pipelines.tiny_runs import ROOT, read_json, run_cli, run_tiny, write_tiny_config
 from tests.programs import run_program

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mock_scheduler.comparison.tensors import LedgerComparison
-from mock_scheduler.display.json_values import to_json
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.comparison_json import MAX_LISTED
 from mock_scheduler.report.json_file import comparison_to_json, save_comparison, save_replicas
+from mock_scheduler.support.documents import to_json
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult

@@ -17,7 +17,7 @@ from mock_scheduler.adapters.nexrl.comparison.values import MISSING, Difference,
 from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.errors import ExitCode, TraceError
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.foreign_text import printable
+from mock_scheduler.support.text import printable
 
 MAX_JSON_ITEMS = 1000
 MAX_LINES = 20

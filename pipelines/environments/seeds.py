@@ -1,7 +1,10 @@
-"""Chooses the episodes of training and validation: their seeds, and layouts held out for validation alone.
+"""Random numbers have names; the episodes of training and validation have seeds, and layouts of their own.
 
-Contract: whether a layout is held out depends on its rows and on the fraction alone, never on a seed. So two seeds with
-the same layout cannot carry it from one set into the other.
+Nothing draws from a global generator, and no seed comes from ``hash()``. A stream's name says its purpose, so its
+numbers depend neither on the order of calls, nor on the number of processes, nor on ``PYTHONHASHSEED``.
+
+Contract: whether a layout is held out for validation depends on its rows and on the fraction alone, never on a seed. So
+two seeds with the same layout cannot carry it from one set into the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,21 @@ from mock_scheduler.config.base import Mode
 from mock_scheduler.errors import ConfigError
 from pipelines.config.environments import CustomEnvConfig
 from pipelines.environments.base import Split
-from pipelines.seeds import derive_seed
+
+
+def _digest(seed: int, names: tuple[str | int, ...]) -> bytes:
+    return hashlib.sha256("/".join(str(part) for part in (seed, *names)).encode()).digest()
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """A seed in [0, 2**31) for the stream of that name; gymnasium and NumPy take it."""
+    return int.from_bytes(_digest(seed, names)[:4], "little") >> 1
+
+
+def derive_uniform(seed: int, *names: str | int) -> float:
+    """One number in [0, 1) with 53 random bits, fixed by its name."""
+    return (int.from_bytes(_digest(seed, names)[:8], "little") >> 11) * 2.0**-53
+
 
 # Draws until the chance of missing a set with its share of the layouts is exp(-30).
 _DRAWS_PER_CHANCE = 30

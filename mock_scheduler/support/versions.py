@@ -1,12 +1,19 @@
-"""Versions of the installed packages that take part in a run.
+"""The version and the place of this package, and the versions of the installed packages that take part in a run.
 
-Contract: standard library only; imports none of the packages.
+Contract: standard library only, every room can read them; imports none of the packages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import metadata
+from pathlib import Path
+
+VERSION = "0.1.0"
+#: The name that this package is imported by.
+PACKAGE = __name__.partition(".")[0]
+#: The folder that holds the package: a checkout, or ``site-packages``.
+ROOT = Path(__file__).parents[2]
+
 
 #: Package -> the distributions that may provide it; the first that is installed counts.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
@@ -28,6 +35,9 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 
 def read_package_version(*distributions: str) -> str | None:
     """The version of the first installed one of these distributions; ``None`` where none is."""
+    # Imported here: it costs more than all else that ``import mock_scheduler`` loads.
+    from importlib import metadata
+
     for name in distributions:
         try:
             return metadata.version(name)
