@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests with programs that others wrote (tests/integrations), in .venv-integrations: Python 3.12, since the wheel of
-# megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there.
+# megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there,
+# and TransformerEngine's and Megatron-Bridge's Python 0.2 GB.
 #   launch/test.sh --integrations            all of them
 #   launch/test.sh --integrations ARGS...    arguments go to pytest
 set -euo pipefail
@@ -25,5 +26,16 @@ if [[ -z "$python" ]]; then
 fi
 
 VENV=.venv-integrations PYTHON="$python" bash launch/setup_venv.sh
+
+# Apart, since Megatron-core takes a TransformerEngine that it finds for one that has its kernels; without what these
+# packages ask for and nothing here imports.
+packages=.venv-integrations/built
+wanted="$(sha256sum tests/integrations/built_requirements.txt)"
+if [[ ! -f "$packages/.requirements.sha256" || "$(<"$packages/.requirements.sha256")" != "$wanted" ]]; then
+    rm -rf "$packages"
+    .venv-integrations/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
+        --target "$packages" -r tests/integrations/built_requirements.txt
+    printf '%s\n' "$wanted" >"$packages/.requirements.sha256"
+fi
 selection=("$@")
 exec .venv-integrations/bin/python -m pytest -m integrations "${selection[@]:-tests/integrations}"

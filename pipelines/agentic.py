@@ -17,11 +17,16 @@ from pathlib import Path
 from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
+from mock_scheduler.support.loaded_code import save_loaded_code
+from mock_scheduler.support.own_calls import count_own_calls
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.run_output import report_failure
 from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
+
+#: Packages whose sources decide the bits of a run, beside the library's and installed ones.
+_PACKAGES = ("pipelines",)
 
 # Warnings of megatron-core 0.16.1 to 0.19.2 and torch 2.13 on themselves: optional packages that are absent (what is in
 # use is in the run's provenance), deprecated calls between the two, a gradient that Megatron reads to test for None.
@@ -33,6 +38,10 @@ _FOREIGN_WARNINGS = (
     "Please use DTensor instead.*",
     "The .grad attribute of a Tensor that is not a leaf Tensor.*",
 )
+
+
+def no_preparation() -> None:
+    """Changes nothing: a run without code of a user's own."""
 
 
 def _silence_foreign_warnings() -> None:
@@ -47,7 +56,7 @@ def run_entry(
     prog: str,
     check: Callable[[PipelineConfig], None],
     run: Callable[[PipelineConfig], None],
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] = no_preparation,
 ) -> int:
     """Loads the configuration, applies its environment, then calls ``run``; returns the process's exit code.
 
@@ -71,7 +80,7 @@ def attempt_run(
     *,
     check: Callable[[PipelineConfig], None],
     run: Callable[[PipelineConfig], None],
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], None] = no_preparation,
 ) -> int:
     """Makes one run from configuration to end; returns its exit code, and reports a failure as the run's own."""
     started_s = time.time()
@@ -83,7 +92,11 @@ def attempt_run(
         check(config)
         apply_environment(config.system_envs)
         prepare()
+        own = count_own_calls(_PACKAGES) if prepare is not no_preparation else None
         run(config)
+        save_loaded_code(
+            output_dir, global_rank=global_rank, packages=_PACKAGES, calls=None if own is None else own.calls
+        )
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     # The edge of the process; BaseException, since torch.distributed.checkpoint's CheckpointException is no Exception.
@@ -120,7 +133,7 @@ def check_replay_is_deterministic(config: PipelineConfig) -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = no_preparation) -> int:
     """Runs the pipeline in this process; returns its exit code, one of ``errors.ExitCode`` but never 1.
 
     ``prepare`` is called between the environment and the import of the pipeline. A user's own entry module puts another

@@ -32,7 +32,7 @@ def write(folder: Path, text: str = "", *, name: str = "tests.other_program:PROG
 def plan(folder: Path, text: str) -> AlignPlan:
     source = write(folder, text)
     program = find_program(source.config_name, source.config_path)
-    own = Interpreter(path=sys.executable, versions={}, env={}, sources=())
+    own = Interpreter(path=sys.executable, versions={}, packages={}, env={}, sources=())
     return plan_alignment(
         program.build_loader(source.config_name, source.config_path),
         program=program,

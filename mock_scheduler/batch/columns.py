@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.errors import BatchError
-from mock_scheduler.support.digests import JSON, canonical_json, check_json, compute_tensor_digest
-from mock_scheduler.support.tensor_bytes import as_bytes, from_bytes, has_plain_bytes, shape_text
+from mock_scheduler.support.digests import JSON, canonical_json, check_json
+from mock_scheduler.support.tensor_bytes import as_bytes, compute_tensor_digest, from_bytes, has_plain_bytes, shape_text
 
 #: Types of which every value is JSON.
 _PLAIN_JSON = frozenset((bool, int, str, type(None)))

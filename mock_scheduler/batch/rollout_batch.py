@@ -50,7 +50,8 @@ from mock_scheduler.batch.trajectory import (
     sampling_as_json,
 )
 from mock_scheduler.errors import BatchError
-from mock_scheduler.support.digests import JSON, canonical_json, compute_json_digest, compute_tensor_digest
+from mock_scheduler.support.digests import JSON, canonical_json, compute_json_digest
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 
 #: Extras whose names start with this say which row it is, as its identity does, and not what is in it.
 IDENTITY_EXTRAS = "identity/"

@@ -455,6 +455,33 @@ FEWEST_SERIES = _define(
 )
 MOST_SUSPICIONS = _define("MOST_SUSPICIONS", 8, unit="places", reason="listed; one fault makes many of them")
 
+# --- Behind equal inputs ----------------------------------------------------------------------------------------------
+
+KERNEL_ROUNDINGS = _define(
+    "KERNEL_ROUNDINGS",
+    4.0,
+    unit="unit roundoffs of what a kernel computes in",
+    reason="a kernel rounds its result, and values such as probabilities or partial sums on the way to it",
+)
+KERNEL_ACCUMULATION = _define(
+    "KERNEL_ACCUMULATION",
+    2.0**-14,
+    unit="relative difference",
+    reason="sums of float32 that cancel to a thousandth of their terms; one factor of TF32 (2^-11) is beyond",
+)
+KERNEL_LARGE_ELEMENT = _define(
+    "KERNEL_LARGE_ELEMENT",
+    8.0,
+    unit="times the root mean square of a tensor",
+    reason="an element of a sum that cancels has the rounding of its terms, and few terms are larger",
+)
+KERNEL_UPDATE = _define(
+    "KERNEL_UPDATE",
+    2.0**-10,
+    unit="relative difference of the changes by one update",
+    reason="an update is made in float32, element by element; an eighth of the spacing of bfloat16 is no rounding",
+)
+
 # --- What grew --------------------------------------------------------------------------------------------------------
 
 NEARLY_BEYOND = _define(

@@ -63,13 +63,16 @@ class MatrixConfig(ConfigSection):
 class ProofsConfig(ConfigSection):
     """The proofs for which an alignment may spend runs; each is tried only where no stronger one has decided.
 
-    ``emulate``: a reference in one process, adding in the candidate's order. ``num_perturbations``: runs with weights
-    perturbed by one unit roundoff, to measure the noise of every tensor; 0: none. ``referee``: both sides again in
-    float64, ``auto`` where the verdict is suspect or diverged. ``localise``: further runs to narrow a divergence down
-    to step, tensor and module. ``consequence``: the effect of a difference on clipping, KL and update.
+    ``emulate``: a reference in one process, adding in the candidate's order. ``equal_inputs``: of a candidate that may
+    round elsewhere too, further runs of one step, which judge its first differences from a reference in its order by
+    one kernel's rounding. ``num_perturbations``: runs with weights perturbed by one unit roundoff, to measure the noise
+    of every tensor; 0: none. ``referee``: both sides again in float64, ``auto`` where the verdict is suspect or
+    diverged. ``localise``: further runs to narrow a divergence down to step, tensor and module. ``consequence``: the
+    effect of a difference on clipping, KL and update.
     """
 
     emulate: bool = True
+    equal_inputs: bool = True
     num_perturbations: NonNegativeInt = 5
     referee: Literal["auto", "always", "never"] = "auto"
     localise: bool = True

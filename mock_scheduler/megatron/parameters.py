@@ -16,13 +16,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.observed_model import ObservedModel, language_model_path, strip_wrappers, unwrapped
-from mock_scheduler.megatron.partition import split_dim
+from mock_scheduler.megatron.partition import packs_experts, split_dim
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS, canonical_parameter_name
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
 
 # Gate and up halves of dense layers, shared experts, and experts one by one or grouped; and of an adapter's second
-# factor, whose output is added to them.
-_GATED = re.compile(r"\.linear_fc1(?:\.adapter\.linear_out|\.lora_B(?:\.\w+)?)?\.(?:weight|bias)$")
+# factor, whose output is added to them, and of DoRA's lengths.
+_GATED = re.compile(
+    r"\.linear_fc1(?:(?:\.adapter\.linear_out|\.lora_B(?:\.\w+)?)?\.(?:weight|bias)|\.adapter\.weight_magnitude)$"
+)
 _EXPERTS = ".mlp.experts."
 
 
@@ -126,15 +128,19 @@ def _parameter_spec(
     local_shape, ranks = tuple(parameter.shape), model.ranks
     if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) and not (name == OUTPUT_LAYER and has_value_head(gpt)):
         return _vocab_spec(name, local_shape, model.vocab_size, ranks.tp_rank)
-    # Experts are split over etp.
-    rank, size = (ranks.etp_rank, ranks.etp_size) if _EXPERTS in name else (ranks.tp_rank, ranks.tp_size)
+    is_packed = packs_experts(module)
+    cuts = [(0, ranks.ep_rank, ranks.ep_size, 1)] if is_packed else []
     dim = split_dim(module, own_name, parameter, name)
-    if dim is None or size == 1:
-        return whole(name, local_shape)
-    global_shape = tuple(length * size if index == dim else length for index, length in enumerate(local_shape))
-    num_parts = 2 if dim == 0 and model.config.gated_linear_unit and _GATED.search(name) else 1
-    splits = even_split(dim, size=global_shape[dim], rank=rank, num_ranks=size, num_parts=num_parts)
-    return ShardSpec(name=name, global_shape=global_shape, local_shape=local_shape, splits=splits)
+    if dim is not None:
+        # Experts are split over etp.
+        rank, size = (ranks.etp_rank, ranks.etp_size) if _EXPERTS in name else (ranks.tp_rank, ranks.tp_size)
+        is_gated = model.config.gated_linear_unit and _GATED.search(name) is not None
+        cuts.append((dim, rank, size, 2 if is_gated and dim == int(is_packed) else 1))
+    global_shape, splits = list(local_shape), list[Split]()
+    for dim, rank, size, num_parts in cuts:
+        global_shape[dim] *= size
+        splits += even_split(dim, size=global_shape[dim], rank=rank, num_ranks=size, num_parts=num_parts)
+    return ShardSpec(name=name, global_shape=tuple(global_shape), local_shape=local_shape, splits=tuple(splits))
 
 
 def _vocab_spec(name: str, local_shape: tuple[int, ...], vocab_size: int, tp_rank: int) -> ShardSpec:

@@ -20,6 +20,10 @@ _TE_COLUMN = frozenset({"TEColumnParallelLinear", "TELayerNormColumnParallelLine
 _TE_ROW = frozenset({"TERowParallelLinear", "TERowParallelGroupedLinear"})
 _TE_LINEAR = frozenset({"TELinear", "TEGroupedLinear"})
 _NORM = "layer_norm_"
+# Megatron-Bridge's (0.6.2): adapters of grouped experts that have the matrices of a rank's experts in one weight, one
+# after another; and DoRA's, with a length for each output of the layer that it wraps.
+_PACKED_EXPERTS = frozenset({"_GroupedExpertAdapterWeight", "PackedPerExpertLinear"})
+_DORA, _LENGTHS = "ParallelLinearDoRAAdapter", "weight_magnitude"
 
 
 def is_column_parallel(module: torch.nn.Module) -> bool:
@@ -30,6 +34,11 @@ def is_column_parallel(module: torch.nn.Module) -> bool:
 def is_row_parallel(module: torch.nn.Module) -> bool:
     """Whether tp ranks split the inputs of a linear layer, and sum up its outputs."""
     return isinstance(module, RowParallelLinear) or _is_te(module, _TE_ROW, "row")
+
+
+def packs_experts(module: torch.nn.Module) -> bool:
+    """Whether the first dimension of a module's weight counts the rank's experts."""
+    return bool(_class_names(module) & _PACKED_EXPERTS)
 
 
 def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parameter, name: str) -> int | None:
@@ -63,6 +72,9 @@ def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parame
         if is_column_parallel(module):
             return 0
         return 1 if is_row_parallel(module) and not is_bias else None
+    if own_name == _LENGTHS and _DORA in _class_names(module):
+        adapter = vars(module)
+        return 0 if adapter["base_linear_is_parallel"] and not adapter["input_is_parallel"] else None
     if marked is not None and not 0 <= marked < parameter.dim():
         raise TraceError(
             f"{name}: Megatron's mark says that ranks split it along dimension {marked}; expected one of its "

@@ -25,7 +25,8 @@ from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import describe_failure, read_text
-from mock_scheduler.support.run_files import ERROR_FILE, LEDGER_FILE, RUN_FILE
+from mock_scheduler.support.loaded_code import load_loaded_code
+from mock_scheduler.support.run_files import CODE_FOLDER, ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import MAX_DIGITS, bullet_list, is_real, shorten
 from mock_scheduler.support.yaml_text import load_yaml
 
@@ -42,6 +43,8 @@ class RunSummary:
     ``untraced_parameters``: parameters that no rank traced, with their numbers of elements. ``order_limits``: what
     keeps one process from adding in its order (of a run in one process: in any layout's). ``not_followed``: sums that
     were left as they are where it followed another order.
+
+    ``own_calls``: how often each function or class of the user's in the place of a package's was called.
     """
 
     name: str
@@ -57,6 +60,7 @@ class RunSummary:
     untraced_parameters: Mapping[str, int] = field(default_factory=dict)
     order_limits: tuple[str, ...] = ()
     not_followed: tuple[str, ...] = ()
+    own_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +108,16 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         untraced_parameters=stated.get("untraced_parameters", {}),
         order_limits=tuple(stated.get("order_limits", ())),
         not_followed=tuple(stated.get("not_followed", ())),
+        own_calls=_load_own_calls(output_dir),
     )
+
+
+def _load_own_calls(output_dir: Path) -> dict[str, int]:
+    try:
+        loaded = load_loaded_code(output_dir)
+    except (OSError, ValueError) as error:
+        raise AlignmentError(f"{output_dir / CODE_FOLDER}: the record of loaded code is damaged: {error}") from error
+    return {} if loaded is None else loaded.calls
 
 
 def load_batches(output_dir: Path) -> dict[int, str]:

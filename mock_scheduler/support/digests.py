@@ -1,6 +1,6 @@
-"""Canonical JSON, digests over it and over tensors, and documents that carry their own digest.
+"""Canonical JSON, digests over it, and documents that carry their own digest.
 
-Contract: a change here changes the bytes of recordings and traces. A *sealed*
+Contract: imports no torch; a change here changes the bytes of recordings and traces. A *sealed*
 document is a JSON object whose ``digest`` is the SHA-256 of the canonical JSON of all the rest. A recording's values
 are checked with ``check_json``, since Python's encoder turns values unknown to JSON into others without a word.
 """
@@ -13,10 +13,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import torch
-
-from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
 
 if TYPE_CHECKING:
     JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
@@ -129,13 +125,6 @@ def iterate_leaves(value: JSON, prefix: str = "") -> Iterator[tuple[str, JSON]]:
 def compute_json_digest(value: JSON) -> str:
     """SHA-256 (hex) of a JSON value's canonical text; raises as ``canonical_json``."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
-
-
-def compute_tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
-    digest = hashlib.sha256(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
-    digest.update(as_bytes(tensor).numpy().data)
-    return digest.hexdigest()
 
 
 def seal(document: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -23,6 +23,8 @@ START_FOLDER = "start"
 ERROR_FILE = "error.json"
 #: URL, process and token of a training service, while it is ready; for its owner alone.
 SERVICE_FILE = "service.json"
+#: Folder of the records of the source files that the processes of a completed run loaded.
+CODE_FOLDER = "code"
 #: What was built, answered and suppressed (``ledger.Ledger``).
 LEDGER_FILE = "ledger.json"
 #: The terminal output of a run that an alignment or the doctor started.

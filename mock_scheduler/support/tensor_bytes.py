@@ -7,6 +7,7 @@ their own, by ``has_plain_bytes``.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,3 +102,10 @@ def shape_text(tensor: torch.Tensor) -> str:
         return f"a nested tensor of {tensor.dtype}"
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}{layout}"
+
+
+def compute_tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 (hex) of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
+    digest = hashlib.sha256(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
+    digest.update(as_bytes(tensor).numpy().data)
+    return digest.hexdigest()

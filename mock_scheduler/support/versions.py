@@ -5,7 +5,12 @@ Contract: standard library only, every room can read them; imports none of the p
 
 from __future__ import annotations
 
+import os
+import site
+import sysconfig
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -49,3 +54,17 @@ def read_package_version(*distributions: str) -> str | None:
 def read_package_versions() -> dict[str, str | None]:
     """The version of every package of ``DISTRIBUTIONS``; ``None`` where it is not installed."""
     return {name: read_package_version(*names) for name, names in DISTRIBUTIONS.items()}
+
+
+@cache
+def installed_folders() -> tuple[str, ...]:
+    """The folders of Python itself and of installed packages, each with its links followed and a separator behind."""
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(dict.fromkeys(os.path.realpath(folder) + os.sep for folder in folders))
+
+
+def read_all_versions() -> dict[str, str]:
+    """The version of every installed distribution, by its name in lower case."""
+    return {str(found.name).lower(): found.version for found in metadata.distributions() if found.name}

@@ -200,7 +200,7 @@ def _list_of_tensors(tensors: TensorComparison) -> list[Divergence]:
     found = [item for item in conflicts if item.value is not None and math.isfinite(item.value)]
     found += [_from_finding(finding) for finding in tensors.findings]
     found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
-    found += [_from_tensor(difference) for difference in tensors.exceeding]
+    found += [from_tensor(difference) for difference in tensors.exceeding]
     return found + [
         Divergence(step=ledger.step, update=None, kind="ledger", name=ledger.kind, evidence=ledger)
         for ledger in tensors.ledgers
@@ -238,7 +238,8 @@ def _from_conflict(conflict: ReplicaConflict, residual: Residual | None) -> Dive
     )
 
 
-def _from_tensor(difference: TensorDifference) -> Divergence:
+def from_tensor(difference: TensorDifference) -> Divergence:
+    """A tensor beyond its tolerance."""
     key = difference.key
     return Divergence(
         step=key.step,

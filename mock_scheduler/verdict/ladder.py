@@ -1,36 +1,26 @@
-"""From the comparisons of a candidate to its proofs, strongest first, and from these to its final verdict.
+"""From the comparisons of a candidate to its proofs, strongest first.
 
 Contract: pure; the comparisons are there already. ``docs/architecture.md`` lists the places of a new kind
-of proof ("Where to change things"). Every promotion and demotion of the direct verdict stands here: ``_decide`` goes
-down the ladder. ``suspect`` is made
-
-- of ``diverged``, where float64 shows no difference, or where the candidate equals a reference of doubtful standing;
-- of ``rounding``, where the reference in the candidate's order shows more than the baseline does.
+of proof ("Where to change things").
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.verdict.reasons import (
     BIT_EQUAL,
     PROOF_NAMES,
     STRONGER_PROOF,
-    ApartFromReference,
-    EqualToReference,
     NotTried,
     NotTriedCause,
     ProofName,
-    RefutedBy,
-    StaysInFloat64,
-    VanishesInFloat64,
 )
 from mock_scheduler.verdict.verdict import (
     WITHOUT_COMPARISON,
     EmulationFacts,
+    EqualInputsFacts,
     EqualityFacts,
     Outcome,
     OwnChanges,
@@ -63,6 +53,8 @@ class Evidence:
             ``None`` where there is none, and ``not_emulated`` says why.
         not_followed: Sums that this reference left in an order of their own.
         layout: The emulated layout.
+        equal_inputs: Tensors of a closer look whose inputs are equal to those of the reference; ``None`` where there
+            was none, and ``no_equal_inputs`` says why.
         wide: Both sides in float64, by bounds of rounding there; ``None`` where they were not run, and
             ``no_referee`` says why.
         shrinking: How many times smaller rounding is in float64.
@@ -77,6 +69,8 @@ class Evidence:
     not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = BIT_EQUAL
     layout: str = ""
+    equal_inputs: EqualInputsFacts | None = None
+    no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     shrinking: float = 1.0
@@ -88,6 +82,7 @@ def judge_proofs(evidence: Evidence) -> tuple[Proof, ...]:
         _judge_replicas(evidence),
         _judge_equality(evidence),
         _judge_emulation(evidence),
+        _judge_equal_inputs(evidence),
         _judge_noise(evidence),
         _judge_wide(evidence),
     )
@@ -152,6 +147,18 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     return _proof("emulation", outcome, emulated, facts)
 
 
+def _judge_equal_inputs(evidence: Evidence) -> Proof:
+    facts = evidence.equal_inputs
+    if facts is None:
+        return Proof(name="equal inputs", outcome="not tried", facts=evidence.no_equal_inputs)
+    outcome: Outcome = "open"
+    if facts.excess is not None:
+        outcome = "refuted"
+    elif facts.judged and facts.is_complete:
+        outcome = "proved"
+    return Proof(name="equal inputs", outcome=outcome, facts=facts, num_compared=len(facts.judged))
+
+
 def _judge_noise(evidence: Evidence) -> Proof:
     direct = evidence.direct
     if evidence.is_same_order and evidence.must_be_exact and direct.kind is not VerdictKind.IDENTICAL:
@@ -193,71 +200,3 @@ def _worst(tensors: TensorComparison | None) -> float:
     """The largest relative difference of the judged tensors."""
     differences = () if tensors is None else tensors.differences
     return max((item.relative for item in differences if item.is_judged), default=0.0)
-
-
-def judge(evidence: Evidence) -> Verdict:
-    """The verdict on a candidate, with its proofs."""
-    if evidence.direct.kind in WITHOUT_COMPARISON:
-        return evidence.direct
-    proofs = judge_proofs(evidence)
-    return replace(_decide(evidence, proofs), proofs=proofs)
-
-
-def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
-    direct, emulated, wide = evidence.direct, evidence.emulated, evidence.wide
-    replicas, equality, emulation, noise, referee = (proof.outcome for proof in proofs)
-    if equality == "proved" and replicas != "refuted":
-        return direct
-    # Unequal copies within the candidate's own run refute it, whatever else holds.
-    if replicas == "refuted":
-        return _diverged(direct, direct, RefutedBy(proof="replicas"))
-    # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
-    if equality == "refuted":
-        return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
-    if emulation == "proved":
-        # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
-        vouched_by: Literal["noise", "referee"] | None = None
-        if "proved" in (noise, referee):
-            vouched_by = "noise" if noise == "proved" else "referee"
-        why = EqualToReference(vouched_by=vouched_by)
-        if vouched_by is None:
-            return replace(direct, kind=VerdictKind.SUSPECT, why=why)
-        return replace(direct, kind=VerdictKind.EMULATED, why=why, first=None)
-    # Only the layout is another, and the reference adds in its order: a difference is no rounding.
-    if emulation == "refuted" and emulated is not None:
-        return _diverged(direct, emulated, RefutedBy(proof="emulation"))
-    # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
-    sharper = _graver(evidence)
-    if referee == "refuted" and wide is not None:
-        if direct.kind not in (VerdictKind.DIVERGED, VerdictKind.SUSPECT) and sharper is None:
-            return replace(direct, why=StaysInFloat64(otherwise=direct.why))
-        is_confirmed = is_same_place(direct, wide)
-        # There is next to no noise in float64, so that what comes first there is the place.
-        shown_by = direct if is_confirmed else wide
-        return _diverged(direct, shown_by, RefutedBy(proof="referee", is_same_place=is_confirmed))
-    if sharper is not None:
-        if sharper.kind is VerdictKind.DIVERGED and referee != "proved":
-            return _diverged(direct, sharper, ApartFromReference(is_refuted=True))
-        why_apart = ApartFromReference(is_refuted=False)
-        return replace(direct, kind=VerdictKind.SUSPECT, why=why_apart, suspicions=sharper.suspicions)
-    # Suspect and not diverged: both compute one function, and either this precision alone is wrong, or the noise was
-    # larger than measured.
-    if direct.kind is VerdictKind.DIVERGED and referee == "proved":
-        return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
-    return direct
-
-
-def _graver(evidence: Evidence) -> Verdict | None:
-    """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
-    direct, emulated = evidence.direct, evidence.emulated
-    if emulated is None or evidence.must_be_exact or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
-        return None
-    is_graver = emulated.kind is VerdictKind.DIVERGED or (
-        emulated.kind is VerdictKind.SUSPECT and direct.kind is VerdictKind.ROUNDING
-    )
-    return emulated if is_graver else None
-
-
-def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:
-    """Diverged, with the first divergence of ``shown_by``."""
-    return replace(direct, kind=VerdictKind.DIVERGED, why=why, first=shown_by.first or direct.first)

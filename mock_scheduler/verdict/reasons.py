@@ -14,10 +14,10 @@ from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
-ProofName = Literal["replicas", "bit-equality", "emulation", "noise", "referee"]
+ProofName = Literal["replicas", "bit-equality", "emulation", "equal inputs", "noise", "referee"]
 
 #: Strongest first.
-PROOF_NAMES: tuple[ProofName, ...] = ("replicas", "bit-equality", "emulation", "noise", "referee")
+PROOF_NAMES: tuple[ProofName, ...] = ("replicas", "bit-equality", "emulation", "equal inputs", "noise", "referee")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ different things, or neither is a reference. ``unverified``: the runs could not 
 
 An alignment tries the proofs strongest first and stops where one decides. ``replicas``: copies within the candidate's
 own run agree. ``bit-equality``: every tensor has the baseline's bits. ``emulation``: every tensor has the bits of a
-reference that adds in the candidate's order. ``noise``: a perturbation by one unit roundoff bounds the difference of
+reference that adds in the candidate's order. ``equal inputs``: a tensor whose inputs are equal to the last bit differs
+by no more than one kernel rounds. ``noise``: a perturbation by one unit roundoff bounds the difference of
 every tensor, with tests of slope, locality and drift beside the norm. ``referee``: both sides again in float64.
 """
 
@@ -23,10 +24,12 @@ from enum import StrEnum
 from typing import Literal
 
 from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.noise.suspicions import Suspicion, TestSummary
-from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.errors import ExitCode
+from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.coverage import Unseen
 from mock_scheduler.verdict.divergences import Divergence
@@ -120,6 +123,24 @@ class EmulationFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EqualInputsFacts:
+    """Tensors of which every input is equal to the last bit to those of a reference that adds in the same order.
+
+    Args:
+        judged: In the order of computation; the first has nothing but equal tensors before it, each other one stands
+            behind grafts of those before.
+        excess: The first of them with more than one kernel's rounding, and by how much; ``None`` where none has.
+        is_complete: Every difference of the pass follows from these.
+        error: Why nothing could be judged; empty else.
+    """
+
+    judged: tuple[TraceKey, ...] = ()
+    excess: tuple[TensorDifference, KernelExcess] | None = None
+    is_complete: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RefereeFacts:
     """The largest relative difference in float64 (``worst``) and in the runs' own precision (``worst_here``).
 
@@ -132,7 +153,7 @@ class RefereeFacts:
     is_same_place: bool
 
 
-ProofFacts = EqualityFacts | EmulationFacts | RefereeFacts | ReplicaConflict | NotTried
+ProofFacts = EqualityFacts | EmulationFacts | EqualInputsFacts | RefereeFacts | ReplicaConflict | NotTried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

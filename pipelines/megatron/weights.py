@@ -24,7 +24,8 @@ import torch
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.parameters import iterate_parameters
 from mock_scheduler.megatron.perturbation import Perturbation
-from mock_scheduler.support.digests import canonical_json, compute_tensor_digest
+from mock_scheduler.support.digests import canonical_json
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import cut_shard
 from pipelines.config.model import ModelConfig

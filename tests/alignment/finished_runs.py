@@ -60,3 +60,10 @@ def finish(run: PlannedRun, *, gradient: float = 1.0) -> None:
         (run.output_dir / name).write_text(json.dumps(content))
     (run.output_dir / "config.yaml").write_text("seed: 1\n")
     (run.output_dir / "metrics.jsonl").write_text("{}\n")
+    leave_no_own_code(run.output_dir)
+
+
+def leave_no_own_code(output_dir: Path) -> None:
+    """The record of a run whose code is all installed or the project's own."""
+    (output_dir / "code").mkdir(exist_ok=True)
+    (output_dir / "code" / "record.json").write_text(json.dumps({"files": {}, "calls": {}}))

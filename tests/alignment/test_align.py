@@ -25,6 +25,7 @@ from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.results import AlignmentResult
 from pipelines.config.loading import load_config
+from tests.alignment.finished_runs import leave_no_own_code
 from tests.rank_traces import save_rank_trace
 
 CONFIG = """
@@ -63,6 +64,7 @@ def write_results(run: PlannedRun, *, gradient: float = 1.0, batches: tuple[str,
     (run.output_dir / "run.json").write_text(json.dumps(stated))
     built = {"engine": 0, "environment": 0}
     (run.output_dir / "ledger.json").write_text(json.dumps({"built": built}))
+    leave_no_own_code(run.output_dir)
     return 0
 
 

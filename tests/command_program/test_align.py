@@ -13,7 +13,7 @@ import pytest
 from mock_scheduler import cli
 from mock_scheduler import compare as compare_runs
 from mock_scheduler.alignment.plan.plan import plan_alignment
-from mock_scheduler.alignment.prove.candidate import order_reductions, plan_perturbed
+from mock_scheduler.alignment.prove.proof_runs import order_reductions, plan_perturbed
 from mock_scheduler.command_program.command import build_command
 from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.commands import minimise as minimise_command

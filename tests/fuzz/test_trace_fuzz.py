@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mock_scheduler.support.digests import compute_tensor_digest
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from mock_scheduler.trace.full.files import METADATA_KEY
 from mock_scheduler.trace.full.header import compute_tensor_crc32
 from tests.content_traces import ContentRank, ContentStep, content_step, save_content_trace

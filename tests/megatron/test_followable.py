@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import experts
 
 from mock_scheduler.megatron.followable import find_draws, find_obstacles
 from mock_scheduler.megatron.observed_model import ObservedModel
@@ -36,6 +38,28 @@ def test_a_module_that_cannot_be_followed_is_named_with_its_place(kind: str, rea
     (text,) = find_obstacles(with_module(kind))
     assert text.startswith(f"decoder.layers.1.mlp.mixer is a {kind}: ")
     assert text.endswith(reason)
+
+
+@pytest.mark.skipif(not hasattr(experts, "GroupedMLP"), reason="megatron-core 0.17 has none")
+def test_megatrons_own_grouped_experts_in_one_weight_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built with a package in the place of ``grouped_gemm``, which needs CUDA to be installed."""
+    monkeypatch.setattr(experts.gg, "grouped_gemm", object())
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2, moe_ffn_hidden_size=6,
+        add_bias_linear=False, use_cpu_initialization=True, cuda_graph_scope=[],
+    )  # fmt: skip
+    model = tiny_model()
+    groups = SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
+    model.chunks[0].decoder.layers[1].mlp.experts = experts.GroupedMLP(2, config, groups)
+    assert {name for name, _ in model.chunks[0].decoder.layers[1].mlp.experts.named_parameters()} == {
+        "weight1",
+        "weight2",
+    }
+    assert list(find_obstacles(model)) == [
+        "decoder.layers.1.mlp.experts is a GroupedMLP: all experts of a rank are in one weight; set "
+        "moe_use_legacy_grouped_gemm=False"
+    ]
 
 
 def test_other_modules_are_no_obstacle() -> None:

@@ -387,9 +387,22 @@ class Router(torch.nn.Module):
         return hidden * 10.0
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.gating(hidden)
+        return self.routing(self.gating(hidden))
+
+    def routing(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.topk(2, dim=1).indices, True)
         return logits * routing_map, routing_map
+
+
+class AdaptedRouter(torch.nn.Module):
+    """As Megatron-Bridge's: what its adapter adds to the scores is in no call of the router itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_wrap = Router()
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.to_wrap.routing(self.to_wrap.gating(hidden) + 1.0)
 
 
 SCORES = torch.tensor([[1.0, 4.0, 3.0, 2.0], [8.0, 5.0, 6.0, 7.0], [9.0, 9.5, 1.0, 0.0]])
@@ -422,6 +435,29 @@ def test_routers_and_outputs_are_seen_within_the_block_alone() -> None:
     assert vars(router).get("gating") is None
     scale = Scale(4)
     assert len(list(seen_by(watch_output, scale, lambda: scale(SCORES)))) == 1
+
+
+def test_a_routers_scores_are_seen_with_its_adapters_part() -> None:
+    router = AdaptedRouter()
+
+    def compute() -> None:
+        router(SCORES)
+
+    expected = (SCORES[[1, 0]] * 10.0 + 1.0).tolist()
+    assert [item.tolist() for item in seen_by(watch_scores, router, compute)] == [expected]
+    assert [item.tolist() for item in seen_by(watch_choice, router, compute)] == [[[0, 3], [1, 2]]]
+    assert [item.tolist() for item in seen_by(watch_probabilities, router, compute)] == [[[81.0, 71.0], [41.0, 31.0]]]
+    assert vars(router.to_wrap).get("routing") is None
+
+
+def test_a_hook_that_is_called_without_an_output_shows_nothing() -> None:
+    scale = Scale(4)
+
+    def compute() -> None:
+        for hook in scale._forward_hooks.values():
+            hook(scale, (), None)
+
+    assert list(seen_by(watch_output, scale, compute)) == []
 
 
 def test_outputs_of_experts_are_put_back_in_the_order_of_tokens() -> None:

@@ -1,6 +1,6 @@
 """Shards follow from the type of a layer, and from marks where the type is unknown; contradictions are refused.
 
-TransformerEngine's layers are stand-ins of the same names: a real one can be built on a GPU only.
+TransformerEngine's and Megatron-Bridge's classes are stand-ins of the same names; tests/integrations builds theirs.
 """
 
 from __future__ import annotations
@@ -206,6 +206,61 @@ def test_the_second_factor_of_a_gated_layers_adapter_is_split_in_two_halves() ->
         "mlp.linear_fc1.adapter.linear_in.weight": 1,
         "mlp.linear_fc1.adapter.linear_out.weight": 2,
     }
+
+
+class PackedPerExpertLinear(torch.nn.Module):
+    """Megatron-Bridge's: the matrices of a rank's experts one after another."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = parameter
+
+
+class ParallelLinearDoRAAdapter(torch.nn.Module):
+    """Megatron-Bridge's: a length for each output of the layer that it wraps."""
+
+    def __init__(self, *, input_is_parallel: bool, base_linear_is_parallel: bool = True) -> None:
+        super().__init__()
+        self.input_is_parallel, self.base_linear_is_parallel = input_is_parallel, base_linear_is_parallel
+        self.weight_magnitude = torch.nn.Parameter(torch.ones(4))
+
+
+def test_the_adapters_of_a_ranks_experts_in_one_weight_are_split_over_experts_and_within() -> None:
+    """Over ep along their first dimension, and the second factor's rows in gate and up halves over etp."""
+    adapter = torch.nn.ModuleDict(
+        {
+            "linear_in": PackedPerExpertLinear(torch.nn.Parameter(torch.ones(2, 3, HIDDEN))),
+            "linear_out": PackedPerExpertLinear(marked(1, 2, 4, 3)),
+        }
+    )
+    layer = torch.nn.ModuleDict({"adapter": adapter})
+    specs = specs_of({"mlp.experts.linear_fc1": layer}, **TP2, ep_rank=1, ep_size=2)
+    first, second = (specs[f"mlp.experts.linear_fc1.adapter.linear_{factor}.weight"] for factor in ("in", "out"))
+    assert (first.global_shape, second.global_shape) == ((4, 3, HIDDEN), (4, 8, 3))
+    of_rank = Block(local_start=0, global_start=2, length=2)
+    assert [split.blocks for split in first.splits] == [(of_rank,)]
+    halves = (of_rank, Block(local_start=2, global_start=6, length=2))
+    assert [(split.dim, split.blocks) for split in second.splits] == [(0, (of_rank,)), (1, halves)]
+
+
+@pytest.mark.parametrize(
+    ("path", "adapter", "starts"),
+    [
+        ("self_attention.linear_qkv", ParallelLinearDoRAAdapter(input_is_parallel=False), [4]),
+        ("mlp.linear_fc1", ParallelLinearDoRAAdapter(input_is_parallel=False), [2, 6]),
+        ("mlp.linear_fc2", ParallelLinearDoRAAdapter(input_is_parallel=True), []),
+        (
+            "self_attention.linear_q_down_proj",
+            ParallelLinearDoRAAdapter(input_is_parallel=False, base_linear_is_parallel=False),
+            [],
+        ),
+    ],
+)
+def test_doras_lengths_are_split_as_their_layers_outputs(
+    path: str, adapter: torch.nn.Module, starts: list[int]
+) -> None:
+    spec = specs_of({path: torch.nn.ModuleDict({"adapter": adapter})}, **TP2)[f"{path}.adapter.weight_magnitude"]
+    assert [block.global_start for split in spec.splits for block in split.blocks] == starts
 
 
 @pytest.mark.parametrize(("num_models", "inside"), [(0, "no GPTModel is"), (2, "2 GPTModels are")])

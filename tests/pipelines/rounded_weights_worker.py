@@ -19,7 +19,7 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.optimizer_state import read_states
-from mock_scheduler.support.digests import compute_tensor_digest
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner

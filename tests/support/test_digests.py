@@ -15,11 +15,11 @@ from mock_scheduler.support.digests import (
     canonical_json,
     check_json,
     compute_json_digest,
-    compute_tensor_digest,
     iterate_leaves,
     open_sealed,
     seal,
 )
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 
 
 def test_canonical_json_is_sorted_without_spaces_in_ascii() -> None:

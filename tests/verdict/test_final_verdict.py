@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.ladder import Evidence, complete_ladder, judge
+from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
     ApartFromReference,
@@ -25,9 +27,9 @@ from mock_scheduler.verdict.reasons import (
     StaysInFloat64,
     WithinBounds,
 )
-from mock_scheduler.verdict.verdict import OwnChanges, Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.proofs import describe_proof
-from mock_scheduler.verdict.wording.verdicts import describe_reason
+from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
@@ -95,9 +97,42 @@ def test_equal_bits_need_no_other_proof() -> None:
         "replicas": "proved",
         "bit-equality": "proved",
         "emulation": "not tried",
+        "equal inputs": "not tried",
         "noise": "proved",
         "referee": "not tried",
     }
+
+
+def apart(relative: float) -> TensorDifference:
+    """A tensor that differs by so much, within a bound of noise."""
+    return TensorDifference(
+        key=KEY, num_elements=64, bit_equal=False, max_abs=relative, relative=relative, tolerance=0.1, size=1.0
+    )
+
+
+@pytest.mark.parametrize("direct", [ROUNDING, SUSPECT, DIVERGED])
+def test_more_than_a_kernel_rounds_behind_equal_inputs_is_diverged_whatever_the_noise(direct: Verdict) -> None:
+    excess = (apart(0.05), KernelExcess(test="size", value=0.05, limit=0.015))
+    facts = EqualInputsFacts(judged=(KEY,), excess=excess)
+    evidence = replace(OTHER, direct=direct, emulated=ROUNDING, equal_inputs=facts, wide=IDENTICAL)
+    kind, found = outcomes(evidence)
+    assert (kind, found["equal inputs"]) == (VerdictKind.DIVERGED, "refuted")
+    verdict = judge(evidence)
+    assert verdict.first is not None
+    assert (verdict.first.name, verdict.first.value, verdict.first.bound) == (KEY.name, 0.05, 0.015)
+    assert describe_reason(verdict).startswith(
+        f"all inputs of the {KEY.describe()} are equal to the last bit, and it differs by 5.0e-02 of its size, and one "
+        "kernel's rounding by 1.5e-02 at most"
+    )
+    assert describe_proved_by(verdict).startswith("refuted by equal inputs")
+
+
+def test_what_a_kernel_rounds_behind_equal_inputs_leaves_the_verdict_to_noise() -> None:
+    whole = EqualInputsFacts(judged=(KEY,), is_complete=True)
+    kind, found = outcomes(replace(OTHER, emulated=ROUNDING, equal_inputs=whole))
+    assert (kind, found["equal inputs"]) == (VerdictKind.ROUNDING, "proved")
+    for open_facts in (replace(whole, is_complete=False), EqualInputsFacts(error="a run failed")):
+        assert outcomes(replace(OTHER, emulated=ROUNDING, equal_inputs=open_facts))[1]["equal inputs"] == "open"
 
 
 def test_a_layout_that_equals_the_reference_in_its_own_order_is_identical_emulated() -> None:

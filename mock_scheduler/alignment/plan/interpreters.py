@@ -20,7 +20,7 @@ from typing import Any
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
-from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, ROOT, read_package_versions
+from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, ROOT, read_all_versions, read_package_versions
 
 _NEEDED = ("torch", "megatron-core")
 _TIMEOUT_S = 120.0
@@ -48,7 +48,9 @@ def version(names):
             pass
 versions = {name: version(names) for name, names in distributions.items()}
 folders = [os.path.dirname(os.path.abspath(sys.modules[name].__file__)) for name in packages]
-print(json.dumps({"python": platform.python_version(), "added": added, "versions": versions, "folders": folders}))
+installed = {str(found.name).lower(): found.version for found in metadata.distributions() if found.name}
+found = {"python": platform.python_version(), "added": added, "versions": versions, "installed": installed}
+print(json.dumps({**found, "folders": folders}))
 """
 
 
@@ -56,12 +58,13 @@ print(json.dumps({"python": platform.python_version(), "added": added, "versions
 class Interpreter:
     """``path``: as it is started. ``versions``: of Python and of the packages with an effect on bits.
 
-    ``env``: variables for a run under it, over the launcher's own. ``sources``: the folders of the project's packages
-    under it.
+    ``packages``: the versions of all that are installed. ``env``: variables for a run under it, over
+    the launcher's own. ``sources``: the folders of the project's packages under it.
     """
 
     path: str
     versions: Mapping[str, str]
+    packages: Mapping[str, str]
     env: Mapping[str, str]
     sources: tuple[Path, ...]
 
@@ -121,6 +124,7 @@ def _read_own(packages: Sequence[str]) -> Interpreter:
     return Interpreter(
         path=sys.executable,
         versions=_named_versions(platform.python_version(), found),
+        packages=read_all_versions(),
         env={},
         sources=tuple(Path(str(import_module(name).__file__)).parent for name in packages),
     )
@@ -136,7 +140,8 @@ def _probe(path: str, packages: Sequence[str], environ: Mapping[str, str]) -> In
     env = {}
     if answer["added"]:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_CHECKOUT), environ.get("PYTHONPATH"))))
-    return Interpreter(path=path, versions=versions, env=env, sources=tuple(map(Path, answer["folders"])))
+    folders = tuple(map(Path, answer["folders"]))
+    return Interpreter(path=path, versions=versions, packages=answer["installed"], env=env, sources=folders)
 
 
 def _ask(path: str, given: str, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class _Planner:
             python=interpreter.path,
             env=interpreter.env,
             versions=interpreter.versions,
+            packages=interpreter.packages,
             sources=interpreter.sources,
             exact=candidate.exact,
             begins_from=begins_from,

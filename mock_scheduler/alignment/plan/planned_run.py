@@ -77,10 +77,11 @@ class PlannedRun:
     """One run. ``own_overrides``: beside the baseline's; ``overrides``: all of them.
 
     ``program``: the owner of the run. ``entry``: the Python module of its processes. ``python``: its interpreter,
-    ``env`` the variables over the launcher's, ``versions`` its own and its packages', ``sources`` the folders of the
-    project's packages under it. ``version_changes``: versions other than the baseline's. ``changes``: keys with values
-    other than the baseline's. ``exact``: as its candidate states. ``begins_from``: the trace whose initial state it
-    begins with; ``None``: it begins by itself.
+    ``env`` the variables over the launcher's, ``versions`` of Python and of the packages with an effect on bits,
+    ``packages`` of all that are installed, ``sources`` the folders of the project's packages under it.
+    ``version_changes``: versions other than the baseline's. ``changes``: keys with values other than the baseline's.
+    ``exact``: as its candidate states. ``begins_from``: the trace whose initial state it begins with; ``None``: it
+    begins by itself.
     """
 
     name: str
@@ -93,6 +94,7 @@ class PlannedRun:
     python: str = sys.executable
     env: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[Path, ...] = ()
     version_changes: tuple[str, ...] = ()
     changes: Changes = _NO_CHANGES

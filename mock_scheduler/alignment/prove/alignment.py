@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.candidate import (
-    CandidateState,
-    CloserLook,
+from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
+from mock_scheduler.alignment.prove.proof_runs import (
     plan_emulated,
     plan_perturbed,
     plan_wide,
@@ -44,7 +43,7 @@ from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
-from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, Verdict, VerdictKind
 
 SaveResult = Callable[[AlignmentResult], None]
 
@@ -76,7 +75,13 @@ class AlignmentRunner:
         self._candidates = [CandidateState(run=run, baseline=planned) for run in self.plan.candidates]
         self._save(baseline)
         # In this order, since each is dearer than the one before and needed by fewer candidates.
-        for stage in (self._run_candidates, self._prove, self._call_referee, self._look_closer):
+        for stage in (
+            self._run_candidates,
+            self._prove,
+            self._judge_equal_inputs,
+            self._call_referee,
+            self._look_closer,
+        ):
             stage(baseline)
             self._save(baseline)
         return self._save(baseline, has_ended=True)
@@ -202,6 +207,34 @@ class AlignmentRunner:
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
             # Only candidates that the direct comparison found deterministic come here.
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
+
+    def _judge_equal_inputs(self, baseline: RunSummary) -> None:
+        """Judge what a candidate with more than another layout makes of equal inputs."""
+        closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
+        for item in self._candidates:
+            if not self._needs_equal_inputs(item):
+                continue
+            with self.store.timed("emulation"):
+                try:
+                    item.equal_inputs = closer.judge_equal_inputs(item)
+                except (AlignmentError, ConfigError, TraceError) as error:
+                    item.equal_inputs = EqualInputsFacts(error=" ".join(printable_message(str(error)).split()))
+            item.judge()
+
+    def _needs_equal_inputs(self, item: CandidateState) -> bool:
+        if item.judged is None or item.summary is None or item.run.must_be_exact:
+            return False
+        reference = item.same_order
+        if reference is None:
+            item.no_equal_inputs = item.not_emulated
+        elif not self.plan.baseline.config.align.proofs.equal_inputs:
+            item.no_equal_inputs = NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.equal_inputs",))
+        else:
+            replicas = item.judged.proof("replicas")
+            is_refuted = replicas is not None and replicas.outcome == "refuted"
+            return not is_refuted and reference[1].kind not in (*WITHOUT_COMPARISON, VerdictKind.IDENTICAL)
+        item.judge()
+        return False
 
     def _call_referee(self, baseline: RunSummary) -> None:
         """Run the baseline and open candidates again in float64, and judge them anew."""

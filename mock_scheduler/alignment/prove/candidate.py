@@ -1,146 +1,34 @@
-"""One candidate while an alignment goes on: its state, its result for reports, and its further runs.
+"""One candidate while an alignment goes on: its state, its result for reports, and the runs that localise it.
 
 Contract: a state changes by its own results alone; ``CloserLook`` makes further runs through the store, each once.
-Every run for a proof is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
-mock on the same recording where there is one, and from the same initial state. Nothing is started here: ``alignment``
-makes them, and ``verdict.ladder`` judges them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.alignment.localise.localise import localise
 from mock_scheduler.alignment.localise.runs import full_overrides
-from mock_scheduler.alignment.plan.overrides import quote_override
-from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun, initial_state_overrides
+from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
+from mock_scheduler.alignment.prove.proof_runs import derive_run, describe_order_limits, is_same_order
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import Bounds, shrinking_factor
 from mock_scheduler.comparison.noise.building import measure_noise
-from mock_scheduler.config.layout import ParallelConfig
+from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
-from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
-from mock_scheduler.verdict.ladder import Evidence, is_settled, judge
+from mock_scheduler.verdict.divergences import from_tensor
+from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, NotTriedCause, StillOpen
 from mock_scheduler.verdict.results import CandidateResult
-from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, OwnChanges, Verdict, VerdictKind
-
-#: Addition is commutative: two terms have one sum in any order, and only from three on the order moves bits.
-_NUM_ORDERLESS = 2
-_MOCK = ("rollout_mock.mode=mock",)
-
-
-def derive_run(
-    run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path, entry: str | None = None
-) -> PlannedRun:
-    """Plans the run again with further overrides, named ``name``, in ``{root}/{name}``.
-
-    ``entry``: another module in the place of the run's own. Raises ``ConfigError`` where the overrides do not fit.
-    """
-    run_dir = root / name
-    begins_from = run.begins_from
-    if begins_from is None and run.program.initial_state_key is not None:
-        begins_from = run.output_dir / TRACE_FOLDER
-    complete = (
-        *run.overrides,
-        *(_MOCK if run.config.rollout_mock is not None else ()),
-        *initial_state_overrides(run.program, begins_from),
-        *overrides,
-        quote_override("output_dir", str(run_dir)),
-        quote_override("exp_name", f"{run.config.exp_name}-{name}"),
-    )
-    return replace(
-        run,
-        name=name,
-        entry=run.entry if entry is None else entry,
-        overrides=complete,
-        config=load(complete),
-        output_dir=run_dir,
-        begins_from=begins_from,
-    )
-
-
-def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """Plans the reference of a candidate: one process with its layout's order of sums and the baseline's code.
-
-    Raises ``ConfigError`` where the order cannot be followed.
-    """
-    layout = candidate.config.parallel
-    emulated = layout.model_dump(mode="json", exclude_defaults=True, exclude={"allow_known_wrong"})
-    # One process, whatever axes the candidate has: the reference's only parallelism is the order it follows.
-    plain = {f"parallel.{key}": value for key, value in ParallelConfig().model_dump(mode="json").items()}
-    overrides = [
-        *(f"{key}={json.dumps(value)}" for key, value in plain.items()),
-        f"order.emulate={_to_hydra(emulated)}",
-        "order.ordered_reductions=false",  # it concerns ranks, and the reference has one
-    ]
-    run = derive_run(
-        candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
-    )
-    # The baseline's code: a candidate's own module or packages must not vouch for themselves.
-    return replace(run, python=baseline.python, env=baseline.env, versions=baseline.versions, sources=baseline.sources)
-
-
-def order_reductions(plan: AlignPlan, *, load: ConfigLoader) -> AlignPlan:
-    """Puts reductions in rank order where an emulated candidate reduces over more than two ranks.
-
-    A library's own order over more than two ranks is nobody's to follow.
-    """
-    if not plan.baseline.config.align.proofs.emulate:
-        return plan
-    return replace(plan, candidates=tuple(_order_reductions(run, load=load) for run in plan.candidates))
-
-
-def describe_order_limits(run: PlannedRun) -> str:
-    """Says why the order of sums of a run cannot be followed; empty where it can."""
-    return "; ".join(run.program.order_limits(run.config))
-
-
-def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
-    """Says whether a candidate adds in the baseline's order."""
-    if candidate.changes.kind == "nothing":
-        return True
-    if any(describe_order_limits(run) for run in (baseline, candidate)):
-        return False
-    ours, theirs = (run.program.plan_order(run.config) for run in (baseline, candidate))
-    # Two orders that nobody knows are not known to be one.
-    return ours is not None and ours == theirs
-
-
-def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """Plans the baseline with weights perturbed by one unit roundoff."""
-    return derive_run(baseline, f"noise-{seed}", [f"perturbation.seed={seed}"], load=load, root=root)
-
-
-def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """Plans the run in float64."""
-    return derive_run(run, f"float64-{run.name}", ["precision=float64"], load=load, root=root)
-
-
-def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
-    config = run.config
-    if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(run):
-        return run
-    plan = run.program.plan_order(config)
-    # Where nobody knows the groups before the run, the largest one may have all processes.
-    sizes = [config.parallel.world_size] if plan is None else [reduction.size for reduction in plan.reductions]
-    if all(size <= _NUM_ORDERLESS for size in sizes):
-        return run
-    added = "order.ordered_reductions=true"
-    overrides = (*run.overrides, added)
-    return replace(run, own_overrides=(*run.own_overrides, added), overrides=overrides, config=load(overrides))
-
-
-def _to_hydra(values: dict[str, object]) -> str:
-    """Writes a mapping of plain values in Hydra's grammar; an empty one means one process."""
-    return "{" + ",".join(f"{key}:{json.dumps(value)}" for key, value in values.items()) + "}"
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,6 +48,8 @@ class CandidateState:
     emulated: Verdict | None = None
     not_followed: tuple[str, ...] = ()
     not_emulated: NotTried = NOT_NEEDED
+    equal_inputs: EqualInputsFacts | None = None
+    no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     judged: Verdict | None = None
@@ -175,6 +65,15 @@ class CandidateState:
     def own_entry(self) -> str:
         """The module of its processes; empty where it is the baseline's."""
         return self.run.entry if self.run.entry != self.baseline.entry else ""
+
+    @property
+    def same_order(self) -> tuple[PlannedRun, Verdict] | None:
+        """The reference that adds in the candidate's order, with the comparison to it; ``None`` without one."""
+        if self.emulated_run is not None and self.emulated is not None:
+            return self.emulated_run, self.emulated
+        if self.direct is not None and is_same_order(self.baseline, self.run):
+            return self.baseline, self.direct
+        return None
 
     @property
     def is_open(self) -> bool:
@@ -208,6 +107,8 @@ class CandidateState:
                 not_followed=self.not_followed,
                 not_emulated=self.not_emulated,
                 layout=run.layout,
+                equal_inputs=self.equal_inputs,
+                no_equal_inputs=self.no_equal_inputs,
                 wide=self.wide,
                 no_referee=self.no_referee,
                 shrinking=shrinking_factor(run.config.precision),
@@ -261,6 +162,8 @@ class CandidateState:
         )
 
 
+#: Runs with grafts, beside which further tensors have equal inputs.
+_NUM_KERNEL_GRAFTS = 2
 #: Perturbed runs that show the noise of what only localisation traces.
 _NUM_PERTURBATIONS = 2
 
@@ -280,13 +183,43 @@ class CloserLook:
         """
         reference, bounds = self.plan.baseline, None
         first = item.verdict.first
-        differs = item.emulated is not None and item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+        differs = item.emulated is not None and (
+            item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
+            or (item.equal_inputs is not None and item.equal_inputs.excess is not None)
+        )
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
         # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
             bounds = self._measure_all_kinds(0 if first is None else first.step)
         return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+
+    def judge_equal_inputs(self, item: CandidateState) -> EqualInputsFacts:
+        """Judge the first differing tensors of a candidate, whose inputs are equal, by one kernel's rounding.
+
+        Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
+        """
+        reference = item.same_order
+        assert reference is not None
+        run, compared = reference
+        differences = () if compared.tensors is None else compared.tensors.differences
+        first = next((found for found in differences if not found.bit_equal), None)
+        place = localise(
+            run,
+            item.run,
+            first=None if first is None else from_tensor(first),
+            run=self._run_further,
+            max_grafts=_NUM_KERNEL_GRAFTS,
+        )
+        unit = UNIT_ROUNDOFFS[item.run.config.precision]
+        causes = [place.origin, *(cause.tensor for cause in place.causes[1:] if cause.tensor is not None)]
+        judged = [cause.difference for cause in causes if cause.difference is not None]
+        excesses = [(found, find_kernel_excess(found, unit=unit)) for found in judged]
+        return EqualInputsFacts(
+            judged=tuple(found.key for found in judged),
+            excess=next(((found, excess) for found, excess in excesses if excess is not None), None),
+            is_complete=bool(place.causes) and not place.remaining,
+        )
 
     def _measure_all_kinds(self, step: int) -> Bounds:
         """Measure the noise of every tensor of one step, traced or not in ordinary runs."""

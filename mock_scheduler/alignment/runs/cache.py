@@ -4,8 +4,8 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
 
 - ``format_version`` and ``elapsed_s``, the seconds it took;
 - ``keys``: everything with an effect on its results, by dotted names: ``config.*`` (its whole checked configuration but
-  for its labels), ``entry``, ``code.*`` (versions of packages, and by file the SHA-256 of every source file of the
-  project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
+  for its labels), ``entry``, ``code.*`` (versions of all packages, and by file the SHA-256 of every source file of
+  the project and of the entry's package), ``machine.*`` (processor, instruction set and GPUs decide the last bits),
   ``environ.*`` (of a value that no file may show the ``keyed_digest``), and a digest of each folder it reads: the
   ``recording`` it replays, the ``checkpoint`` it goes on from, the traces whose tensors are put into it (``graft``,
   ``initial_state`` with what ``start`` has beside it);
@@ -13,7 +13,8 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
   every tensor has its own digest there. A recording run has the recording among them.
 
 Contract: a run is taken again only where its keys are the wanted ones and its files have not changed since; else
-``find_cached`` names the difference. An interrupted run has no fingerprint. Nothing is removed here.
+``find_cached`` names the difference. So it is where a file that the run itself loaded (``loaded_code``) is another one
+now, wherever it lies. An interrupted run has no fingerprint. Nothing is removed here.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from mock_scheduler.support.digests import (
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import open_foreign, read_bytes
+from mock_scheduler.support.loaded_code import find_changed_code
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import (
     CONFIG_FILE,
@@ -136,6 +138,7 @@ def compute_fingerprint(
         **leaves,
         "entry": run.entry,
         **versions,
+        "code.packages": dict(run.packages),
         **{f"code.{name}": value for name, value in code.items()},
         **{f"machine.{name}": value for name, value in machine.items()},
         **{f"environ.{name}": value for name, value in environ.items()},
@@ -198,6 +201,9 @@ def find_cached(
     changes = _describe_changes(stored.keys, fingerprint.keys)
     if changes:
         return NotReusable(reason=list_some(changes, _NUM_NAMED))
+    changed = find_changed_code(run_dir)
+    if changed:
+        return NotReusable(reason=list_some(changed, _NUM_NAMED))
     damage = _describe_damage(stored.files, describe_run_files(run_dir, recording_dir))
     if damage:
         return NotReusable(reason=list_some(damage, _NUM_NAMED))

@@ -1,13 +1,4 @@
-"""One tensor of two traces, brought into the same order, the reasons it cannot be compared, and flips by rounding.
-
-The experts of a token are a choice by order: where two experts' logits are as near to each other as rounding moves
-them, two honest runs choose differently, and everything this token computes afterwards differs at its full size. Such a
-token is counted and left out of tensors stored in the order of its chosen experts.
-
-With a the baseline: a token with another choice is a *flip by rounding* where for every expert e chosen by the baseline
-only and f chosen by the candidate only, logit_a[e] - logit_a[f] is at most twice the largest |Δlogit| of the token: e
-stood before f by no more than the two runs' logits moved. Needs the router's logits of both runs.
-"""
+"""One tensor of two traces, brought into the same order, and the reasons it cannot be compared."""
 
 from __future__ import annotations
 
@@ -22,8 +13,7 @@ from mock_scheduler.comparison.findings import Finding, NotFinite, OtherDtype, O
 from mock_scheduler.comparison.measure.distance import count_non_finite
 from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
-from mock_scheduler.comparison.tensors import ExpertFlips, TensorDifference
-from mock_scheduler.comparison.thresholds import FLIP_MOVES
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, TraceKey
@@ -227,37 +217,3 @@ def _sum(baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor 
 def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns bool ``[T, 1, ...]`` from ``[T]``."""
     return mask.view(-1, *([1] * (like.dim() - 1)))
-
-
-def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, torch.Tensor]:
-    """Counts tokens with choices changed by rounding alone; and returns bool ``[T]``: which ones.
-
-    Args:
-        choice: Integers ``[T, slots]``.
-        logits: Floats ``[T, experts]``.
-    """
-    num_tokens, num_experts = logits.baseline.shape
-    mine, other = (_one_hot(side, num_experts) for side in (choice.baseline, choice.candidate))
-    only_mine, only_other = mine & ~other, other & ~mine
-    left, right = logits.baseline.double(), logits.candidate.double()
-    moved = (left - right).abs().amax(dim=1)
-    # The widest pair decides: the best expert only the baseline chose, and the worst only the candidate did.
-    gap = left.masked_fill(~only_mine, -torch.inf).amax(dim=1) - left.masked_fill(~only_other, torch.inf).amin(dim=1)
-    num_swapped = only_mine.sum(dim=1)
-    # As many experts out as in: a token that lost an expert was dropped, which rounding does not do.
-    is_flipped = (num_swapped > 0) & (num_swapped == only_other.sum(dim=1)) & (gap <= FLIP_MOVES * moved)
-    for pair in (choice, logits):
-        if pair.present is not None:
-            is_flipped &= pair.present.reshape(num_tokens, -1).all(dim=1)
-    num_flipped = int(is_flipped.sum())
-    largest_gap = max(0.0, float(gap[is_flipped].max())) if num_flipped else 0.0
-    summary = ExpertFlips(key=choice.key, num_tokens=num_tokens, num_flipped=num_flipped, largest_gap=largest_gap)
-    return summary, is_flipped
-
-
-def _one_hot(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Returns bool ``[T, experts]``; numbers of no expert, as of a dropped token, choose none."""
-    is_expert = (chosen >= 0) & (chosen < num_experts)
-    counts = torch.zeros(len(chosen), num_experts, dtype=torch.int64)
-    counts.scatter_add_(1, chosen.long().clamp(0, num_experts - 1), is_expert.long())
-    return counts > 0

@@ -33,13 +33,13 @@ from mock_scheduler.comparison.measure.distance import measure, rounding_unit, w
 from mock_scheduler.comparison.pairing.pairs import (
     TensorPair,
     TracePair,
-    find_flips,
     find_not_finite,
     find_other_dtype,
     find_other_places,
     locate,
     pair_up,
 )
+from mock_scheduler.comparison.pairing.routing import find_flips
 from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import Locality
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference

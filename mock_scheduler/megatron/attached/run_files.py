@@ -14,6 +14,7 @@ from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json, save_text
+from mock_scheduler.support.loaded_code import save_loaded_code
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files, report_failure
@@ -57,6 +58,7 @@ class RunFiles:
 
     def end(self, *, status: str, layout: str, world_size: int, facts: Mapping[str, JSON]) -> None:
         """Writes what the run says about itself. facts: further keys of ``run.json``."""
+        save_loaded_code(self._output_dir)
         if not self._is_writer:
             return
         self._open.close()

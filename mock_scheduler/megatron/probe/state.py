@@ -24,7 +24,7 @@ from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import ShardSpec
 
 _VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER)
-_ROUTER = ".mlp.router."
+_ROUTER = ".mlp.router"
 _NORM = "layernorm"
 
 
@@ -153,14 +153,17 @@ def _is_wide(parameter: torch.Tensor) -> bool:
 def _dims_of(spec: ShardSpec, model: ObservedModel) -> tuple[DimName, ...]:
     """Names the dimensions of a parameter or buffer by its canonical name."""
     name = spec.name.removeprefix(model.prefix)
+    is_router = name.rpartition(".")[0].endswith(_ROUTER)
     match len(spec.global_shape):
-        case 1 if _ROUTER in name:
+        case 1 if is_router:
             return ("expert",)
         case 1:
             return ("channel",) if _NORM in name else ("row",)
         case 2 if name in _VOCABULARY and spec.global_shape[0] == model.vocab_size:
             return ("vocab", "channel")
         case 2:
-            return ("expert", "channel") if _ROUTER in name else ("row", "column")
+            return ("expert", "channel") if is_router else ("row", "column")
+        case 3:
+            return ("expert", "row", "column")  # adapters of grouped experts
         case _:
             return ()

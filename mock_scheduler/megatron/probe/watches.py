@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mock_scheduler.errors import TraceError
+from mock_scheduler.megatron.probe.forms import base_layer
 
 Gather = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a tensor as it was computed, or its gradient, and int64 ``[n]``, the places of tokens among its s · b, to what
@@ -40,7 +41,9 @@ Watch = Callable[[torch.nn.Module, See], AbstractContextManager[None]]
 def watch_output(module: torch.nn.Module, see: See) -> Iterator[None]:
     """See a module's output; of several, as of a linear layer that leaves its bias to the next, the first."""
 
-    def hook(_: torch.nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
+    def hook(_: torch.nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...] | None) -> object:
+        if output is None:
+            return None  # Megatron-Bridge (0.6.2) calls the hooks of a fused adapter once more, within, with nothing
         if not isinstance(output, tuple):
             return see(output, None)
         other = see(output[0], None)
@@ -78,7 +81,18 @@ def watch_call(path: str, call: int) -> Watch:
 
 @contextmanager
 def watch_scores(router: Router, see: See) -> Iterator[None]:
-    """See a router's logits ``[s, b, E]``, before anything is made of them."""
+    """See a router's logits ``[s, b, E]``, before anything is made of them; with an adapter's part of them."""
+    base: Router = base_layer(router)
+    if base is not router:  # it adds its part to what ``gating`` gives
+        route = base.routing
+
+        def routing(logits: torch.Tensor, *args: object, **kwargs: object) -> object:
+            other = see(logits, None)
+            return route(logits if other is None else other, *args, **kwargs)
+
+        with _replaced_method(base, "routing", routing):
+            yield
+        return
     compute = router.gating
 
     def gating(*args: object, **kwargs: object) -> torch.Tensor:
@@ -94,11 +108,13 @@ def watch_scores(router: Router, see: See) -> Iterator[None]:
 def watch_probabilities(router: Router, see: See) -> Iterator[None]:
     """See the weights of the chosen experts, gathered to ``[n, K]`` of a router's ``[s · b, E]``."""
 
+    base: Router = base_layer(router)
+
     def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> object:
         probs, routing_map = output
 
         def gather(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            return tensor[places].gather(1, chosen_experts(routing_map[places], router.topk))
+            return tensor[places].gather(1, chosen_experts(routing_map[places], base.topk))
 
         other = see(probs, gather)
         return None if other is None else (other, routing_map)
@@ -111,8 +127,10 @@ def watch_probabilities(router: Router, see: See) -> Iterator[None]:
 def watch_choice(router: Router, see: See) -> Iterator[None]:
     """See the chosen experts, gathered to int64 ``[n, K]`` of a router's bool map ``[s · b, E]``."""
 
+    base: Router = base_layer(router)
+
     def hook(_: torch.nn.Module, args: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        see(output[1], lambda routing_map, places: chosen_experts(routing_map[places], router.topk))
+        see(output[1], lambda routing_map, places: chosen_experts(routing_map[places], base.topk))
 
     with _hooked(router, hook):
         yield

@@ -62,6 +62,7 @@ from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
+from mock_scheduler.verdict.wording.own_code import describe_own_code
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
     TONES,
@@ -185,6 +186,7 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
             layout=candidate.layout,
             overrides=candidate.overrides,
             entry=candidate.entry,
+            own_code=describe_own_code(candidate),
             changes=candidate.changes,
             versions=candidate.versions,
         ),

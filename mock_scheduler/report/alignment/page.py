@@ -146,6 +146,7 @@ def _verdict_rows(candidate: CandidateView) -> Iterator[tuple[str, str]]:
     yield "layout", setup.layout
     yield "overrides", " ".join(setup.overrides)
     yield "entry", setup.entry
+    yield "own code", setup.own_code
     code = (f"its module {setup.entry}",) if setup.entry else ()
     yield "may move a bit", ", ".join((*setup.changes, *code))
     yield "proved by", candidate.verdict.proved_by

@@ -77,6 +77,7 @@ class SetupView:
     layout: str
     overrides: tuple[str, ...]
     entry: str
+    own_code: str
     changes: tuple[str, ...]
     versions: tuple[str, ...]
 

@@ -21,9 +21,9 @@ from pydantic import Field
 
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.digests import JSON, compute_tensor_digest
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import AsRow, Count, Document
-from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype
+from mock_scheduler.support.tensor_bytes import as_bytes, compute_tensor_digest, dtype_name, find_dtype
 from mock_scheduler.trace.entries import (
     DimName,
     LedgerCall,

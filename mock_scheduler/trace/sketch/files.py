@@ -32,9 +32,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.digests import JSON, canonical_json, compute_tensor_digest, seal
+from mock_scheduler.support.digests import JSON, canonical_json, seal
 from mock_scheduler.support.files import written_aside
-from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest, dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
 from mock_scheduler.trace.full.header import RankStep, check_footer, check_spec, footer_as_json, rank_step_as_json

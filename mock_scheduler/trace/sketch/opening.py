@@ -16,9 +16,8 @@ from safetensors import SafetensorError
 
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.digests import compute_tensor_digest
 from mock_scheduler.support.documents import AsRow, Count, Document
-from mock_scheduler.support.tensor_bytes import find_dtype
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest, find_dtype
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
 from mock_scheduler.trace.full.header import DAMAGED, TensorName, parse_footer, parse_rank_step

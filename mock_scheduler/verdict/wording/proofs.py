@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mock_scheduler.support.text import count_of
+from mock_scheduler.comparison.noise.one_kernel import KernelTest
+from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause
 from mock_scheduler.verdict.verdict import (
     EmulationFacts,
+    EqualInputsFacts,
     EqualityFacts,
     OwnChanges,
     Proof,
@@ -20,11 +22,13 @@ from mock_scheduler.verdict.verdict import (
 from mock_scheduler.verdict.wording.coverage import describe_coverage
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.reasons import describe_comparison
+from mock_scheduler.verdict.wording.residuals import describe_residual
 from mock_scheduler.verdict.wording.tensors import join_and
 
 #: How many times less a difference must be in float64 for that to be said.
 _NOTED_RATIO = 2.0
 _SAID = "as said above"
+_NUM_NAMED = 2
 _NOT_TRIED: Mapping[NotTriedCause, str] = {
     NotTriedCause.ONE_PROCESS: "one process holds no copies",
     NotTriedCause.NOT_NEEDED: "not needed, or not asked for",
@@ -49,6 +53,8 @@ def describe_proof(proof: Proof, *, said: Divergence | None = None) -> str:
             return _describe_equality(proof, proof.facts)
         case EmulationFacts():
             return _describe_emulation(proof, proof.facts, said)
+        case EqualInputsFacts():
+            return _describe_equal_inputs(proof.facts)
         case RefereeFacts():
             return _describe_referee(proof, proof.facts, said)
         case None:
@@ -79,7 +85,9 @@ def _describe_not_tried(proof: Proof, why: NotTried) -> str:
         case NotTriedCause.CANNOT_RUN:
             return f"it cannot be run in float64: {why.error}"
         case NotTriedCause.RUN_FAILED:
-            which = "a run in float64" if proof.name == "referee" else "the run in its order of sums"
+            which = {"referee": "a run in float64", "equal inputs": "a run for it"}.get(
+                proof.name, "the run in its order of sums"
+            )
             return f"{which} failed: {why.error}"
         case _:
             return _NOT_TRIED[why.cause]
@@ -111,6 +119,31 @@ def _describe_emulation(proof: Proof, facts: EmulationFacts, said: Divergence | 
     is_rounding = compared.kind is VerdictKind.ROUNDING
     left = "what is left is rounding" if is_rounding else describe_comparison(compared, said=said)
     return f"{found}, but what it changes may round; {left}"
+
+
+_EXCESS: Mapping[KernelTest, str] = {
+    "size": "it differs by {value:.1e} of its size, and one kernel's rounding by {limit:.1e} at most",
+    "element": "an element differs by {value:.1e} of its size, and one kernel's rounding by {limit:.1e} at most",
+    "scale": "its scale differs by {value:.1e}, and by rounding it does by {limit:.1e} at most",
+    "choice": "equal scores and biases chose other experts",
+    "update": "its change by the update differs by {value:.1e} of its size, and by rounding it does by {limit:.1e} at "
+    "most",
+}
+
+
+def _describe_equal_inputs(facts: EqualInputsFacts) -> str:
+    if facts.error:
+        return f"nothing could be judged: {facts.error}"
+    if facts.excess is not None:
+        difference, excess = facts.excess
+        look = "" if difference.residual is None else f" ({describe_residual(difference.residual)})"
+        found = _EXCESS[excess.test].format(value=excess.value, limit=excess.limit)
+        return f"all inputs of the {difference.key.describe()} are equal to the last bit, and {found}{look}"
+    if not facts.judged:
+        return "no tensor has inputs that are known to be equal"
+    names = list_some([key.describe() for key in facts.judged], _NUM_NAMED, ", ")
+    rest = "every other difference of the pass follows from it" if facts.is_complete else "what follows is not judged"
+    return f"by no more than one kernel rounds, of equal inputs: {names}; {rest}"
 
 
 def _describe_referee(proof: Proof, facts: RefereeFacts, said: Divergence | None) -> str:

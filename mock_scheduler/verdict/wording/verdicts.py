@@ -61,6 +61,7 @@ PROOF_MEANINGS: Mapping[ProofName, str] = {
     "replicas": "ranks that must hold the same bits do",
     "bit-equality": "every tensor has the baseline's bits",
     "emulation": "every tensor has the bits of a reference that adds in the candidate's order",
+    "equal inputs": "of inputs equal to the last bit, no tensor differs by more than one kernel rounds",
     "noise": "no difference is larger, more systematic or more concentrated than one unit of rounding makes it",
     "referee": "in float64 the two sides agree as two orders of the same sums do",
 }
@@ -134,7 +135,7 @@ def describe_proved_by(verdict: Verdict) -> str:
         return ", ".join(_list_named(verdict, "proved", ("emulation",))) or "–"
     if verdict.passes:
         return ", ".join(_list_named(verdict, "proved", ("emulation", "noise", "referee"))) or "–"
-    against = _list_named(verdict, "refuted", ("replicas", "emulation", "noise", "referee"))
+    against = _list_named(verdict, "refuted", ("replicas", "emulation", "equal inputs", "noise", "referee"))
     return f"refuted by {', '.join(against)}" if against else "–"
 
 
@@ -205,6 +206,8 @@ def _describe_refuted(verdict: Verdict, why: RefutedBy) -> str:
     match why.proof:
         case "bit-equality":
             return f"{found}; {direct}"
+        case "equal inputs":
+            return f"{found}; {_AGAINST}{_describe_named(verdict, 'noise')}"
         case "emulation":
             noise = _describe_named(verdict, "noise")
             return f"{found}; {_AGAINST}{noise}; first divergence: {describe_sentence(verdict)}"

@@ -27,6 +27,7 @@ TP2 = "parallel.tensor_model_parallel_size=2"
 OTHER = Interpreter(
     path="/env/bin/python",
     versions={"python": "3.12.1", "torch": "2.14.1"},
+    packages={"torch": "2.14.1", "six": "1.17.0"},
     env={"PYTHONPATH": "/project"},
     sources=(Path("/project/pipelines"),),
 )
@@ -35,7 +36,9 @@ OTHER = Interpreter(
 def read_interpreter(python: str | None) -> Interpreter:
     """This interpreter, with versions that the test knows, or the other one."""
     if python is None:
-        return Interpreter(path=sys.executable, versions={"python": "3.11.2", "torch": "2.13.0"}, env={}, sources=())
+        return Interpreter(
+            path=sys.executable, versions={"python": "3.11.2", "torch": "2.13.0"}, packages={}, env={}, sources=()
+        )
     if python != OTHER.path:
         raise ConfigError(f"python: there is no file {python}")
     return OTHER

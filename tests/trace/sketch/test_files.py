@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
-from mock_scheduler.support.digests import canonical_json, compute_tensor_digest, open_sealed, seal
+from mock_scheduler.support.digests import canonical_json, open_sealed, seal
+from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.shards import ShardSpec, Split, blocks_of_indices, cut_shard, even_split, whole
 from mock_scheduler.trace.sketch.files import SketchSink, has_full, has_sketches, sketch_path

@@ -1,0 +1,84 @@
+"""What one kernel's rounding can do to a tensor whose inputs are equal to the last bit.
+
+Perturbed weights reach a tensor through everything before it, so their noise is no measure of a tensor whose inputs are
+equal: an error that hides in the noise of bfloat16 stands out there. One kernel rounds its result, and perhaps a few
+values on the way, to its own precision. So with the unit roundoff u of that precision
+
+- *size*: ``||a - b|| / ||a||`` is at most a few u;
+- *element*: no element is further away than a few u of its own size, or of a large element's, whichever is larger;
+- *scale*: ``<a, b> / <a, a>`` is 1 but for the mean of independent roundings;
+- *choice*: experts chosen by equal scores and biases are the same;
+- *update*: parameters and moments are made in float32 of equal gradients, so their change is equal but for rounding.
+
+Contract: pure. A tensor without figures (level ``sketch``) is judged by its size alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.thresholds import (
+    FEWEST_ELEMENTS,
+    KERNEL_ACCUMULATION,
+    KERNEL_LARGE_ELEMENT,
+    KERNEL_ROUNDINGS,
+    KERNEL_UPDATE,
+    LARGEST_Z,
+)
+from mock_scheduler.trace.entries import PHASES, Phase
+from mock_scheduler.trace.names import is_choice
+
+KernelTest = Literal["size", "element", "scale", "choice", "update"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelExcess:
+    """More than one kernel's rounding: the ``value`` of a test, and the most that rounding makes of it."""
+
+    test: KernelTest
+    value: float
+    limit: float
+
+
+def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess | None:
+    """Judges a tensor whose inputs are equal to the last bit; ``None`` where its difference is rounding.
+
+    ``unit``: u of the precision that the run computes in.
+    """
+    if item.bit_equal:
+        return None
+    if is_choice(item.key):
+        return KernelExcess(test="choice", value=item.relative, limit=0.0)
+    if PHASES[item.key.kind] is Phase.UPDATE:
+        return _beyond("update", item.relative if item.low is None else item.low, KERNEL_UPDATE)
+    least = max(KERNEL_ROUNDINGS * unit, KERNEL_ACCUMULATION)
+    size = _beyond("size", item.relative if item.low is None else item.low, least)
+    return size or _judge_elements(item, least) or _judge_scale(item, unit)
+
+
+def _judge_elements(item: TensorDifference, least: float) -> KernelExcess | None:
+    figures = item.figures
+    if figures is None or figures.worst is None:
+        return None
+    typical = item.size / math.sqrt(max(item.num_elements, 1))
+    # Sums cancel: a small element has the rounding of the large values that it is the sum of.
+    scale = max(abs(figures.worst.baseline), KERNEL_LARGE_ELEMENT * typical)
+    # One element is the worst of all, where the size is a mean.
+    return _beyond("element", figures.max_abs / scale if scale else math.inf, 2.0 * least)
+
+
+def _judge_scale(item: TensorDifference, unit: float) -> KernelExcess | None:
+    figures = item.figures
+    if figures is None or figures.num_elements < FEWEST_ELEMENTS or not math.isfinite(figures.slope):
+        return None
+    # The elements of a row share roundings, so that about the root of all elements round by themselves.
+    limit = max(LARGEST_Z * unit / figures.num_elements**0.25, KERNEL_ACCUMULATION)
+    return _beyond("scale", abs(figures.slope - 1.0), limit)
+
+
+def _beyond(test: KernelTest, value: float, limit: float) -> KernelExcess | None:
+    # Written as "not within", so that NaN, of which every comparison is false, is beyond.
+    return None if value <= limit else KernelExcess(test=test, value=value, limit=limit)

@@ -1,0 +1,130 @@
+"""Records which of a user's source files the processes of a run loaded, and how often the user's own code was called.
+
+A run that completes leaves ``code/`` in its folder, with one JSON document for each set of files that a process loaded:
+
+- ``files``: the SHA-256 of every loaded source that belongs to no installed package, to Python, or to a package whose
+  sources are digested as a whole. A path is relative where it lies below the working directory;
+- ``changed_while_running``: those of them that were written after the process had started, so nobody knows what ran;
+- ``calls``: how often each of the user's functions and classes in the place of a package's was called (``own_calls``).
+
+Contract: standard library and our own helpers only, so that any process can import this. Files that a program reads
+without importing them are not known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mock_scheduler.support.digests import compute_json_digest
+from mock_scheduler.support.documents import Document
+from mock_scheduler.support.files import load_json_object, save_json
+from mock_scheduler.support.run_files import CODE_FOLDER
+from mock_scheduler.support.versions import PACKAGE, installed_folders
+
+_STARTED_S = time.time()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedCode:
+    """The code of one process, or of all processes of a run; fields as in the module's docstring."""
+
+    files: dict[str, str]
+    changed_while_running: tuple[str, ...] = ()
+    calls: dict[str, int]
+
+
+_DOCUMENT = Document[LoadedCode](LoadedCode)
+
+
+def save_loaded_code(
+    output_dir: Path, *, global_rank: int = 0, packages: Iterable[str] = (), calls: Mapping[str, int] | None = None
+) -> None:
+    """Writes the record of this process; every process of a run calls it once its work is done.
+
+    Args:
+        output_dir: the run's folder.
+        global_rank: names the record of a process that counted calls; equal records without any are one file.
+        packages: top-level packages whose sources are digested elsewhere, beside this library's.
+        calls: the counted calls, by name.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    files, changed = {}, []
+    for path in sorted(_own_files({PACKAGE, *packages})):
+        name = _shown(path)
+        files[name] = _digest(path)
+        if path.stat().st_mtime > _STARTED_S:
+            changed.append(name)
+    document = _DOCUMENT.dump(LoadedCode(files=files, changed_while_running=tuple(changed), calls=dict(calls or {})))
+    # A thousand ranks that loaded the same files leave one record.
+    name = f"rank_{global_rank:05d}" if calls else compute_json_digest(document)[:16]
+    folder = output_dir / CODE_FOLDER
+    folder.mkdir(exist_ok=True)
+    save_json(folder / f"{name}.json", document)
+
+
+def load_loaded_code(output_dir: Path) -> LoadedCode | None:
+    """Reads the records of a finished run, joined; ``None`` where it left none, ``ValueError`` for a damaged one."""
+    paths = sorted((output_dir / CODE_FOLDER).glob("*.json"))
+    if not paths:
+        return None
+    files: dict[str, str] = {}
+    changed: set[str] = set()
+    calls: Counter[str] = Counter()
+    for path in paths:
+        record = _DOCUMENT.load(load_json_object(path, inside=output_dir))
+        changed |= {*record.changed_while_running, *(n for n, d in record.files.items() if files.get(n, d) != d)}
+        files |= record.files
+        calls.update(record.calls)
+    return LoadedCode(files=files, changed_while_running=tuple(sorted(changed)), calls=dict(calls))
+
+
+def find_changed_code(output_dir: Path) -> list[str]:
+    """Says why a finished run may not be of the code that lies here now; empty where it is."""
+    try:
+        loaded = load_loaded_code(output_dir)
+    except (OSError, ValueError) as error:
+        return [f"the record of the files that it loaded cannot be read: {error}"]
+    if loaded is None:
+        return ["nobody knows which files it loaded"]
+    reasons = [f"{name}, which it loaded, was changed while it ran" for name in loaded.changed_while_running]
+    for name, digest in loaded.files.items():
+        path = Path(name)
+        if not path.is_file():
+            reasons.append(f"{name}, which it loaded, is gone")
+        elif _digest(path) != digest:
+            reasons.append(f"{name}, which it loaded, has changed")
+    return reasons
+
+
+def _own_files(packages: set[str]) -> set[Path]:
+    """Finds the sources of loaded modules that are neither Python's, nor installed, nor of these packages."""
+    installed = installed_folders()
+    found = set()
+    for name, module in list(sys.modules.items()):
+        origin = getattr(module, "__file__", None)
+        spec = getattr(module, "__spec__", None)  # of ``__main__``, which has the entry's own name here
+        top = (spec.name if spec is not None and name == "__main__" else name).partition(".")[0]
+        if not isinstance(origin, str) or top in packages:
+            continue
+        path = Path(os.path.realpath(origin))
+        if path.is_file() and not str(path).startswith(installed):
+            found.add(path)
+    return found
+
+
+def _shown(path: Path) -> str:
+    here = Path.cwd().resolve()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

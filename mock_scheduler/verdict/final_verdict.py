@@ -1,0 +1,101 @@
+"""From the proofs of a candidate to its final verdict: every promotion and demotion of the direct verdict stands here.
+
+Contract: pure; ``_decide`` goes down the ladder. ``suspect`` is made
+
+- of ``diverged``, where float64 shows no difference, or where the candidate equals a reference of doubtful standing;
+- of ``rounding``, where the reference in the candidate's order shows more than the baseline does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from mock_scheduler.verdict.divergences import from_tensor
+from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
+from mock_scheduler.verdict.reasons import (
+    ApartFromReference,
+    EqualToReference,
+    RefutedBy,
+    StaysInFloat64,
+    VanishesInFloat64,
+)
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Proof, Verdict, VerdictKind
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict on a candidate, with its proofs."""
+    if evidence.direct.kind in WITHOUT_COMPARISON:
+        return evidence.direct
+    proofs = judge_proofs(evidence)
+    return replace(_decide(evidence, proofs), proofs=proofs)
+
+
+def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
+    direct, emulated, wide = evidence.direct, evidence.emulated, evidence.wide
+    replicas, equality, emulation, inputs, noise, referee = (proof.outcome for proof in proofs)
+    if equality == "proved" and replicas != "refuted":
+        return direct
+    # Unequal copies within the candidate's own run refute it, whatever else holds.
+    if replicas == "refuted":
+        return _diverged(direct, direct, RefutedBy(proof="replicas"))
+    # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
+    if equality == "refuted":
+        return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
+    if emulation == "proved":
+        # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
+        vouched_by: Literal["noise", "referee"] | None = None
+        if "proved" in (noise, referee):
+            vouched_by = "noise" if noise == "proved" else "referee"
+        why = EqualToReference(vouched_by=vouched_by)
+        if vouched_by is None:
+            return replace(direct, kind=VerdictKind.SUSPECT, why=why)
+        return replace(direct, kind=VerdictKind.EMULATED, why=why, first=None)
+    # Only the layout is another, and the reference adds in its order: a difference is no rounding.
+    if emulation == "refuted" and emulated is not None:
+        return _diverged(direct, emulated, RefutedBy(proof="emulation"))
+    # Of equal inputs one kernel makes equal values but for its rounding, whatever perturbed weights may do.
+    if inputs == "refuted" and evidence.equal_inputs is not None and evidence.equal_inputs.excess is not None:
+        difference, excess = evidence.equal_inputs.excess
+        return replace(
+            direct,
+            kind=VerdictKind.DIVERGED,
+            why=RefutedBy(proof="equal inputs"),
+            first=from_tensor(replace(difference, tolerance=excess.limit)),
+        )
+    # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
+    sharper = _graver(evidence)
+    if referee == "refuted" and wide is not None:
+        if direct.kind not in (VerdictKind.DIVERGED, VerdictKind.SUSPECT) and sharper is None:
+            return replace(direct, why=StaysInFloat64(otherwise=direct.why))
+        is_confirmed = is_same_place(direct, wide)
+        # There is next to no noise in float64, so that what comes first there is the place.
+        shown_by = direct if is_confirmed else wide
+        return _diverged(direct, shown_by, RefutedBy(proof="referee", is_same_place=is_confirmed))
+    if sharper is not None:
+        if sharper.kind is VerdictKind.DIVERGED and referee != "proved":
+            return _diverged(direct, sharper, ApartFromReference(is_refuted=True))
+        why_apart = ApartFromReference(is_refuted=False)
+        return replace(direct, kind=VerdictKind.SUSPECT, why=why_apart, suspicions=sharper.suspicions)
+    # Suspect and not diverged: both compute one function, and either this precision alone is wrong, or the noise was
+    # larger than measured.
+    if direct.kind is VerdictKind.DIVERGED and referee == "proved":
+        return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
+    return direct
+
+
+def _graver(evidence: Evidence) -> Verdict | None:
+    """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
+    direct, emulated = evidence.direct, evidence.emulated
+    if emulated is None or evidence.must_be_exact or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
+        return None
+    is_graver = emulated.kind is VerdictKind.DIVERGED or (
+        emulated.kind is VerdictKind.SUSPECT and direct.kind is VerdictKind.ROUNDING
+    )
+    return emulated if is_graver else None
+
+
+def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:
+    """Diverged, with the first divergence of ``shown_by``."""
+    return replace(direct, kind=VerdictKind.DIVERGED, why=why, first=shown_by.first or direct.first)

@@ -1,0 +1,136 @@
+"""Behind inputs equal to the last bit: what one kernel's rounding makes of a tensor, and what it cannot."""
+
+import pytest
+import torch
+
+from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
+from mock_scheduler.comparison.noise.one_kernel import KernelExcess, find_kernel_excess
+from mock_scheduler.comparison.tensors import Figures, TensorDifference, WorstElement
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
+from mock_scheduler.trace.entries import TraceKey
+
+BFLOAT16 = UNIT_ROUNDOFFS["bfloat16"]
+FLOAT32 = UNIT_ROUNDOFFS["float32"]
+
+
+def difference(
+    baseline: torch.Tensor, candidate: torch.Tensor, *, kind: TraceKind = "activation", name: str = "decoder.layers.0"
+) -> TensorDifference:
+    """The comparison of two whole tensors, with its figures."""
+    a, b = baseline.double().flatten(), candidate.double().flatten()
+    apart = (a - b).abs()
+    worst = int(apart.argmax())
+    figures = Figures(
+        num_elements=a.numel(),
+        num_different=int((a != b).sum()),
+        max_abs=float(apart.max()),
+        norm=float(apart.norm()),
+        relative=float(apart.norm() / a.norm()),
+        slope=float((a * b).sum() / (a * a).sum()),
+        cosine=1.0,
+        max_ulp=None,
+        worst=WorstElement(index=(worst,), baseline=float(a[worst]), candidate=float(b[worst])),
+    )
+    return TensorDifference(
+        key=TraceKey(step=0, update=0, kind=kind, name=name),
+        num_elements=a.numel(),
+        bit_equal=not bool(apart.any()),
+        max_abs=figures.max_abs,
+        relative=figures.relative,
+        tolerance=UNBOUNDED.tensor(TraceKey(step=0, update=0, kind=kind, name=name)).relative,
+        size=float(a.norm()),
+        figures=figures,
+    )
+
+
+@pytest.fixture
+def hidden() -> torch.Tensor:
+    """What a module computes: 300 tokens of 64 channels, in bfloat16."""
+    return torch.randn(300, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def rounded_otherwise(values: torch.Tensor) -> torch.Tensor:
+    """The same values from another kernel: a third of the elements are the next number."""
+    moved = torch.rand(values.shape, generator=torch.Generator().manual_seed(4)) < 1 / 3
+    up = torch.rand(values.shape, generator=torch.Generator().manual_seed(5)) < 0.5
+    steps = torch.where(moved, torch.where(up, 1, -1), 0).to(torch.int16)
+    return (values.view(torch.int16) + steps).view(torch.bfloat16)
+
+
+def test_another_kernel_of_bfloat16_is_rounding(hidden: torch.Tensor) -> None:
+    found = difference(hidden, rounded_otherwise(hidden))
+    assert 0.0 < found.relative < BFLOAT16
+    assert find_kernel_excess(found, unit=BFLOAT16) is None
+
+
+def test_equal_bits_are_no_excess(hidden: torch.Tensor) -> None:
+    assert find_kernel_excess(difference(hidden, hidden.clone()), unit=BFLOAT16) is None
+
+
+def test_partial_sums_rounded_on_the_way_are_rounding() -> None:
+    """A product in two halves, each rounded to bfloat16, whose sum cancels."""
+    generator = torch.Generator().manual_seed(6)
+    a, b = torch.randn(300, 128, generator=generator), torch.randn(128, 64, generator=generator)
+    whole = (a @ b).bfloat16()
+    halves = (a[:, :64] @ b[:64]).bfloat16() + (a[:, 64:] @ b[64:]).bfloat16()
+    assert find_kernel_excess(difference(whole, halves), unit=BFLOAT16) is None
+
+
+def _one_token(values: torch.Tensor) -> torch.Tensor:
+    values[17] = values[18]
+    return values
+
+
+def _zero(values: torch.Tensor) -> torch.Tensor:
+    place = int((values.float() - 1.5).abs().argmin())  # a middling element
+    values.view(-1)[place] = 0.0
+    return values
+
+
+def _missing_part(values: torch.Tensor) -> torch.Tensor:
+    return values - 0.1 * values.roll(1, dims=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "test"),
+    [(_one_token, "size"), (_zero, "element"), (_missing_part, "size"), (lambda values: values * 1.008, "scale")],
+)
+def test_a_wrong_value_stands_out_of_bfloat16(hidden: torch.Tensor, change: object, test: str) -> None:
+    """One token of 300, an exact zero, a missing part, a factor: each is within what perturbed weights may do."""
+    assert callable(change)
+    excess = find_kernel_excess(difference(hidden, change(rounded_otherwise(hidden))), unit=BFLOAT16)
+    assert isinstance(excess, KernelExcess)
+    assert excess.test == test
+    assert excess.value > excess.limit
+
+
+def test_sums_of_float32_that_cancel_are_rounding_and_ten_bits_are_not() -> None:
+    generator = torch.Generator().manual_seed(7)
+    a, b = torch.randn(64, 4096, generator=generator), torch.randn(4096, 64, generator=generator)
+    whole = a @ b
+    other_order = (a.flip(1).double() @ b.flip(0).double()).float()
+    assert find_kernel_excess(difference(whole, other_order, kind="gradient"), unit=FLOAT32) is None
+
+    def ten_bits(values: torch.Tensor) -> torch.Tensor:
+        return ((values.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    excess = find_kernel_excess(difference(whole, ten_bits(a) @ ten_bits(b), kind="gradient"), unit=FLOAT32)
+    assert excess is not None
+    assert excess.test == "size"
+
+
+def test_an_update_of_equal_gradients_may_not_be_twice_as_far(hidden: torch.Tensor) -> None:
+    """Whatever the model computes in, its parameters are updated in float32."""
+    change = hidden.float()
+    twice = find_kernel_excess(difference(change, 2.0 * change, kind="parameter"), unit=BFLOAT16)
+    assert twice == KernelExcess(test="update", value=1.0, limit=2.0**-10)
+    assert find_kernel_excess(difference(change, change * (1 + 2.0**-20), kind="parameter"), unit=BFLOAT16) is None
+
+
+def test_equal_scores_choose_equal_experts() -> None:
+    chosen = torch.tensor([[0, 1], [2, 3], [0, 2]])
+    other = torch.tensor([[0, 1], [2, 3], [1, 2]])
+    found = difference(chosen, other, kind="router", name="decoder.layers.1.mlp.router.chosen_experts")
+    excess = find_kernel_excess(found, unit=BFLOAT16)
+    assert excess is not None
+    assert excess.test == "choice"

@@ -1,0 +1,48 @@
+"""Which tokens with other experts are excused as rounding, by the router's logits of both runs."""
+
+import torch
+
+from mock_scheduler.comparison.measure.figures import sum_pair
+from mock_scheduler.comparison.pairing.pairs import TensorPair
+from mock_scheduler.comparison.pairing.routing import find_flips
+from mock_scheduler.trace.entries import DimName, TraceKey
+
+_ROUTER = "decoder.layers.1.mlp.router"
+
+
+def _pair(name: str, baseline: torch.Tensor, candidate: torch.Tensor, dims: tuple[DimName, ...]) -> TensorPair:
+    key = TraceKey(step=0, update=0, kind="router", name=f"{_ROUTER}.{name}")
+    sums = sum_pair(baseline, candidate)
+    return TensorPair(key=key, baseline=baseline, candidate=candidate, dims=dims, present=None, sums=sums)
+
+
+def flipped(
+    logits: list[list[float]], moved: list[list[float]], chosen: list[list[int]], other: list[list[int]]
+) -> list[bool]:
+    """For each token, whether its other choice is excused."""
+    choice = _pair("chosen_experts", torch.tensor(chosen), torch.tensor(other), ("token", "slot"))
+    scores = _pair("logits", torch.tensor(logits), torch.tensor(logits) + torch.tensor(moved), ("token", "expert"))
+    summary, is_flipped = find_flips(choice, scores)
+    assert summary.num_flipped == int(is_flipped.sum())
+    return is_flipped.tolist()
+
+
+def test_experts_whose_logits_moved_across_each_other_are_rounding() -> None:
+    assert flipped([[0.5, 0.499, -1.0]], [[0.0, 0.002, 0.0]], [[0]], [[1]]) == [True]
+
+
+def test_an_expert_far_behind_is_no_rounding() -> None:
+    assert flipped([[0.5, 0.3, -1.0]], [[0.0, 0.002, 0.0]], [[0]], [[1]]) == [False]
+
+
+def test_equal_logits_excuse_no_choice() -> None:
+    """A router that chose without the expert bias: expert 1 had the lower logit and the bias, and lost it."""
+    assert flipped([[0.5, 0.3, -1.0]], [[0.0, 0.0, 0.0]], [[1]], [[0]]) == [False]
+
+
+def test_a_tie_that_another_kernel_breaks_otherwise_is_no_rounding_either() -> None:
+    assert flipped([[0.5, 0.5, -1.0]], [[0.0, 0.0, 0.0]], [[0]], [[1]]) == [False]
+
+
+def test_a_token_that_lost_an_expert_was_dropped() -> None:
+    assert flipped([[0.5, 0.499, -1.0]], [[0.0, 0.002, 0.0]], [[0, 1]], [[1, -1]]) == [False]

@@ -1,0 +1,54 @@
+"""A candidate's own code in words: code that never ran, code that ran for nothing, and code nobody can count."""
+
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.verdict.reasons import BitEqual, WithinBounds
+from mock_scheduler.verdict.results import CandidateResult
+from mock_scheduler.verdict.verdict import Verdict, VerdictKind
+from mock_scheduler.verdict.wording.own_code import describe_own_code
+
+IDENTICAL = Verdict(kind=VerdictKind.IDENTICAL, why=BitEqual(by_fingerprints=False))
+ROUNDING = Verdict(kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=False))
+
+
+def candidate(calls: dict[str, int], *, verdict: Verdict = IDENTICAL, entry: str = "my.kernel") -> CandidateResult:
+    """A candidate whose run counted these calls."""
+    run = RunSummary(
+        name="own", output_dir=Path("own"), layout="tp1", wall_s=1.0, rollout_s=0.0, elapsed_s=1.0, built={},
+        batches={}, own_calls=calls,
+    )  # fmt: skip
+    return CandidateResult(name="own", overrides=(), layout="tp1", log_path=None, run=run, verdict=verdict, entry=entry)
+
+
+@pytest.mark.parametrize(
+    ("calls", "verdict", "text"),
+    [
+        (
+            {"torch.gelu": 0, "torch.Tanh.forward": 0},
+            IDENTICAL,
+            "never called, so the verdict says nothing about it: torch.gelu, torch.Tanh.forward",
+        ),
+        (
+            {"torch.gelu": 1200, "torch.Tanh.forward": 0},
+            IDENTICAL,
+            "called: torch.gelu (1,200 calls); never called: torch.Tanh.forward; it acted, and every bit is equal to "
+            "the baseline's",
+        ),
+        ({"torch.gelu": 1}, ROUNDING, "called: torch.gelu (1 call)"),
+        (
+            {},
+            IDENTICAL,
+            "my.kernel put no function and no class of its own into a package before the run, so nothing shows that it "
+            "changed anything",
+        ),
+    ],
+)
+def test_it_is_said_whether_own_code_acted(calls: dict[str, int], verdict: Verdict, text: str) -> None:
+    assert describe_own_code(candidate(calls, verdict=verdict)) == text
+
+
+def test_nothing_is_said_of_a_candidate_without_code_of_its_own() -> None:
+    assert describe_own_code(candidate({}, entry="")) == ""
