@@ -26,6 +26,7 @@ from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations
+from mock_scheduler.support.loaded_code import save_loaded_code
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
@@ -212,6 +213,7 @@ def train(run: AttachedRun, arguments: argparse.Namespace) -> int:
     }
     (folder / "ledger.json").write_text(json.dumps({"built": {"engine": 0, "environment": 0}}), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    save_loaded_code(folder)
     return 0
 
 
