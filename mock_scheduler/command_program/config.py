@@ -45,6 +45,8 @@ EFFECTS: dict[Effect, Decides] = {
 VALUE_FIELD = ""
 #: As a word of its own in ``command``: where the arguments go.
 ARGUMENTS_FIELD = "arguments"
+#: As the first word of ``command``: starts the ranks of one machine, which run the Python file that follows.
+RANKS_FIELD = "ranks"
 #: In ``launcher``: the command word by word, or in one text for a shell; the variables of the run, likewise or as JSON.
 COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD = "command", "command_line", "env", "env_json"
 
@@ -57,10 +59,12 @@ PLACE_FIELDS = ("python", "exp_name", "output_dir", "run_file", "folder")
 class CommandConfig(ConfigSection):
     """One run of a training command with the instruments attached.
 
-    ``command``: the words of the command, with fields such as ``{world_size}``; ``{arguments}``, as a word of its own,
-    is where the arguments go, else they follow the last word. ``arguments``: by key, its arguments with ``{}`` for the
-    value, or by value a list each, ``*`` being any other value. Nothing is passed for a degree of 1, nor for an option
-    that is false or null, unless the value is listed.
+    ``command``: the words of the command, with fields such as ``{world_size}``; ``{ranks}``, as the first word, starts
+    all ranks on one machine where nobody else can join them, and a Python file or ``-m`` and a module follow.
+    ``{arguments}``, as a word of its own, is where the arguments go, else they follow the last word.
+
+    ``arguments``: by key, its arguments with ``{}`` for the value, or by value a list each, ``*`` being any other
+    value. Nothing is passed for a degree of 1, nor for an option that is false or null, unless the value is listed.
 
     ``options``: keys of the user's own with their values; ``effects``: the effect of an option, ``bits`` where nothing
     is said. ``env``: further variables of the command, with fields. ``working_dir``: relative to the file's folder;
@@ -183,6 +187,15 @@ def _argument_problems(config: CommandConfig) -> Iterator[Problem]:
 def _field_problems(config: CommandConfig) -> Iterator[Problem]:
     known = {*config.passed_keys(), *LAYOUT_FIELDS, *SIZE_FIELDS, *PLACE_FIELDS}
     whole = {f"{{{ARGUMENTS_FIELD}}}"}
+    if config.command[0] == f"{{{RANKS_FIELD}}}":
+        whole.add(config.command[0])
+        if config.nodes > 1:
+            yield (
+                "command",
+                f"begins with {{ranks}}, which starts processes of one machine, and {config.nodes} are asked for",
+            )
+        if len(config.command) == 1:
+            yield "command", "has nothing behind {ranks}: name the Python file that every rank runs"
     elsewhere = {COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD}
     yield from _unknown_fields("command", [word for word in config.command if word not in whole], known)
     yield from _unknown_fields("env", config.env.values(), known)

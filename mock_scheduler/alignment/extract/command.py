@@ -24,6 +24,7 @@ from mock_scheduler.alignment.extract.folder import (
     README_FILE,
     RECORDING_FOLDER,
     SCRIPT_FILE,
+    in_prose,
     needed_flag,
     write_script,
 )
@@ -232,8 +233,8 @@ class CommandExtraction:
         left = [f"  - `{path}`: {format_bytes(size)}" for path, size in code.left.items()]
         return _README.format(
             name=source.change.name,
-            sentence=source.sentence,
-            remark=remark,
+            sentence=in_prose(source.sentence),
+            remark=in_prose(remark),
             script=f"{SCRIPT_FILE}{needed_flag(folder)}",
             working_dir=own.working_dir,
             command=join_words(own.command),
