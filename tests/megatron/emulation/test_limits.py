@@ -16,7 +16,7 @@ from mock_scheduler.errors import LayoutError
 from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
 from mock_scheduler.megatron.emulation import limits
 from mock_scheduler.megatron.emulation.described import BuiltModel, BuiltRun, BuiltTraining
-from mock_scheduler.megatron.emulation.follow import FollowedFacts, Following, OwnOrder, follow
+from mock_scheduler.megatron.emulation.follow import FollowedFacts, Following, OwnOrder, find_order_limits, follow
 from tests.megatron.tiny_model import TinyGpt, one_rank, tiny_model
 
 MODEL = BuiltModel(
@@ -82,6 +82,16 @@ def test_a_training_that_emulates_nothing_is_left_alone() -> None:
     order = follow(tiny_model(), OrderConfig())
     order.before_step()
     assert (type(order), order.num_replicas, order.facts) == (OwnOrder, None, FollowedFacts())
+
+
+def test_a_run_says_before_any_reference_what_keeps_its_order_from_being_followed() -> None:
+    layout = ParallelConfig(tensor_model_parallel_size=2)
+    assert find_order_limits(tiny_model(), ParallelConfig()) == [
+        "the model is TinyGpt; expected one DistributedDataParallel with all of it",
+        "the model has no optimizer",
+    ]
+    # Of several processes the modules are no limit: one process may have others.
+    assert find_order_limits(tiny_model(runtime=replace(one_rank(), world_size=2)), layout) == []
 
 
 def test_the_shape_of_the_training_is_asked_for_first() -> None:
