@@ -141,7 +141,8 @@ def build_config(case: Case, parallel: ParallelConfig) -> TransformerConfig:
         options = {
             "num_moe_experts": 4,
             "moe_ffn_hidden_size": 40,
-            "moe_router_topk": 2,
+            "moe_router_topk": 3 if "gathered" in case.options else 2,
+            "moe_router_dtype": "fp32" if "gathered" in case.options and case.bf16 else None,
             "moe_aux_loss_coeff": 0.02,
             "moe_z_loss_coeff": 0.01,
             "moe_router_load_balancing_type": next(
@@ -179,7 +180,7 @@ def build_config(case: Case, parallel: ParallelConfig) -> TransformerConfig:
         batch_p2p_comm=parallel.num_chunks == 1,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="allgather" if "gathered" in case.options else "alltoall",
         calculate_per_token_loss="means" not in case.options,
         finalize_model_grads_func=finalize_model_grads,
         deterministic_mode=True,

@@ -83,7 +83,7 @@ _MODEL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 #: The same for a model with experts.
 _EXPERT_VALUES: Mapping[str, tuple[object, ...]] = {
-    "moe_token_dispatcher_type": ("alltoall",),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
     "moe_grouped_gemm": (False,),
     "moe_router_fusion": (False,),

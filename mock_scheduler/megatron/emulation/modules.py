@@ -68,8 +68,8 @@ class EmulatedModules:
         assert emulator is not None
         emulator(module, self)
 
-    def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
-        """Let one module's method compute so, unless paused; hooks on it stay."""
+    def replace(self, module: object, compute: Callable[..., object], *, method: str = "forward") -> None:
+        """Let one object's method compute so, unless paused; hooks on a module stay."""
         plain = getattr(module, method)
 
         def choose(*args: object, **kwargs: object) -> object:
