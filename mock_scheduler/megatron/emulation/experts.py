@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from mock_scheduler.megatron.emulation.accumulators import ParameterSplit
 from mock_scheduler.megatron.emulation.arithmetic import column_product, row_product
 from mock_scheduler.megatron.emulation.modules import EmulatedModules
-from mock_scheduler.megatron.emulation.parts import copies_graph, cut_graph, join_graph, sum_graph
+from mock_scheduler.megatron.emulation.parts import copies_graph, sum_graph
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -43,11 +43,11 @@ def emulate_gate(router: TopKRouter, modules: EmulatedModules) -> None:
 
     def gating(hidden: torch.Tensor) -> torch.Tensor:
         weights, biases = modules.taken(router)
-        parts = cut_graph(hidden, 0, len(weights))
+        parts = modules.tokens.cut(hidden, len(weights))
         logits = [
             router_gating_linear(*three, dtype or hidden.dtype) for three in zip(parts, weights, biases, strict=True)
         ]
-        return join_graph(logits, 0)
+        return modules.tokens.join(logits)
 
     modules.replace(router, gating, method="gating")
 
