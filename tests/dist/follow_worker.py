@@ -39,7 +39,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from mock_scheduler.config.instruments import OrderConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
-from mock_scheduler.megatron.emulation import arithmetic, cross_entropy, gradients, parts
+from mock_scheduler.megatron.emulation import arithmetic, cross_entropy, experts, gradients, parts
 from mock_scheduler.megatron.emulation.engine import Engine
 from mock_scheduler.megatron.emulation.follow import TrainingOrder, follow
 from mock_scheduler.megatron.host_device import define_router_gemm
@@ -408,10 +408,34 @@ def replicas_in_blocks() -> Iterator[None]:
         Engine.begin_round = begin  # type: ignore[method-assign]
 
 
+@contextmanager
+def added_at_once() -> Iterator[None]:
+    """One rank adds the outputs of all experts of a token."""
+    emulate = vars(experts)["_emulate_gathering"]
+    vars(experts)["_emulate_gathering"] = lambda dispatcher, modules: None
+    try:
+        yield
+    finally:
+        vars(experts)["_emulate_gathering"] = emulate
+
+
+@contextmanager
+def sliced_otherwise() -> Iterator[None]:
+    """A cp rank holds its piece of the first half of a line, and the same of the second half."""
+    start = Engine.__init__
+    Engine.__init__ = lambda self, plan, **unused: start(self, plan, blocks=2)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Engine.__init__ = start  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "": nullcontext,
     "reversed": reversed_ranks,
     "in-blocks": replicas_in_blocks,
+    "at-once": added_at_once,
+    "sliced-otherwise": sliced_otherwise,
 }
 
 

@@ -203,7 +203,7 @@ class AlignmentRunner:
         if isinstance(reference, RunFailure):
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
-        item.not_followed = reference.not_followed
+        item.not_followed, item.assumed = reference.not_followed, reference.assumed
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
