@@ -539,7 +539,8 @@ def test_without_megatron_the_refusal_says_that_no_version_is_right() -> None:
 def test_an_allowed_name_that_is_no_rule_is_refused_with_the_known_ones() -> None:
     assert refusal_of("parallel.allow_known_wrong=[experts-under-etp,everything]") == (
         "  - parallel.allow_known_wrong has names that are no rule about known wrong layouts (known: "
-        "pipeline-crossing, experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp):\n"
+        "pipeline-crossing, experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp, "
+        "latent-keys-under-tp, latent-norm-under-tp):\n"
         "    - 'experts-under-etp'; nearest: experts-under-tp\n"
         "    - 'everything'"
     )
