@@ -45,6 +45,7 @@ CLEAN: Mapping[Model, Sequence[tuple[str, Sequence[str]]]] = {
         *((layout, ()) for layout in ("dp2-ep2", "pp2", "pp2-vpp2", "dp2", "tp2-sp-ep2")),
         ("dp2-ep2", ("options.distributed_optimizer=true",)),
     ),
+    "balanced": tuple((layout, ()) for layout in ("dp2-ep2", "pp2", "dp2")),
 }
 
 
