@@ -30,6 +30,9 @@ import re
 from enum import IntEnum
 
 _WORD = r"[\w.-]*(?:token|secret|passw|pwd|signature|credential|auth|key)[\w.-]*|sig"
+_KINDS = r"token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[-_]?key"
+_NAME = rf"(?:[A-Z0-9]+_)*(?:{_KINDS.upper()})(?:_[A-Z0-9]+)*"
+_VALUE = r"""'[^']*'|"[^"]*"|[^\s'"]+"""
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
     # A password may hold any sign but white space; a number and the end of a host's name are a port.
     (re.compile(r"""(://[^\s/@:?#'"]*):(?!\d{1,5}(?:[/?#\s'",;)]|$))[^\s'"]*@"""), r"\1:***@"),
@@ -45,6 +48,10 @@ _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
         r"\1\2***",
     ),
     (re.compile(r"""\b(authorization['"]?\s*[:=]\s*['"]?(?:\w+\s+)?)[^\s'",]+""", re.IGNORECASE), r"\1***"),
+    # As a variable of a process, or an option of a command: WANDB_API_KEY=…, --hf-token …
+    (re.compile(rf"""(['"])({_NAME}=)[^'"]*\1"""), r"\1\2***\1"),  # a word of a command, quoted as a whole
+    (re.compile(rf"""\b({_NAME}=)({_VALUE})"""), r"\1***"),
+    (re.compile(rf"""((?:^|\s)--?(?:[a-z0-9]+[-_])*(?:{_KINDS})(?:=|\s+))(?!-)({_VALUE})""", re.IGNORECASE), r"\1***"),
     (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),
 )
 
@@ -54,7 +61,7 @@ def redact(text: str) -> str:
 
     For whatever repeats an address: a message, a line of a log, a report, a provenance.
     """
-    if not any(sign in text for sign in "@=:A"):
+    if not any(sign in text for sign in "@=:A-"):
         return text
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)

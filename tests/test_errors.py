@@ -24,6 +24,11 @@ from mock_scheduler.recording.storage import open_storage
         ("{'aws_secret_access_key': 'abc/def'}", "{'aws_secret_access_key': '***'}"),
         ("id AKIAABCDEFGHIJKLMNOP", "id ***"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("env WANDB_API_KEY=abc 'HF_TOKEN=a b' x", "env WANDB_API_KEY=*** 'HF_TOKEN=***' x"),
+        (
+            "train.py --hf-token abc --password 'a b' --secret-key=abc",
+            "train.py --hf-token *** --password *** --secret-key=***",
+        ),
     ],
 )
 def test_secrets_are_left_out(text: str, shown: str) -> None:
@@ -39,6 +44,7 @@ def test_secrets_are_left_out(text: str, shown: str) -> None:
         "rows: 5 tokens=4 key = 3",
         "http://h:80, a@b",
         "~/a@b:c/step_000001",
+        "TOKENIZERS_PARALLELISM=false --tokenizer-model x --max-tokens 5 --pad-token-id 3 --token --x",
     ],
 )
 def test_other_texts_stay_as_they_are(text: str) -> None:

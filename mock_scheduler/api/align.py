@@ -140,9 +140,10 @@ def align(
         overwrite: Run everything anew.
         is_quiet: Print nothing of the runs' progress.
         run_stored_code: Also run the code that a stored ``config.yaml`` names: interpreter, entry, program, variables.
+            Also take finished runs again that another user made.
 
     Raises:
-        ConfigError: The configuration cannot be aligned; nothing has run then.
+        ConfigError: The configuration cannot be aligned, or another user made a run in the folder.
         AlignmentError: The baseline failed.
     """
     name, folder = locate_config(config_name, config_path)
@@ -169,11 +170,14 @@ def run_alignment(
     console: Console,
     make_launch: MakeLaunch = make_process_launch,
     run_stored_code: bool = False,
+    takes_foreign: bool | None = None,
 ) -> Alignment:
     """Plan, run and prove; ``align.json`` is saved anew after every stage, so an interrupt loses nothing.
 
-    Arguments and errors are as in ``align``.
+    Arguments and errors are as in ``align``. ``takes_foreign``: finished runs of another user are taken again too;
+    ``None`` is ``run_stored_code``.
     """
+    takes_foreign = run_stored_code if takes_foreign is None else takes_foreign
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
     if told:
         console.print(told, markup=False, highlight=False, soft_wrap=True)
@@ -197,7 +201,7 @@ def run_alignment(
             load=load,
             store=RunStore(
                 launch=make_launch(config_name, config_path),
-                cache=RunCache(recording_dir=plan.recording_dir),
+                cache=RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign),
                 console=console,
                 share=plan.baseline.config.align.share_processes,
                 at_once=plan.baseline.config.align.at_once,

@@ -45,6 +45,8 @@ EFFECTS: dict[Effect, Decides] = {
 VALUE_FIELD = ""
 #: As a word of its own in ``command``: where the arguments go.
 ARGUMENTS_FIELD = "arguments"
+#: As the first word of ``command``: starts the ranks of one machine, which run the Python file that follows.
+RANKS_FIELD = "ranks"
 #: In ``launcher``: the command word by word, or in one text for a shell; the variables of the run, likewise or as JSON.
 COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD = "command", "command_line", "env", "env_json"
 
@@ -57,10 +59,12 @@ PLACE_FIELDS = ("python", "exp_name", "output_dir", "run_file", "folder")
 class CommandConfig(ConfigSection):
     """One run of a training command with the instruments attached.
 
-    ``command``: the words of the command, with fields such as ``{world_size}``; ``{arguments}``, as a word of its own,
-    is where the arguments go, else they follow the last word. ``arguments``: by key, its arguments with ``{}`` for the
-    value, or by value a list each, ``*`` being any other value. Nothing is passed for a degree of 1, nor for an option
-    that is false or null, unless the value is listed.
+    ``command``: the words of the command, with fields such as ``{world_size}``; ``{ranks}``, as the first word, starts
+    all ranks on one machine where nobody else can join them, and a Python file or ``-m`` and a module follow.
+    ``{arguments}``, as a word of its own, is where the arguments go, else they follow the last word.
+
+    ``arguments``: by key, its arguments with ``{}`` for the value, or by value a list each, ``*`` being any other
+    value. Nothing is passed for a degree of 1, nor for an option that is false or null, unless the value is listed.
 
     ``options``: keys of the user's own with their values; ``effects``: the effect of an option, ``bits`` where nothing
     is said. ``env``: further variables of the command, with fields. ``working_dir``: relative to the file's folder;
@@ -70,7 +74,8 @@ class CommandConfig(ConfigSection):
     one. ``timeout_s``: after so many seconds the command is ended. ``sources``: files and folders, relative to the
     file's folder, whose code decides the bits.
 
-    ``first_step``: the first step to observe; ``max_steps``: where the run ends, counted from 0. ``initial_state``: a
+    ``begins_at``: the number of the command's first step, where it resumes a checkpoint; ``first_step``: the first step
+    to observe; ``max_steps``: where the run ends. ``initial_state``: a
     trace whose initial state the training begins with. ``reductions``: by key, smaller values for ``minimise``, or the
     least one, down to which the value is halved. ``rollout_mock``: only of a program that takes its rollouts through
     the proxy.
@@ -90,6 +95,8 @@ class CommandConfig(ConfigSection):
 
     exp_name: Annotated[FileName, Decides.LABEL] = "training"
     output_dir: Annotated[str, Decides.LABEL] = "./output"
+    # It names steps; whatever else a resumed run does comes by an option.
+    begins_at: Annotated[NonNegativeInt, Decides.NOTHING] = 0
     first_step: Annotated[NonNegativeInt, Decides.TRAINING] = 0
     max_steps: Annotated[PositiveInt, Decides.TRAINING] = 2
     precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS] = "float32"
@@ -156,6 +163,12 @@ def _iterate_problems(config: CommandConfig) -> Iterator[Problem]:
     yield from _argument_problems(config)
     yield from _field_problems(config)
     yield from _option_problems(config)
+    if config.first_step < config.begins_at:
+        yield (
+            "first_step",
+            f"is {config.first_step}, and the command begins at step {config.begins_at} (begins_at): set first_step to "
+            "that or more",
+        )
     if config.max_steps <= config.first_step:
         yield "max_steps", f"is {config.max_steps}, and first_step {config.first_step}: no step would be observed"
     world_size, share = config.parallel.world_size, config.processes_per_node
@@ -183,6 +196,15 @@ def _argument_problems(config: CommandConfig) -> Iterator[Problem]:
 def _field_problems(config: CommandConfig) -> Iterator[Problem]:
     known = {*config.passed_keys(), *LAYOUT_FIELDS, *SIZE_FIELDS, *PLACE_FIELDS}
     whole = {f"{{{ARGUMENTS_FIELD}}}"}
+    if config.command[0] == f"{{{RANKS_FIELD}}}":
+        whole.add(config.command[0])
+        if config.nodes > 1:
+            yield (
+                "command",
+                f"begins with {{ranks}}, which starts processes of one machine, and {config.nodes} are asked for",
+            )
+        if len(config.command) == 1:
+            yield "command", "has nothing behind {ranks}: name the Python file that every rank runs"
     elsewhere = {COMMAND_FIELD, LINE_FIELD, ENV_FIELD, ENV_JSON_FIELD}
     yield from _unknown_fields("command", [word for word in config.command if word not in whole], known)
     yield from _unknown_fields("env", config.env.values(), known)

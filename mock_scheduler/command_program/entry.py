@@ -34,7 +34,6 @@ from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, write_signal_error
 from mock_scheduler.support.run_files import COMMAND_FILE, ERROR_FILE, RUN_FILE
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
-from mock_scheduler.support.text import join_words
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # The supervisor kills this process 30 s after it asked it to end.
@@ -49,7 +48,7 @@ def run_to_end(command: Command, timeout_s: float | None) -> int:
         ConfigError: it cannot be started.
         AlignmentError: it had not ended after ``timeout_s`` seconds, and was ended.
     """
-    print_message(f"{command.working_dir}$ {join_words(list(command.words))}")
+    print_message(f"{command.working_dir}$ {command.shown}")
     running = _Running(command=command, process=_start(command))
     with running.passing_signals_on():
         code = running.wait(timeout_s)
@@ -118,7 +117,8 @@ class _Running:
         try:
             subprocess.run(self.command.cancel, stdin=subprocess.DEVNULL, timeout=_CANCEL_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
-            print_message(f"cancel: {join_words(list(self.command.cancel))} failed: {error}")
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            print_message(f"cancel failed: {reason}")
 
     def _end(self) -> None:
         self._send(signal.SIGTERM)
@@ -140,6 +140,7 @@ class _Running:
 Start = Callable[[Command, float | None], int]
 
 _NAME = "mock_scheduler.command_program.entry"
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,6 +157,12 @@ def run_command(config: CommandConfig, *, folder: Path, start: Start | None = No
     ``start`` runs it to its end within so many seconds; ``None``: as processes.
     """
     command = build_command(config, folder=folder, python=sys.executable)
+    if config.nodes == 1 and opens_a_port(config.command):
+        print_message(
+            "warning: torchrun listens on every address of this machine while the run lasts, and runs the code that "
+            "anybody sends there; start ranks by {ranks} as the first word of command, in place of torchrun and its "
+            "options: command: ['{ranks}', train.py]"
+        )
     output_dir = command.run_file.parent
     try:
         _prepare(_place(config, command, folder), command, output_dir)
@@ -166,6 +173,11 @@ def run_command(config: CommandConfig, *, folder: Path, start: Start | None = No
     except MockSchedulerError as error:
         return _fail(output_dir, error)
     return 0
+
+
+def opens_a_port(words: Sequence[str]) -> bool:
+    """Says whether a command starts its ranks by torchrun, under any of its names."""
+    return any(Path(word).name == "torchrun" or word in _TORCHRUN_MODULES for word in words)
 
 
 def check_finished(config: CommandConfig, output_dir: Path) -> None:
@@ -229,7 +241,7 @@ def _prepare(config: CommandConfig, command: Command, output_dir: Path) -> None:
 
 def _report_failure(command: Command, output_dir: Path, code: int) -> int:
     """Says how the command failed, in the last line of the output; returns the exit code of the run."""
-    words = join_words(list(command.inner))
+    words = command.shown_inner
     if code < 0:
         message = f"the command was ended by {describe_signal(code)}: {words}"
         print_message(message)

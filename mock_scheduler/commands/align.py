@@ -30,6 +30,7 @@ class AlignOptions:
         is_ci: print only a short summary, and write JUnit XML.
         json_path, html_path: further copies of result and page.
         run_stored_code: also run the code that a stored configuration names.
+        takes_foreign: also take finished runs again that another user made; ``None`` is ``run_stored_code``.
     """
 
     output_dir: Path | None = None
@@ -39,6 +40,7 @@ class AlignOptions:
     json_path: Path | None = None
     html_path: Path | None = None
     run_stored_code: bool = False
+    takes_foreign: bool | None = None
 
 
 def run_align(
@@ -69,6 +71,7 @@ def run_align(
         console=console,
         make_launch=make_launch,
         run_stored_code=options.run_stored_code,
+        takes_foreign=options.takes_foreign,
     )
     files = _write_copies(alignment, options)
     if options.is_ci:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mock_scheduler.alignment.minimise.minimise import minimise
@@ -39,12 +40,18 @@ _WITHOUT_EXPLANATION = ("align.proofs.localise=false", "align.proofs.consequence
 
 
 def align_once(
-    config_name: str, config_path: Path, overrides: Sequence[str], candidate: CandidateConfig, output_dir: Path
+    config_name: str,
+    config_path: Path,
+    overrides: Sequence[str],
+    candidate: CandidateConfig,
+    output_dir: Path,
+    *,
+    takes_foreign: bool = False,
 ) -> VerdictKind:
     """Align one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
-    ``output_dir`` gets the files of ``mock-scheduler align``. Raises ``ConfigError`` before
-    anything runs.
+    ``output_dir`` gets the files of ``mock-scheduler align``. ``takes_foreign``: as for ``AlignOptions``.
+    Raises ``ConfigError`` before anything runs.
     """
     load = find_program(config_name, config_path).build_loader(config_name, config_path)
     only = only_candidate(load, overrides, candidate)
@@ -53,7 +60,8 @@ def align_once(
             config_name=config_name,
             config_path=config_path,
             overrides=(*overrides, *only, *_WITHOUT_EXPLANATION),
-            options=AlignOptions(output_dir=output_dir, run_stored_code=True),  # asked for by the whole reduction
+            # Code was asked for by the whole reduction.
+            options=AlignOptions(output_dir=output_dir, run_stored_code=True, takes_foreign=takes_foreign),
             console=Console(file=io.StringIO(), width=120),
         )
     except AlignmentError:
@@ -71,7 +79,7 @@ class MinimiseOptions:
         max_runs: alignments to spend at most, the first one, of the whole case, among them.
         overwrite: run everything anew.
         json_path: a further copy of the result.
-        run_stored_code: also run the code that a stored configuration names.
+        run_stored_code: also run the code that a stored configuration names, and take runs of another user again.
     """
 
     output_dir: Path | None = None
@@ -88,7 +96,7 @@ def run_minimise(
     *,
     config_path: Path,
     overrides: Sequence[str],
-    align: AlignOnce = align_once,
+    align: AlignOnce | None = None,
     console: Console | None = None,
 ) -> int:
     """Shrink a diverged candidate, print the smallest case and its command; returns the verdict's exit code.
@@ -110,7 +118,7 @@ def run_minimise(
             program=program,
             space=space,
             load=load,
-            align=align,
+            align=align or partial(align_once, takes_foreign=options.run_stored_code),
             config_name=config_name,
             config_path=config_path,
             overrides=tuple(overrides),

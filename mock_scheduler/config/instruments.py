@@ -165,9 +165,10 @@ class AttachedRun(ConfigSection):
     """One run of a training that the instruments are attached to.
 
     ``output_dir``: where its files go. ``parallel``: the layout that was asked for; attach refuses another one.
-    ``None``: whatever it finds. ``first_step``, ``last_step``: steps to observe, from 0, the last one included; behind
-    it the run ends itself. ``None``: it ends by itself. ``initial_state``: a trace of level ``full`` whose initial
-    parameters and optimizer state are put in their place. ``vocab_size``: without padding; ``None`` is the model's own.
+    ``None``: whatever it finds. ``begins_at``: the number of the training's first step, where it resumes a checkpoint.
+    ``first_step``, ``last_step``: steps to observe, the last one included; behind it the run ends itself.
+    ``None``: it ends by itself. ``initial_state``: a trace of level ``full`` whose initial parameters and optimizer
+    state are put in their place. ``vocab_size``: without padding; ``None`` is the model's own.
     ``pad_token_id``: cut from the ends of rows before they are told apart. ``rollout_mock``: how the training's proxy
     records or replays rollouts; ``None`` for a training without one.
     """
@@ -180,6 +181,7 @@ class AttachedRun(ConfigSection):
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     parallel: ParallelConfig | None = None
     system_envs: dict[str, str] = Field(default={})
+    begins_at: NonNegativeInt = 0
     first_step: NonNegativeInt = 0
     last_step: NonNegativeInt | None = None
     trace: TraceConfig = TraceConfig()

@@ -232,6 +232,6 @@ def _resolve(config: DictConfig, value: Any, path: KeyPath) -> Any:  # noqa: ANN
     if isinstance(value, str) and "oc.env" in value:
         try:
             return OmegaConf.select(config, "".join(f"[{part}]" for part in path))
-        except OmegaConfBaseException:
+        except (OmegaConfBaseException, RecursionError):
             return value
     return value

@@ -5,8 +5,9 @@ from anybody, and it can name an interpreter, an entry module, a program and var
 configuration of one's own lies in a folder without a run's files, and is trusted.
 
 Contract: imports no torch, and nothing that a file names. The file is read as plain YAML before Hydra sees it; a part
-that only Hydra could put together (``defaults``, ``hydra``, an interpolation in the place of a section, an override
-that cannot be read) counts as code. Settings of the table with plain values are no code.
+that only Hydra could put together (``defaults``, ``hydra``, an interpolation, an override that cannot be read) counts
+as code. So does what brings data or secrets of this machine to another: an address, a token's variable or file, and a
+text that is made of variables. Settings of the table with plain values are no code.
 """
 
 from __future__ import annotations
@@ -65,6 +66,12 @@ _PACKAGE = re.compile(r"@\s*package")
 _PLAIN_VALUE = re.compile(r"[\w.,:^=+ -]*")
 _PLACES = ("_DIR", "_FILE")
 _MAX_SHOWN = 2000
+# An interpolation; behind an odd number of backslashes it is a plain text.
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_ADDRESS = re.compile(r"\w:(?://|:)")
+# Keys by which a run reaches another machine, or reads what it shows there.
+_ADDRESS_KEYS = (("url",), ("host",), ("service_file",), ("token_variable",))
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Use(IntEnum):
@@ -224,6 +231,21 @@ class _Finder:
             yield from self.walk(_plain(value), tuple(name.split(".")))
 
     def _look_at(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
+        found = list(self._look_for_code(value, path))
+        yield from found
+        if not found:  # it is shown as a whole
+            yield from self._look_for_addresses(value, path)
+
+    def _look_for_addresses(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
+        key, is_composed = ".".join(path), path[:1] in [(name,) for name in _COMPOSED]
+        if is_composed or not isinstance(value, str | int):
+            return  # it was named as a whole, or its parts are looked at
+        if _INTERPOLATION.search(str(value)):
+            yield _code("text to be resolved", key, value, Use.LOAD)
+        elif _ADDRESS.search(str(value)) or (path[-1:] in _ADDRESS_KEYS and value not in _LOOPBACK):
+            yield _code("address", key, value, Use.RUN)
+
+    def _look_for_code(self, value: Any, path: _Path) -> Iterator[StoredCode]:  # noqa: ANN401 - plain values
         key = ".".join(path)
         match path:
             case ("defaults" | "hydra",):

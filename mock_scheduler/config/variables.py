@@ -23,15 +23,30 @@ _HARMLESS_OF_PYTHON = frozenset(
 )
 # Whole families: dynamic loaders, interpreters and their tools, shells, and git, which the provenance asks.
 _FAMILIES = (
-    *("LD_", "DYLD_", "GCONV_", "GLIBC_", "PYTHON", "PYDEVD", "COVERAGE_", "BASH", "ZDOTDIR", "GIT_", "SSH_"),
+    *(
+        "LD_",
+        "DYLD_",
+        "GCONV_",
+        "GLIBC_",
+        "PYTHON",
+        "_PYTHON",
+        "PYDEVD",
+        "COVERAGE_",
+        "BASH",
+        "ZDOTDIR",
+        "GIT_",
+        "SSH_",
+    ),
     *("PERL5", "RUBY", "NODE_", "JAVA_", "_JAVA_", "JDK_", "LUA_", "OPENSSL_"),
+    # MPI and UCX, which some builds of torch and NCCL use, load components from folders and start agents.
+    *("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "UCX_MODULE", "UCC_COMPONENT"),
     # oneDNN, which torch is built with, loads the libraries that these name at its first product of matrices.
     *("INTEL_LIBITTNOTIFY", "INTEL_JIT_PROFILER", "VS_PROFILER"),
 )
 # A word of a name, between underscores, that says that its value names code.
 _WORDS = frozenset(
     {"PATH", "HOME", "PRELOAD", "PLUGIN", "PLUGINS", "INJECTION", "INJECTION32", "INJECTION64", "LIB", "LIBS"}
-    | {"LIBRARY", "LIBRARIES", "STARTUP", "PTXAS", "LINKER"}
+    | {"LIBRARY", "LIBRARIES", "STARTUP", "PTXAS", "LINKER", "PATHS", "FN", "NVCC", "INCLUDE", "REDIS"}
 )
 # Of the others: what glibc drops for programs with more rights than their user (ld.so(8), secure-execution mode), what
 # shells and compilers run, where temporary files and NCCL's further settings are, and files and folders from which
@@ -43,7 +58,12 @@ _NAMES = frozenset(
     | {"TRITON_OVERRIDE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CUTLASS_DIR", "MPLBACKEND", "MPLCONFIGDIR"}
     | {"CFLAGS", "CXXFLAGS", "LDFLAGS", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS", "FSSPEC_CONFIG_DIR"}
     | {"AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BOTO_CONFIG", "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES"}
-    | {"MAKEFLAGS", "TRITON_HIP_CLANG"}
+    | {"MAKEFLAGS", "TRITON_HIP_CLANG", "CPPFLAGS", "CUDACXX", "CONDA_EXE", "TENSORBOARD_BINARY"}
+    # Modules and classes that torch, triton and Hydra import by these names (torch imports the packages around a module
+    # of TORCH_LOGS), flags of a compiler, folders of compiled kernels, and what takes a guard away.
+    | {"TORCH_LOGS", "TRITON_CACHE_MANAGER", "TRITON_REMOTE_CACHE_BACKEND", "TORCHINDUCTOR_CPP_MARCH"}
+    | {"TORCHINDUCTOR_CK_DIR", "QUACK_CACHE_DIR", "HYDRA_INSTANTIATE_ALLOWLIST_OVERRIDE"}
+    | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "SSLKEYLOGFILE"}
 )
 # A path of several words without underscores, as in PYTHONPATH and NLSPATH.
 _PATH_SUFFIX = "PATH"

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.comparison.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_metrics
+from mock_scheduler.comparison.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_run_metrics
 from mock_scheduler.determinism.operations import OperationLog, find_operation_logs
 from mock_scheduler.doctor.causes import Cause, find_cause
 from mock_scheduler.doctor.comparison import StepComparison, compare_step
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.run_folder.finished_run import load_batches
-from mock_scheduler.support.run_files import METRICS_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +103,7 @@ def _load_computed(output_dir: Path) -> dict[tuple[int, str], float]:
     """Loads the metrics that a run computed itself, by step and name."""
     return {
         (step, name): value
-        for step, metrics in load_metrics(output_dir / METRICS_FILE).items()
+        for step, metrics in load_run_metrics(output_dir).items()
         for name, value in metrics.items()
         if not name.startswith(NOT_COMPUTED_PREFIXES)
     }

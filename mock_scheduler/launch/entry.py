@@ -49,6 +49,22 @@ def run_entry(module: str, arguments: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def check_script(path: str) -> None:
+    """Raises ``ConfigError`` where there is no Python file to run."""
+    if not Path(path).is_file():
+        raise ConfigError(
+            f"there is no Python file {path} in {os.getcwd()}; ranks run a file, or -m and a module, without the word "
+            "python before it"
+        )
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Runs a file as ``python FILE`` does: its own folder comes first in the import path."""
+    sys.path.insert(0, str(Path(path).absolute().parent))
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
 def _find_elsewhere(top: str) -> ModuleSpec | None:
     """Finds a module or package without the working directory, unless ``PYTHONPATH`` names that."""
     here = os.getcwd()

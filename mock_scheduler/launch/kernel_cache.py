@@ -9,6 +9,7 @@ Contract: standard library only. A folder that the user names (``TORCHINDUCTOR_C
 from __future__ import annotations
 
 import getpass
+import grp
 import os
 import re
 import stat
@@ -30,14 +31,13 @@ def claim_kernel_cache(environ: Mapping[str, str]) -> None:
     if environ.get(_VARIABLE):
         return
     folder = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
+    problem = _describe_parent(folder.parent)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        problem = _describe_problem(folder.lstat())
+        problem = problem or _describe_problem(folder.lstat())
     except OSError:
         return  # torch says what is wrong, where it needs the folder
-    else:
-        return
     if problem:
         raise ConfigError(
             f"{folder}, from which torch loads compiled kernels, {problem}, so others decide what code runs; remove "
@@ -50,7 +50,29 @@ def _describe_problem(found: os.stat_result) -> str:
         return "is no folder"
     if found.st_uid != os.geteuid():
         return f"belongs to the user {found.st_uid}"
-    return "can be written by every user" if found.st_mode & stat.S_IWOTH else ""
+    if found.st_mode & stat.S_IWOTH:
+        return "can be written by every user"
+    return "can be written by its group" if found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid) else ""
+
+
+def _describe_parent(folder: Path) -> str:
+    """Whoever may rename what lies in a folder can put another one in its place."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return ""
+    is_open = mode & stat.S_IWOTH and not mode & stat.S_ISVTX
+    return "lies where every user can put another one in its place" if is_open else ""
+
+
+def _is_own_group(group_id: int) -> bool:
+    """Says whether it is a group of this user alone, as many systems make one of the user's name for each."""
+    try:
+        group = grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    user = _user()
+    return group.gr_name == user and set(group.gr_mem) <= {user}
 
 
 def _user() -> str:

@@ -22,7 +22,8 @@ from mock_scheduler.config.variables import RANK_VARIABLES, find_variable_proble
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.kernel_cache import claim_kernel_cache
-from mock_scheduler.launch.ranks import LISTENER_VARIABLE, STORE_VARIABLE, Place, ranks_command
+from mock_scheduler.launch.meeting import STORE_VARIABLE
+from mock_scheduler.launch.ranks import LISTENER_VARIABLE, Place, ranks_command
 from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, write_plan
 from mock_scheduler.launch.supervision import GRACE_S, write_error
 from mock_scheduler.program import Program, RunConfig, load_config

@@ -3,22 +3,23 @@
 On one machine nothing of it is reachable from another: ranks meet in a file that only they can open, and gloo and NCCL
 connect over the loopback interface unless the user chose another. On several machines rank 0 listens at the user's
 endpoint alone, and gloo and NCCL choose their interfaces themselves.
+
+Whoever reaches a port of gloo's before its peer does is taken for the peer: it asks for no key, and on the loopback
+interface any user of the machine may try. So our own training reads an object that comes from another rank as data.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import MutableMapping
+import pickle
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 
-from mock_scheduler.launch.ranks import LISTENER_VARIABLE, STORE_VARIABLE
-
-# Read by gloo and NCCL whenever a group is made.
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+from mock_scheduler.launch.meeting import STORE_VARIABLE, stay_on_this_machine
+from mock_scheduler.launch.ranks import LISTENER_VARIABLE
 
 
 def join_process_group(backend: str, *, timeout: timedelta) -> None:
@@ -41,13 +42,23 @@ def join_process_group(backend: str, *, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def stay_on_this_machine(environ: MutableMapping[str, str]) -> None:
-    """Has gloo and NCCL of this process listen on the loopback interface, where ``environ`` names no other."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in names if name in {"lo", "lo0"}), None)
-    if loopback is not None:
-        for variable in _INTERFACE_VARIABLES:
-            environ.setdefault(variable, loopback)
+def read_objects_as_data() -> None:
+    """Has torch's collectives of objects, which Megatron uses once for each optimizer, take plain data alone.
+
+    For a program that exchanges no objects of its own.
+    """
+    distributed_c10d._unpickler = DataUnpickler  # torch 2.13 reads every object from another rank by it
+
+
+class DataUnpickler(pickle.Unpickler):
+    """Reads numbers, texts and collections of them; calls nothing, and imports nothing."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> object:
+        """Refuses every class and function."""
+        raise pickle.UnpicklingError(
+            f"another rank sent an object that names {module_name!a}.{global_name!a}: ranks exchange plain data alone, "
+            "so this is no rank of this run"
+        )
 
 
 def _open_store(world_size: int, timeout: timedelta) -> Store | None:

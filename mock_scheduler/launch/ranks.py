@@ -1,11 +1,13 @@
 """One process starts this machine's ranks, waits for them and ends with their meaning.
 
 ``python -P -m mock_scheduler.launch.ranks TOLD_TO NUM_LOCAL NNODES NODE_RANK ENDPOINT -m MODULE ARGUMENTS``, as
-``ranks_command`` writes it. Ranks are forked before anything but the standard library is imported, so each costs
+``ranks_command`` writes it; a Python file may stand in the place of ``-m MODULE``, for a program of somebody else's.
+Ranks are forked before anything but the standard library is imported, so each costs
 nothing to start. They meet without a server on one machine: in a file of this process's memory, which no other user
 can open and which ends with the processes. On several machines rank 0 listens at the endpoint that the user named.
 
-Contract: imports no torch. A rank runs its module as ``python -P -m`` would, with the variables of a rank.
+Contract: imports no torch. A rank runs its module as ``python -P -m`` would, and a file as ``python`` would, with the
+variables of a rank.
 """
 
 from __future__ import annotations
@@ -22,28 +24,31 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launch.entry import check_entry, run_entry
+from mock_scheduler.launch.entry import check_entry, check_script, run_entry, run_script
+from mock_scheduler.launch.meeting import STORE_VARIABLE, meet_in_memory
 from mock_scheduler.launch.supervision import Supervision, block_signals, report_failed_ranks
 from mock_scheduler.support.processes import PARENT_VARIABLE, adopt_orphans, end_with_parent, meant_exit_code
 from mock_scheduler.support.terminal_streams import print_message
 
-#: The file in which the ranks of one machine meet.
-STORE_VARIABLE = "MOCK_SCHEDULER_STORE"
 #: On several machines: the number of rank 0's descriptor that listens at the endpoint; empty for the other ranks.
 LISTENER_VARIABLE = "MOCK_SCHEDULER_LISTENER"
 
 _MODULE = "mock_scheduler.launch.ranks"
-_NO_ENDPOINT = "-"
+_NO_ENDPOINT, _IN_MEMORY = "-", "memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """This machine's share of a run's ranks. ``endpoint``: ``HOST:PORT`` on node 0; of one machine ``None``."""
+    """This machine's share of a run's ranks. ``endpoint``: ``HOST:PORT`` on node 0; of one machine ``None``.
+
+    ``is_foreign``: the program knows torch alone, and meets by ``env://``; only on one machine.
+    """
 
     num_local: int
     nnodes: int = 1
     node_rank: int = 0
     endpoint: str | None = None
+    is_foreign: bool = False
 
     @property
     def world_size(self) -> int:
@@ -67,13 +72,14 @@ def ranks_command(python: str, arguments: Sequence[str], *, told_to: str | Path,
 
     Args:
         python: The interpreter.
-        arguments: ``-m``, the entry's module and what follows.
+        arguments: ``-m`` and a module, or a Python file, and what follows; none where the caller adds them.
         told_to: Where a run ended by a signal is told of it, as ``LaunchPlan.output_dir``.
         place: Which ranks of how many.
     """
     # Several ranks write to one terminal: by whole lines at once, not by buffers.
     unbuffered = ("-u",) if place.world_size > 1 else ()
     endpoint = place.endpoint if place.nnodes > 1 and place.endpoint else _NO_ENDPOINT
+    endpoint = _IN_MEMORY if place.is_foreign else endpoint
     numbers = (str(place.num_local), str(place.nnodes), str(place.node_rank))
     return (python, "-P", *unbuffered, "-m", _MODULE, str(told_to), *numbers, endpoint, *arguments)
 
@@ -88,7 +94,7 @@ class _Rendezvous:
 
 
 def _open_rendezvous(place: Place) -> _Rendezvous:
-    if place.world_size == 1:
+    if place.world_size == 1 and not place.is_foreign:
         return _Rendezvous()
     if place.endpoint is not None:
         host, _, port = place.endpoint.rpartition(":")
@@ -127,6 +133,8 @@ def _fork_ranks(place: Place, rendezvous: _Rendezvous) -> dict[int, int] | None:
         if process_id == 0:
             environ = {**place.rank_environment(local_rank), **rendezvous.environ, PARENT_VARIABLE: str(supervisor)}
             os.environ.update(environ | _listener_environment(rendezvous, environ["RANK"]))
+            if place.is_foreign:
+                meet_in_memory(os.environ)
             end_with_parent(os.environ)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return None
@@ -150,15 +158,18 @@ def _listener_environment(rendezvous: _Rendezvous, global_rank: str) -> dict[str
 def main(arguments: Sequence[str]) -> int:
     """Starts the ranks and waits for them; returns the meant exit code, in a rank what its module ends with."""
     end_with_parent(os.environ)
-    told_to, num_local, nnodes, node_rank, endpoint, _, module, *others = arguments
+    told_to, num_local, nnodes, node_rank, endpoint, *target = arguments
+    is_module = target[:1] == ["-m"]
+    name, *others = target[1:] if is_module else target
     place = Place(
         num_local=int(num_local),
         nnodes=int(nnodes),
         node_rank=int(node_rank),
-        endpoint=None if endpoint == _NO_ENDPOINT else endpoint,
+        endpoint=None if endpoint in (_NO_ENDPOINT, _IN_MEMORY) else endpoint,
+        is_foreign=endpoint == _IN_MEMORY,
     )
     try:
-        check_entry(module)
+        (check_entry if is_module else check_script)(name)
         rendezvous = _open_rendezvous(place)
     except ConfigError as error:
         print_message(f"error: {error}")
@@ -166,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
     adopt_orphans()
     running = _fork_ranks(place, rendezvous)
     if running is None:
-        run_entry(module, others)
+        (run_entry if is_module else run_script)(name, others)
         return 0
     return _supervise(running, rendezvous, Path(told_to))
 

@@ -20,6 +20,8 @@ _TE_COLUMN = frozenset({"TEColumnParallelLinear", "TELayerNormColumnParallelLine
 _TE_ROW = frozenset({"TERowParallelLinear", "TERowParallelGroupedLinear"})
 _TE_LINEAR = frozenset({"TELinear", "TEGroupedLinear"})
 _NORM = "layer_norm_"
+# The logit of each head's sink (softmax_type=learnable), in Megatron's attention and TransformerEngine's; unmarked.
+_ATTENTION, _SINK = "DotProductAttention", "softmax_offset"
 # Megatron-Bridge's (0.6.2): adapters of grouped experts that have the matrices of a rank's experts in one weight, one
 # after another; and DoRA's, with a length for each output of the layer that it wraps.
 _PACKED_EXPERTS = frozenset({"_GroupedExpertAdapterWeight", "PackedPerExpertLinear"})
@@ -72,6 +74,8 @@ def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parame
         if is_column_parallel(module):
             return 0
         return 1 if is_row_parallel(module) and not is_bias else None
+    if own_name == _SINK and _ATTENTION in _class_names(module):
+        return 0
     if own_name == _LENGTHS and _DORA in _class_names(module):
         adapter = vars(module)
         return 0 if adapter["base_linear_is_parallel"] and not adapter["input_is_parallel"] else None

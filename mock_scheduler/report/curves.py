@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from mock_scheduler.comparison.walk.metrics import MetricLog, load_metrics
+from mock_scheduler.comparison.walk.metrics import MetricLog, load_run_metrics
 from mock_scheduler.display.pages import axis_title, finite_or_none, plain_layout, render_page, soft_font, write_page
 from mock_scheduler.display.terminal import shortest_names
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of, list_some
 
 # Apart for colour-blind eyes (Okabe and Ito, 2008), on light and on dark pages.
@@ -37,7 +36,7 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
         ConfigError: For a metric in no log, or where the page cannot be written.
     """
     names = shortest_names([run_dir.resolve() for run_dir in run_dirs])
-    logs = {name: load_metrics(run_dir / METRICS_FILE) for name, run_dir in zip(names, run_dirs, strict=True)}
+    logs = {name: load_run_metrics(run_dir) for name, run_dir in zip(names, run_dirs, strict=True)}
     if not metrics:
         logged = {name for log in logs.values() for values in log.values() for name in values}
         metrics = [name for name in _DEFAULT_METRICS if name in logged] or sorted(logged)[:4]

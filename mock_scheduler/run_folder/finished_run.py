@@ -26,6 +26,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import describe_failure, read_text
 from mock_scheduler.support.loaded_code import load_loaded_code
+from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import CODE_FOLDER, ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import MAX_DIGITS, bullet_list, is_real, shorten
 from mock_scheduler.support.yaml_text import load_yaml
@@ -237,7 +238,8 @@ def load_stored_config(path: Path) -> StoredConfig:
 def read_stored_keys(path: Path) -> dict[str, Any]:
     """Reads the keys of a run's ``config.yaml``; raises ``ConfigError`` where there are none.
 
-    ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there.
+    In a run of this user's, ``${oc.env:NAME}`` has this process's value; without one it stays as it stands there. In
+    a stranger's it always does: whatever an error or a report shows of it may be sent back.
     """
     try:
         text = read_text(path, inside=path.parent, what="a configuration")
@@ -251,7 +253,7 @@ def read_stored_keys(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a configuration: it has no keys")
-    return resolve_variables(content, str(path))
+    return resolve_variables(content, str(path)) if is_own(path) else content
 
 
 def _section(content: Mapping[str, Any], name: str, problems: list[str]) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.comparison.walk.metrics import load_metrics
+from mock_scheduler.comparison.walk.metrics import load_metrics, load_run_metrics
 from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
@@ -153,7 +153,7 @@ def _find_present(side: ComparedInput) -> dict[str, list[int]]:
     folder = side.path / TRACE_FOLDER if side.kind == "run" else side.path
     steps = {step for step, _ in find_steps(folder)}
     if side.kind == "run" and (side.path / METRICS_FILE).is_file():
-        steps |= load_metrics(side.path / METRICS_FILE).keys()
+        steps |= load_run_metrics(side.path).keys()
     return {"steps": sorted(steps)} if steps else {}
 
 

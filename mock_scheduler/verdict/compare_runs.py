@@ -16,7 +16,7 @@ from pathlib import Path
 from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import JUDGED_KINDS
-from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics
+from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics, load_run_metrics
 from mock_scheduler.comparison.walk.steps import OnKey
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_other_rows
 from mock_scheduler.config.steps import StepRanges
@@ -25,7 +25,7 @@ from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDiffe
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import OpenedInput, check_choice, check_steps, open_inputs
-from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
+from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.coverage import find_unseen
 from mock_scheduler.verdict.direct_verdict import decide
@@ -123,7 +123,7 @@ def compare_runs(
     """
     metrics = None
     if has_metrics:
-        logs = [load_metrics(folder / METRICS_FILE) for folder in (baseline_dir, candidate_dir)]
+        logs = [load_run_metrics(folder) for folder in (baseline_dir, candidate_dir)]
         metrics = compare_metrics(logs[0], logs[1], bounds=bounds, selection=selection)
     tensors = compare_trace_folders(
         baseline_dir / TRACE_FOLDER,

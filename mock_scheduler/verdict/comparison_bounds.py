@@ -1,7 +1,7 @@
 """Chooses the bounds of ``mock-scheduler compare``: stated, measured, or else derived from theory.
 
-Contract: noise must belong to this very baseline, or it is an error; a file of it beside the baseline is taken by
-itself, and of another baseline it is passed over.
+Contract: noise must belong to this very baseline, or it is an error; a file of it beside the baseline or
+the candidate is taken by itself, and of another baseline it is passed over.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def resolve_bounds(
         if noise:
             raise ConfigError("noise: recordings are equal or not, and have no noise")
         return StatedBounds(tolerance=tolerance, otherwise=UNBOUNDED)
-    measured = _find_measured(baseline, noise)
+    measured = _find_measured(baseline, noise, near=_run_of(candidate))
     return StatedBounds(tolerance=tolerance, otherwise=measured or _theory(opened))
 
 
-def _find_measured(baseline: OpenedInput, noise: Sequence[Path]) -> NoiseBounds | None:
-    """The noise that was named, or lies beside the baseline; ``None`` where there is neither."""
+def _find_measured(baseline: OpenedInput, noise: Sequence[Path], *, near: Path | None) -> NoiseBounds | None:
+    """The noise that was named, or lies beside the baseline or the candidate; ``None`` where there is neither."""
     run_dir = _run_of(baseline)
     if run_dir is None:
         if noise:
@@ -61,7 +61,7 @@ def _find_measured(baseline: OpenedInput, noise: Sequence[Path]) -> NoiseBounds 
         return measured
     if files:
         raise ConfigError(f"noise: {files[0]} is a file; give one file alone, or perturbed runs")
-    return _measure(baseline, run_dir, noise) if noise else find_noise(run_dir)
+    return _measure(baseline, run_dir, noise) if noise else find_noise(run_dir, near=near)
 
 
 def _run_of(baseline: OpenedInput) -> Path | None:

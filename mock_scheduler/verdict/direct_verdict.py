@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.bounds.bounds import Bounds, is_calibrated
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.noise.judging import judge_noise
 from mock_scheduler.comparison.noise.suspicions import NoiseVerdict
@@ -33,6 +33,7 @@ from mock_scheduler.verdict.reasons import (
     OtherData,
     Reason,
     TracedOtherThings,
+    Uncalibrated,
     Undecided,
     WithinBounds,
 )
@@ -180,6 +181,10 @@ class _Evidence:
             return VerdictKind.IDENTICAL, BitEqual(by_fingerprints=is_sketched)
         if self.tested is not None and self.tested.suspicions:
             return VerdictKind.SUSPECT, NotExplainedByNoise(is_estimated=is_sketched)
+        kinds = {item.key.kind for item in differences if not item.bit_equal}
+        unequal = [*kinds, *([None] if any(not item.bit_equal for item in metrics) else [])]
+        if not all(is_calibrated(self.bounds, kind) for kind in unequal):
+            return VerdictKind.SUSPECT, Uncalibrated(is_estimated=is_sketched)
         return VerdictKind.ROUNDING, WithinBounds(is_estimated=is_sketched)
 
     def _find_idle(self, tensors: TensorComparison) -> NothingTrained | NothingJudged | None:

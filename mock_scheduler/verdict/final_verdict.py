@@ -3,7 +3,9 @@
 Contract: pure; ``_decide`` goes down the ladder. ``suspect`` is made
 
 - of ``diverged``, where float64 shows no difference, or where the candidate equals a reference of doubtful standing;
-- of ``rounding``, where the reference in the candidate's order shows more than the baseline does.
+- of ``rounding``, where the reference in the candidate's order shows more than the baseline does;
+
+``rounding`` is made of ``suspect`` where nobody measured the noise, and float64 shows that both compute the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from mock_scheduler.verdict.reasons import (
     EqualToReference,
     RefutedBy,
     StaysInFloat64,
+    Uncalibrated,
     VanishesInFloat64,
+    WithinBounds,
 )
 from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Proof, Verdict, VerdictKind
 
@@ -82,6 +86,9 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # larger than measured.
     if direct.kind is VerdictKind.DIVERGED and referee == "proved":
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
+    # Float64 has shown that both compute one function, which theory alone cannot.
+    if isinstance(direct.why, Uncalibrated) and referee == "proved":
+        return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))
     return direct
 
 

@@ -149,6 +149,13 @@ class OtherRollouts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Uncalibrated:
+    """Something differs, and nobody measured the noise: bounds of theory alone hold it; as ``WithinBounds``."""
+
+    is_estimated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherData:
     """Two runs with data of their own trained on other rows, or on other tokens of a row; ``finding``: the first."""
 
@@ -263,6 +270,7 @@ Reason = (
     | Undecided
     | BitEqual
     | WithinBounds
+    | Uncalibrated
     | NotExplainedByNoise
     | BeyondBounds
     | OtherRollouts

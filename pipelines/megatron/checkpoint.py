@@ -130,8 +130,17 @@ def load_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
             perturb_weights(model.observed, perturbation)
         model.lr_schedule.num_steps = 0  # its step adds to it
         model.lr_schedule.step(increment=counters.lr_steps)
-    load_random_states(folder / _RANDOM_STATES, learner.runtime, layout=learner.config.parallel.describe())
-    learner.load_state_dict(state.learner)
+    # As of tensors, only sealed files are the checkpoint's.
+    own = rank_path(Path(_RANDOM_STATES), learner.runtime.global_rank).as_posix()
+    if own in state.files:
+        load_random_states(folder / _RANDOM_STATES, learner.runtime, layout=learner.config.parallel.describe())
+    try:
+        learner.load_state_dict(state.learner)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"resume_from_checkpoint: {folder / RUN_STATE_FILE}: learner is no state of this release: {error!r}\n"
+            "Resume from another checkpoint."
+        ) from error
 
 
 @torch.no_grad()

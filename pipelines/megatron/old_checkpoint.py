@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.optimizer_state import ParameterState, state_dtype, state_names
+from mock_scheduler.support.foreign_files import open_foreign, read_bytes
 from mock_scheduler.support.pickled_data import MAX_PICKLE_BYTES, Name, PickledDataError, Record, read_pickled_data
 from mock_scheduler.support.tensor_bytes import from_bytes
 from mock_scheduler.trace.geometry import Rectangle, intersect
@@ -115,7 +116,9 @@ def _state_like(sharded: Any, name: str, tensor: torch.Tensor) -> Any:  # noqa: 
 
 def _read_common(folder: Path) -> ModelCounters:
     path = folder / "common.pt"
-    found = read_pickled_data(_read_entry(path.read_bytes(), "data.pkl"), names=())
+    found = read_pickled_data(
+        _read_entry(read_bytes(path, max_bytes=MAX_PICKLE_BYTES, inside=path.parent), "data.pkl"), names=()
+    )
     schedule = found.get("lr_schedule") if isinstance(found, dict) else None
     if not isinstance(schedule, dict):
         raise PickledDataError(f"{path.name} has no schedule")
@@ -149,9 +152,8 @@ class _Index:
     def open(cls, folder: Path) -> _Index:
         """Reads ``.metadata``."""
         path = folder / ".metadata"
-        if path.stat().st_size > MAX_PICKLE_BYTES:
-            raise PickledDataError(f"{path.name} has {path.stat().st_size} bytes")
-        root = _record(read_pickled_data(path.read_bytes(), names=_METADATA_NAMES), "Metadata")
+        data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES, inside=folder)
+        root = _record(read_pickled_data(data, names=_METADATA_NAMES), "Metadata")
         sizes = {
             (key, _shape(_record(chunk, "ChunkStorageMetadata").get("offsets"))): _shape(chunk.get("sizes"))
             for key, tensor in _items(root.get("state_dict_metadata"))
@@ -173,7 +175,7 @@ class _Index:
             origin=tuple(wanted.global_offset), sizes=(*(1,) * wanted.prepend_axis_num, *wanted.local_shape)
         )
         values = local.view(box.sizes)
-        num_read = 0
+        is_filled, num_read = torch.zeros(box.sizes, dtype=torch.bool), 0
         for chunk in self.chunks.get(wanted.key, []):
             if len(chunk.box.sizes) != len(box.sizes):
                 raise PickledDataError(f"{wanted.key} has {len(chunk.box.sizes)} dimensions, this run {len(box.sizes)}")
@@ -181,6 +183,10 @@ class _Index:
             if shared is not None:
                 content = self._read_content(chunk, wanted.dtype)
                 values[_slices(shared, box)] = content[_slices(shared, chunk.box)]
+                place = is_filled[_slices(shared, box)]
+                if place.any():  # it would be counted in the place of one that is nowhere
+                    raise PickledDataError(f"elements of {wanted.key} are there twice")
+                place.fill_(True)
                 num_read += shared.num_elements
         if num_read != box.num_elements and not (wanted.allow_shape_mismatch and wanted.key in self.chunks):
             raise PickledDataError(f"{box.num_elements - num_read} elements of {wanted.key} are not there")
@@ -188,9 +194,9 @@ class _Index:
 
     def _read_content(self, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
         path = self.folder / chunk.file
-        if Path(chunk.file).name != chunk.file or path.is_symlink():
+        if Path(chunk.file).name != chunk.file:
             raise PickledDataError(f"{chunk.file!r} leads out of {self.folder}")
-        with path.open("rb") as file:
+        with open_foreign(path, inside=self.folder) as file:
             size = os.fstat(file.fileno()).st_size
             if chunk.offset + chunk.length > size:
                 raise PickledDataError(f"{chunk.file} has {size} bytes, and a tensor at byte {chunk.offset}")

@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
-from mock_scheduler.launch.process_group import join_process_group
+from mock_scheduler.launch.process_group import join_process_group, read_objects_as_data
 from mock_scheduler.megatron.host_device import compute_device, has_cuda, use_host_device
 from mock_scheduler.megatron.ranks import ModelRanks, read_ranks
 
@@ -126,6 +126,7 @@ def join_group() -> None:
         torch.cuda.set_device(_own_gpu())
     use_host_device()
     if not dist.is_initialized():
+        read_objects_as_data()
         join_process_group("nccl" if has_cuda() else "gloo", timeout=COLLECTIVE_TIMEOUT)
 
 

@@ -158,18 +158,30 @@ class StoredTensors:
         """Reads a rank's tensor of ``spec.local_shape``; 0 at places outside the whole tensor, as padding has them.
 
         Raises:
-            ConfigError: the files have only a part of it, or another tensor under its name.
+            ConfigError: the files have only a part of it, an element twice, or another tensor under its name.
         """
         local = torch.zeros(spec.local_shape, dtype=dtype)
         num_missing = 0
         for box, values in rectangles_of(local, spec):
-            num_missing += box.num_elements - sum(
-                _copy_shared(stored, box, values, spec=spec) for stored in self._boxes.get(key, [])
-            )
+            num_missing += box.num_elements - self._fill(key, box, values, spec)
         if num_missing:
             where = self.paths[0].parent if self.paths else "the checkpoint"
             raise _unreadable(where, f"{num_missing} of {math.prod(spec.local_shape)} elements of {key} are not there")
         return local
+
+    def _fill(self, key: str, box: Rectangle, values: torch.Tensor, spec: ShardSpec) -> int:
+        """Copies every stored part of a box; returns the number of its elements."""
+        parts = [(stored, shared) for stored in self._boxes.get(key, []) if (shared := _share(stored, box, spec))]
+        # One that is there twice would be counted in the place of one that is nowhere, which would stay 0.
+        is_filled = torch.zeros(values.shape, dtype=torch.bool) if len(parts) > 1 else None
+        for stored, shared in parts:
+            if is_filled is not None:
+                place = is_filled[_slices(shared, box)]
+                if place.any():
+                    raise _unreadable(stored.path, f"elements of {stored.name} are there twice")
+                place.fill_(True)
+            _copy_shared(stored, shared, box, values)
+        return sum(shared.num_elements for _, shared in parts)
 
 
 def _read_name(name: str, shape: tuple[int, ...], path: Path) -> tuple[str, Rectangle]:
@@ -180,8 +192,8 @@ def _read_name(name: str, shape: tuple[int, ...], path: Path) -> tuple[str, Rect
     return key, Rectangle(origin=tuple(map(int, places)), sizes=shape)
 
 
-def _copy_shared(stored: _StoredBox, box: Rectangle, values: torch.Tensor, *, spec: ShardSpec) -> int:
-    """Copies the elements of a stored box that a rank's box needs; returns their number."""
+def _share(stored: _StoredBox, box: Rectangle, spec: ShardSpec) -> Rectangle | None:
+    """Gives the part of a stored box that a rank's box needs; ``None`` for none."""
     ends = tuple(start + size for start, size in zip(stored.box.origin, stored.box.sizes, strict=True))
     if len(ends) != len(spec.global_shape) or any(
         end > size for end, size in zip(ends, spec.global_shape, strict=False)
@@ -189,9 +201,11 @@ def _copy_shared(stored: _StoredBox, box: Rectangle, values: torch.Tensor, *, sp
         raise _unreadable(
             stored.path, f"{stored.name} of shape {list(stored.box.sizes)} is no part of {list(spec.global_shape)}"
         )
-    shared = intersect(box, stored.box)
-    if shared is None:
-        return 0
+    return intersect(box, stored.box)
+
+
+def _copy_shared(stored: _StoredBox, shared: Rectangle, box: Rectangle, values: torch.Tensor) -> None:
+    """Copies the elements of a stored box that a rank's box shares."""
     try:
         content = stored.file.get_tensor(stored.name)
     except SafetensorError as error:
@@ -199,7 +213,6 @@ def _copy_shared(stored: _StoredBox, box: Rectangle, values: torch.Tensor, *, sp
     if content.dtype != values.dtype:
         raise _unreadable(stored.path, f"{stored.name} is of {content.dtype}, this run has {values.dtype}")
     values[_slices(shared, box)] = content[_slices(shared, stored.box)]
-    return shared.num_elements
 
 
 def _slices(shared: Rectangle, box: Rectangle) -> tuple[slice, ...]:

@@ -36,6 +36,9 @@ from pipelines.service.access import Access, Connection, bracketed, own_hosts
 from pipelines.service.order import Operation, OutOfOrderError, StepOrder, StepRequest
 
 _BACKLOG = 1024
+# asyncio takes so many of them at once, before the first is counted: with all that wait, a burst of strangers would
+# leave the process without descriptors for its own files.
+_TAKEN_AT_ONCE = 64
 # A request, and an answer, may take this long, and a second more for each of so many bytes.
 _TRANSFER_S = 20.0
 _SLOWEST_BYTES_PER_S = 2**20
@@ -302,6 +305,12 @@ def listening(host: str, port: int, *, order: StepOrder[Answer], max_body_bytes:
 class _Server(uvicorn.Server):
     """uvicorn's server, which at its end waits for no client in the middle of a request."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin; as many clients may wait as ever, though few are taken at once."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End; answers on their way are sent."""
         for connection in list(self.server_state.connections):
@@ -323,7 +332,7 @@ def _server_config(app: _App) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        backlog=_BACKLOG,
+        backlog=_TAKEN_AT_ONCE,
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
     )
 

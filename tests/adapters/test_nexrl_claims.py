@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mock_scheduler.adapters.nexrl.files import load_content
+from mock_scheduler.adapters.nexrl.rollouts import DumpFiles
 from mock_scheduler.compare_debug_dumps import main
 from mock_scheduler.errors import TraceError
 from tests.adapters.test_nexrl_comparison import micro_batch, put, write
@@ -163,6 +164,28 @@ def test_a_pipe_in_the_place_of_a_dump_is_refused(tmp_path: Path) -> None:
     for name in ("a.pt", "a.jsonl"):
         os.mkfifo(tmp_path / name)
         assert refused(tmp_path / name) == "is a pipe, where a regular file is expected: remove it"
+
+
+@pytest.mark.parametrize("kind", ["forward_data", "loss", "is_loss_debug"])
+def test_a_link_out_of_a_dump_is_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    ours, theirs = write(tmp_path / "ours"), write(tmp_path / "theirs")
+    path = sorted((theirs / kind).iterdir())[0]
+    path.symlink_to(path.rename(tmp_path / "private.pt"))
+    assert main(["--self_hosted_dir", str(ours), "--weaver_dir", str(theirs), "--step", "0"]) == 5
+    said = capsys.readouterr()
+    assert f"{path} is a link to {tmp_path / 'private.pt'}, outside of {theirs}" in said.err
+    assert "Verdict" not in said.out
+
+
+def test_a_link_out_of_a_folder_of_trajectories_is_not_followed(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "step_000000.jsonl", tmp_path / "dump"
+    outside.write_text('{"step": 0, "trajectories": []}\n', encoding="utf-8")
+    folder.mkdir()
+    (folder / outside.name).symlink_to(outside)
+    with pytest.raises(TraceError, match="is a link to"):
+        DumpFiles(folder, "jsonl").load(0)
+    # A link that the user names is followed.
+    assert DumpFiles(folder / outside.name, "jsonl").load(0)[0]["step"] == 0
 
 
 @pytest.mark.parametrize("dtype", ["quint8", "int4", "bits8"])

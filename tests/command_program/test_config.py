@@ -10,6 +10,7 @@ import yaml
 
 from mock_scheduler.command_program.command import Command, build_command
 from mock_scheduler.command_program.config import CommandConfig
+from mock_scheduler.command_program.entry import opens_a_port
 from mock_scheduler.command_program.program import PROGRAM, CommandProgram
 from mock_scheduler.config.base import Decides
 from mock_scheduler.errors import ConfigError
@@ -115,7 +116,60 @@ def test_a_launcher_has_the_command_word_by_word_or_as_one_text(tmp_path: Path) 
     assert few.words[2] == "--nodes=1"
 
 
+def test_ranks_are_started_where_nobody_else_can_join_them(tmp_path: Path) -> None:
+    found = build(tmp_path, f"{TP}=2", command=["{ranks}", "train.py", "{arguments}", "--end"], output_dir="/out")
+    ours = ("/env/bin/python", "-P", "-u", "-m", "mock_scheduler.launch.ranks", "/out", "2", "1", "0", "memory")
+    assert found.words == (*ours, "train.py", "--tp", "2", "--lr=0.5", "--end")
+    alone = build(tmp_path, command=["{ranks}", "-m", "train"], launcher=["srun", "{command}"], output_dir="/out")
+    assert alone.words == ("srun", *ours[:2], *ours[3:6], "1", "1", "0", "memory", "-m", "train", "--lr=0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        (["torchrun", "--standalone", "train.py"], True),
+        (["/env/bin/torchrun", "train.py"], True),
+        (["python", "-m", "torch.distributed.run", "train.py"], True),
+        (["{ranks}", "train.py"], False),
+        (["python", "torchrun.py"], False),
+    ],
+)
+def test_torchrun_is_known_by_its_names(words: list[str], warns: bool) -> None:
+    assert opens_a_port(words) is warns
+
+
+def test_what_came_out_of_the_environment_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command, variables and launcher went with their values into the log of the run, which is handed on."""
+    for name in ("THE_KEY", "THE_NOTE", "THE_WORD", "THE_JOB"):
+        monkeypatch.setenv(name, f"value-of-{name}")
+    monkeypatch.setenv("SHORT", "7")
+    text = """\
+command: ["{python}", train.py, --key, "${oc.env:THE_KEY}", "--at={dp}:${oc.env:THE_WORD}", "${oc.env:SHORT}", "17"]
+env: {WANDB_API_KEY: "${oc.env:THE_KEY}", URL: "postgres://u:${oc.env:THE_WORD}@h/{exp_name}"}
+launcher: [env, "{env}", --json, "{env_json}", --job, "${oc.env:THE_JOB}", "{command}", --line, "{command_line}"]
+options: {note: "it is {${oc.env:THE_NOTE}}"}
+arguments: {options.note: ["--note={}"]}
+"""
+    (tmp_path / "align.yaml").write_text(text.replace("{${oc.env:THE_NOTE}}", "${oc.env:THE_NOTE}"), encoding="utf-8")
+    config = PROGRAM.build_loader("align", tmp_path)(())
+    assert isinstance(config, CommandConfig)
+    found = build_command(config, folder=tmp_path, python="/env/bin/python")
+    assert found.env["URL"] == "postgres://u:value-of-THE_WORD@h/training"
+    assert "value-of-THE_KEY" in found.words
+    for shown in (found.shown, found.shown_inner):
+        assert "value-of-" not in shown
+    assert "'--at={dp}:${oc.env:THE_WORD}' '${oc.env:SHORT}' 17" in found.shown_inner
+    assert "'--note=it is ${oc.env:THE_NOTE}'" in found.shown_inner
+    assert "--job '${oc.env:THE_JOB}'" in found.shown
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"command": ["{ranks}", "train.py"], "processes_per_node": 1, "parallel": {"data_parallel_size": 2}},
+        "command: begins with {ranks}, which starts processes of one machine, and 2 are asked for",
+    ),
+    ({"command": ["{ranks}"]}, "command: has nothing behind {ranks}: name the Python file that every rank runs"),
+    ({"command": ["env", "{ranks}", "train.py"]}, "command: has the unknown field {ranks}"),
     ({"comand": []}, "comand: unknown key; nearest known key: command"),
     ({"options": {"lr": 0.5, "rl": 1}}, "options.rl: reaches no command; nearest: options.lr; add arguments"),
     ({"effects": {"lrr": "bits"}}, "effects.lrr: is for no option; nearest: lr"),

@@ -195,3 +195,41 @@ def until(holds: object, *, seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < end_s, "it did not happen"
         time.sleep(0.05)
+
+
+def test_torchrun_on_one_machine_is_warned_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "torchrun").write_text("#!/bin/sh\nexit 9\n", encoding="utf-8")
+    (tmp_path / "torchrun").chmod(0o755)
+    write(tmp_path, "", command=[str(tmp_path / "torchrun"), "train.py"])
+    assert run(tmp_path) == 70
+    assert "warning: torchrun listens on every address of this machine" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 1, "no-such-program"])
+def test_no_file_of_a_failed_command_has_a_value_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int | str
+) -> None:
+    """Its words and variables, with their values, went into the log, the terminal and the error of an alignment."""
+    monkeypatch.setenv("A_WORD", "value-from-outside")
+    words = [code] if isinstance(code, str) else ["{python}", "train.py"]
+    write(tmp_path, f"raise SystemExit({code!r})", command=[*words, "--word", "${oc.env:A_WORD}"])
+    content = yaml.safe_load((tmp_path / "run.yaml").read_text(encoding="utf-8"))
+    content |= {"env": {"OWN": "x-${oc.env:A_WORD}"}, "cancel": ["no-such", "${oc.env:A_WORD}"]}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    assert run(tmp_path) in (3, 5, 70)
+    texts = [path.read_text(encoding="utf-8") for path in tmp_path.rglob("*") if path.is_file()]
+    assert "value-from-outside" not in "".join([*texts, *capfd.readouterr()])
+
+
+def test_a_command_gets_no_place_of_ours_and_no_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own launcher may start it on several machines, and takes the environment along."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    saying = "import json, os; json.dump(dict(os.environ), open('environ.json', 'w'))"
+    config = load_config(ConfigSource(config_name="run", config_path=str(write(tmp_path, saying + ATTACHED))), PROGRAM)
+    source = ConfigSource(config_name="run", config_path=str(tmp_path))
+    assert run_plan(plan_launch(config, PROGRAM.arguments(PROGRAM.entry, source), num_processes=1)) == 0
+    environ = json.loads((tmp_path / "environ.json").read_text(encoding="utf-8"))
+    ours = [name for name in environ if name.startswith("MOCK_SCHEDULER_") or name.endswith(("RANK", "_IFNAME"))]
+    assert [name for name in ours if not name.startswith("TEST")] == ["MOCK_SCHEDULER_RUN"]
+    assert not {"MASTER_ADDR", "WORLD_SIZE"} & environ.keys()

@@ -8,8 +8,10 @@ import pytest
 
 from mock_scheduler.config.interpolations import resolve_variables
 from mock_scheduler.config.loading import dump_config
+from mock_scheduler.correction.report.sources import training_of_run
 from mock_scheduler.errors import AlignmentError, ConfigError
-from mock_scheduler.run_folder.finished_run import load_stored_config
+from mock_scheduler.run_folder.finished_run import load_stored_config, read_stored_keys
+from mock_scheduler.support.local_key import mark_own
 from pipelines.config.loading import load_clip_rule, load_config
 from pipelines.config.schema import PipelineConfig
 
@@ -124,12 +126,39 @@ def test_what_reads_a_finished_run_has_the_values_of_this_process(
     config = load(tmp_path, text)
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
+    mark_own(path)
     monkeypatch.delenv("TOKEN")  # a variable that nothing here asks for may be missing
     assert load_stored_config(path).precision == "float32"
     assert load_clip_rule(path).low == 0.2
     monkeypatch.delenv("PRESET")
     with pytest.raises(AlignmentError, match="algorithm: "):
         load_clip_rule(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "precision: ['${oc.env:PASSWORD}']",
+        "trace: {level: ['${oc.env:PASSWORD}']}",
+        "align: {tolerance: {gradient: '${oc.env:PASSWORD}'}}",
+        "pg_clip: '${oc.env:PASSWORD}'",
+        "algorithm: {rollout_correction: {preset: '${oc.env:PASSWORD}'}}",
+        "precision: '" + "${" * 5000 + "oc.env:PASSWORD'",
+    ],
+)
+def test_of_a_strangers_run_no_variable_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Errors and reports show these values, and go to whoever sent the folder."""
+    monkeypatch.setenv("PASSWORD", "top secret")
+    path = tmp_path / "config.yaml"
+    path.write_text(f"exp_name: x\n{text}\n")
+    said = [repr(read_stored_keys(path))]
+    for read in (load_stored_config, load_clip_rule, lambda path: training_of_run(path.parent)):
+        try:
+            said.append(repr(read(path)))
+        except (ConfigError, AlignmentError) as error:
+            said.append(str(error))
+    assert len(said) == 4
+    assert not [line for line in said if "top secret" in line]
 
 
 def test_a_variable_that_is_missing_leaves_its_text_open() -> None:

@@ -128,6 +128,38 @@ def test_every_way_to_name_code_is_found(tmp_path: Path, text: str, expected: li
     assert found_in(tmp_path, text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("training_service: {url: http://e:80}", ["address: training_service.url = 'http://e:80'"]),
+        ("training_service: {token_variable: KEY}", ["address: training_service.token_variable = 'KEY'"]),
+        ("training_service: {service_file: /s}", ["address: training_service.service_file = '/s'"]),
+        ("training_service: {host: 0.0.0.0}", ["address: training_service.host = '0.0.0.0'"]),
+        ("training_service: {host: 127.0.0.1, url: null, service_file: null}", []),
+        ("rollout_mock: {dump_dir: s3://bucket/x}", ["address: rollout_mock.dump_dir = 's3://bucket/x'"]),
+        ("rollout_mock: {dump_dir: 'reference::x'}", ["address: rollout_mock.dump_dir = 'reference::x'"]),
+        ("rollout_mock: {dump_dir: /home/a/recording}", []),
+        ("exp_name: 'a${oc.env:KEY}'", ["text to be resolved: exp_name = 'a${oc.env:KEY}'"]),
+        ("note: ['${oc.env:KEY}']", ["text to be resolved: note.0 = '${oc.env:KEY}'"]),
+        ("a: {url: '${b}'}", ["text to be resolved: a.url = '${b}'"]),
+        (r"exp_name: 'a\${x}'", []),
+        (r"exp_name: 'a\\${x}'", [r"text to be resolved: exp_name = 'a\\\\${x}'"]),
+        (
+            "align: {baseline: ['training_service.url=\"http://e\"']}",
+            ["address: training_service.url = 'http://e'"],
+        ),
+        (
+            "align: {candidates: [{name: a, overrides: ['exp_name=${oc.env:KEY}']}]}",
+            ["text to be resolved: exp_name = '${oc.env:KEY}'"],
+        ),
+    ],
+)
+def test_what_brings_secrets_or_data_to_another_machine_is_found(
+    tmp_path: Path, text: str, expected: list[str]
+) -> None:
+    assert found_in(tmp_path, text) == expected
+
+
 def test_a_command_asks_only_about_what_it_would_run(tmp_path: Path) -> None:
     text = "program: e:P\nsystem_envs: {LD_PRELOAD: x}\nalign: {candidates: [{name: a, python: ./p}]}\n"
     assert len(found_in(tmp_path, text, Use.LOAD)) == 1
@@ -139,7 +171,7 @@ def test_of_one_candidate_only_its_own_code_counts(tmp_path: Path) -> None:
     path = write(tmp_path, "align: {candidates: [{name: a, python: ./p}, {name: b, python: ./q}]}")
     assert [item.value for item in list_stored_code(path, only="b")] == ["./q"]
     hidden = write(tmp_path, "align: {candidates: [{name: '${exp_name}', python: ./p}]}\nexp_name: b")
-    assert [item.value for item in list_stored_code(hidden, only="b")] == ["./p"]
+    assert [item.value for item in list_stored_code(hidden, only="b")] == ["${exp_name}", "./p"]
 
 
 def test_a_part_that_is_named_many_times_is_walked_once(tmp_path: Path) -> None:

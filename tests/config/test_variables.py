@@ -37,6 +37,11 @@ def find(name: str, value: str = "x") -> str | None:
         *("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "FSSPEC_CONFIG_DIR"),
         *("INTEL_LIBITTNOTIFY64", "INTEL_LIBITTNOTIFY32", "INTEL_JIT_PROFILER64"),
         "GOOGLE_EXTERNAL_ACCOUNT_ALLOW_EXECUTABLES",
+        # Each was found to import a module, or to compile with what it says.
+        *("TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN", "TORCH_LOGS", "_PYTHON_SYSCONFIGDATA_NAME", "PYTORCH_NVCC"),
+        *("TRITON_CACHE_MANAGER", "TRITON_REMOTE_CACHE_BACKEND", "HALIDE_INCLUDE", "TORCHINDUCTOR_CPP_MARCH"),
+        *("TORCHINDUCTOR_REDIS_URL", "OMPI_MCA_plm_rsh_agent", "UCX_MODULE_DIR", "CUDACXX", "TRITON_PLUGIN_PATHS"),
+        *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "HYDRA_INSTANTIATE_ALLOWLIST_OVERRIDE", "SSLKEYLOGFILE"),
     ],
 )
 def test_a_variable_that_names_code_is_refused(name: str) -> None:

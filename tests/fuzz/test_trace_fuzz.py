@@ -115,7 +115,15 @@ def replace_tensor(document: dict[str, Any], tensors: dict[str, torch.Tensor], r
     """Puts in a tensor of other values, dtype or shape, with digests that fit."""
     name = rng.choice(list(tensors))
     old = tensors[name]
-    other_values = (old * float("nan"), old * float("inf"), old * 1e38, -old, old[:0], old.reshape(-1))
+    other_values = (
+        old * float("nan"),
+        old * float("inf"),
+        old * 1e38,
+        old.double() * 1e308,
+        -old,
+        old[:0],
+        old.reshape(-1),
+    )
     other_dtypes = (torch.float64, torch.complex64, torch.bool, torch.int8, torch.float8_e5m2)
     new = rng.choice([*other_values, *map(old.to, other_dtypes)]).contiguous()
     tensors[name] = new
@@ -160,7 +168,9 @@ def attack(sources: Path, work: Path, kind: str, rng: random.Random) -> list[str
     path = rng.choice(sorted(trace.rglob("*.safetensors")))
     said = mutate_file(path, key, rng)
     other = {"two": "other", "one": "other_one"}.get(kind, f"other_{kind}")
-    commands = [("compare", sources / other, trace), ("replicas", trace), ("compare", trace, sources / other)]
+    reports = ("--json", work / "report.json", "--html", work / "report.html")
+    commands = [("compare", sources / other, trace, *reports), ("replicas", trace, *reports[:2])]
+    commands.append(("compare", trace, sources / other, *reports))
     if "sketch" not in kind:
         commands.append(("replicas", trace, "--verify"))
     return [f"{said}: {problem}" for command in commands if (problem := run_command(*command))]

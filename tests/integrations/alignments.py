@@ -54,9 +54,10 @@ def align(config: Path, folder: Path, *overrides: str) -> Alignment:
     )
 
 
-def save_checkpoint(folder: Path, *arguments: str, num_processes: int) -> None:
-    """Pre-trains three iterations without instruments, and saves the third."""
-    saving = ["--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch_dist"]
+def save_checkpoint(folder: Path, *arguments: str, num_processes: int = 1) -> None:
+    """Pre-trains three of ten iterations without instruments, and saves the third."""
+    saving = ["--host-layers", "--train-iters", "10", "--exit-interval", "3"]
+    saving += ["--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch_dist"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     command = [*launcher, str(EXAMPLE / "pretrain_gpt.py"), *saving, *arguments]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import tempfile
 from pathlib import Path
@@ -44,3 +45,27 @@ def test_a_folder_of_kernels_that_everybody_writes_or_a_link_is_refused(folder: 
     folder.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is no folder"):
         claim_kernel_cache({})
+
+
+def test_a_folder_of_kernels_that_a_group_writes_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems have a group for each user, and a mask that lets it write; any other group has others in it."""
+    folder.mkdir()
+    folder.chmod(0o775)
+    user = folder.name.removeprefix("torchinductor_")
+    own = grp.struct_group((user, "x", os.getegid(), []))
+    monkeypatch.setattr(grp, "getgrgid", lambda _: own)
+    claim_kernel_cache({})
+    for group in ((*own[:3], ["another"]), ("staff", *own[1:])):
+        monkeypatch.setattr(grp, "getgrgid", lambda _, group=group: grp.struct_group(group))
+        with pytest.raises(ConfigError, match="can be written by its group"):
+            claim_kernel_cache({})
+    folder.chmod(0o755)
+    claim_kernel_cache({})
+
+
+def test_a_folder_of_kernels_that_others_may_swap_is_refused(folder: Path) -> None:
+    folder.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match="lies where every user can put another one in its place"):
+        claim_kernel_cache({})
+    folder.parent.chmod(0o1777)
+    claim_kernel_cache({})

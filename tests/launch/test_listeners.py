@@ -37,6 +37,30 @@ dist.destroy_process_group()
 """
 
 
+# A program of somebody else's: it knows torch alone, leaves its group and makes another one, by either way of torch's.
+FOREIGN = """\
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+import beside
+folder = pathlib.Path(sys.argv[1])
+place = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+numbers = {"rank": int(os.environ["RANK"]), "world_size": 2}
+for keys in ({}, numbers, {"init_method": place, **numbers}):
+    dist.init_process_group("gloo", **keys)
+    group, ones = dist.new_group([0, 1]), torch.ones(2)
+    dist.all_reduce(ones, group=group)
+    objects = [None, None]
+    dist.all_gather_object(objects, beside.Own(dist.get_rank()))
+    assert [item.value for item in objects] == [0, 1]
+    if keys is not numbers and "init_method" in keys:
+        (folder / f"joined-{dist.get_rank()}").write_text(str(ones.tolist()))
+        while not (folder / "looked").exists():
+            time.sleep(0.02)
+    dist.destroy_process_group()
+"""
+BESIDE = "class Own:\n    def __init__(self, value):\n        self.value = value\n"
+
+
 @contextmanager
 def child(code: str) -> Iterator[subprocess.Popen[str]]:
     """A Python process that has said a line, and is ended."""
@@ -97,6 +121,46 @@ def look(folder: Path, processes: list[subprocess.Popen[bytes]], seen: Callable[
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+
+
+@pytest.mark.parametrize("target", [("train.py",), ("-m", "train")])
+def test_ranks_of_a_foreign_program_listen_on_loopback_alone(tmp_path: Path, target: tuple[str, ...]) -> None:
+    """The README's first command was torchrun, whose store listens on all addresses and unpickles what comes."""
+    (tmp_path / "train.py").write_text(FOREIGN, encoding="utf-8")
+    (tmp_path / "beside.py").write_text(BESIDE, encoding="utf-8")
+    arguments = (*target, str(tmp_path))
+    command = ranks_command(sys.executable, arguments, told_to=tmp_path, place=Place(num_local=2, is_foreign=True))
+    listeners: set[str] = set()
+
+    def seen(process_ids: set[int]) -> None:
+        assert find_open(process_ids) == set()
+        listeners.update(str(address) for address, _ in find_listeners(process_ids))
+
+    look(tmp_path, start(tmp_path, [command]), seen)
+    assert listeners == {"127.0.0.1"}
+    assert (tmp_path / "joined-1").read_text() == "[2.0, 2.0]"
+
+
+def test_a_foreign_program_alone_meets_nobody(tmp_path: Path) -> None:
+    text = "import torch.distributed as d; d.init_process_group('gloo'); print(d.get_world_size(), __name__)"
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    command = ranks_command(sys.executable, ("train.py",), told_to=tmp_path, place=Place(num_local=1, is_foreign=True))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 __main__\n")
+
+
+def test_a_file_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    command = ranks_command(sys.executable, ("python", "train.py"), told_to=tmp_path, place=Place(num_local=2))
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert done.stderr.startswith(f"error: there is no Python file python in {tmp_path}")
+
+
+def test_torch_has_what_a_foreign_program_is_kept_from_listening_by() -> None:
+    """A release of torch that meets by another function would listen again; then the import fails."""
+    from torch.distributed import rendezvous
+
+    assert callable(rendezvous.__globals__["_create_c10d_store"])
 
 
 def free_port() -> int:

@@ -64,3 +64,43 @@ def test_a_process_without_a_launcher_is_a_group_that_nobody_reaches(monkeypatch
     finally:
         dist.destroy_process_group()
     assert socket.if_nametoindex(LOOPBACK) > 0
+
+
+# Rank 1 sends what no rank of ours would: an object that says what to call where it is read.
+SENDING = """\
+import os, pathlib, pickle, sys
+import torch, torch.distributed as dist
+from pipelines.megatron.process_of_rank import join_group
+join_group()
+class Gadget:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path("ran"),)
+sent = {"gadget": Gadget(), "class": pathlib.Path, "data": [(None, False), {"lr": 1.5, "x": b"1"}]}[sys.argv[1]]
+plain = [(None, False), {"lr": 1.5, "x": b"1"}]
+objects = [None, None]
+try:
+    dist.all_gather_object(objects, sent if os.environ["RANK"] == "1" else plain)
+    said = "read" if objects == [plain, plain] else "other"
+except pickle.UnpicklingError as error:
+    said = str(error)
+if os.environ["RANK"] == "0":
+    print(said)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ("data", "read"),
+        ("gadget", "another rank sent an object that names 'pathlib'.'Path.touch'"),
+        ("class", "another rank sent an object that names 'pathlib'.'Path'"),
+    ],
+)
+def test_an_object_of_another_rank_runs_nothing(tmp_path: Path, sent: str, said: str) -> None:
+    """On the loopback interface any user of the machine may reach a port of gloo's before its peer does."""
+    (tmp_path / "sending.py").write_text(SENDING, encoding="utf-8")
+    command = ranks_command(sys.executable, ("-m", "sending", sent), told_to="out", place=Place(num_local=2))
+    code, output = run(tmp_path, command)
+    assert (code, output.startswith(said)) == (0, True), output
+    assert not (tmp_path / "ran").exists()

@@ -181,6 +181,18 @@ def test_a_parameter_of_an_unknown_module_is_placed_by_its_mark(is_marked: bool,
     assert specs_of({"self_attention.gate": unknown}, **TP2)["self_attention.gate.own_factor"].global_shape == shape
 
 
+@pytest.mark.parametrize("name", ["DotProductAttention", "TEDotProductAttention"])
+def test_each_rank_has_the_sinks_of_its_own_heads(name: str) -> None:
+    """Megatron leaves them unmarked, and so out of its gradient norm on all tp ranks but the first (0.16.1, 0.19.2)."""
+    bases = (
+        (torch.nn.Module,) if name == "DotProductAttention" else (type("DotProductAttention", (torch.nn.Module,), {}),)
+    )
+    attention = type(name, bases, {})()
+    attention.softmax_offset = torch.nn.Parameter(torch.ones(2))
+    spec = specs_of({"self_attention.core_attention": attention}, **TP2)["self_attention.core_attention.softmax_offset"]
+    assert (spec.global_shape, spec.splits[0].blocks) == ((4,), (Block(local_start=0, global_start=2, length=2),))
+
+
 def test_two_parameters_of_one_name_are_refused() -> None:
     """A norm that is there both by itself and within the layer behind it."""
     norm = torch.nn.LayerNorm(HIDDEN, bias=False)

@@ -251,7 +251,7 @@ def test_the_json_has_all_that_the_page_says_once_the_alignment_has_ended(tmp_pa
     assert diverged["report"]["metrics"]["curves"][0]["differences"] == [0.0, 0.25]
     assert diverged["report"]["environment"]["config"][0]["candidate"] == "2"
     assert [proof["name"] for proof in diverged["proofs"]] == ["replicas", "noise"]
-    assert [len(item["report"]["proofs"]) for item in found["candidates"]] == [5] * 7
+    assert [len(item["report"]["proofs"]) for item in found["candidates"]] == [6] * 7
     assert found["candidates"][0]["emulated"]["verdict"] == "identical"
     going = replace(result, times=None)
     save_result(going, build_view(going, is_full=False), tmp_path / "align.json")

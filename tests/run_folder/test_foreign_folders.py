@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from mock_scheduler.cli import main
+from mock_scheduler.comparison.noise.building import measure_noise
+from mock_scheduler.comparison.noise.files import find_noise, load_noise, save_noise
+from mock_scheduler.errors import AlignmentError
 from mock_scheduler.trace.shards import whole
 from tests.trace.builders import NORM, entry, save
 
@@ -77,3 +82,37 @@ def test_bounds_found_beside_a_run_are_read_through_the_door(runs: Path, capsys:
     make_hole(runs / "noise.json")
     assert main(["compare", str(runs / "a"), str(runs / "b")]) == 3
     assert f"noise.json has {100 * 2**30} bytes" in capsys.readouterr().err.replace("\n", " ")
+
+
+def link_away(path: Path, folder: Path) -> None:
+    """The same content lies in another folder, so that whoever follows the link finds nothing wrong."""
+    folder.mkdir(exist_ok=True)
+    path.symlink_to(path.rename(folder / f"{path.parent.name}_{path.name}"))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trace"])
+def test_neither_a_plot_nor_noise_is_made_through_a_link(
+    runs: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(runs / "a", runs / "c")
+    link_away(runs / "c" / name, runs / "private")
+    page = runs / "page.html"
+    if name == "metrics.jsonl":
+        assert main(["plot", str(runs / "a"), str(runs / "c"), "-o", str(page)]) == 5
+        assert not page.exists()
+    assert main(["compare", str(runs / "a"), str(runs / "b"), "--noise", str(runs / "c")]) in (3, 5)
+    assert f"{runs / 'c' / name} is a link to {runs / 'private'}" in capsys.readouterr().err.replace("\n  ", " ")
+
+
+def test_noise_beside_a_run_is_no_link_and_names_no_trace_elsewhere(runs: Path) -> None:
+    noise = measure_noise(runs / "a", [runs / "b"], seeds=[1])
+    save_noise(noise, runs / "noise.json")
+    found = find_noise(runs / "a")
+    assert found is not None
+    assert found.trace_dirs == (runs / "b" / "trace",)
+    shutil.move(runs / "b", runs.parent / "elsewhere")
+    save_noise(replace(noise, trace_dirs=(runs.parent / "elsewhere" / "trace",)), runs / "noise.json")
+    assert load_noise(runs / "noise.json").trace_dirs == ()
+    link_away(runs / "noise.json", runs.parent / "private")
+    with pytest.raises(AlignmentError, match=r"noise\.json is a link to"):
+        find_noise(runs / "a")

@@ -1,20 +1,24 @@
 """Pre-trains a small GPT with Megatron-LM's own training loop on its own mock data.
 
-``torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2``: every argument is Megatron's.
+``torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2``: all arguments but two are Megatron's.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from host_layers import build_layer_specs
+from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -54,8 +58,12 @@ provide_datasets.is_distributed = True  # every rank reads its own rows
 
 
 def step_forward(rows: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Runs one micro-batch: the first stage sees its tokens, the last one its labels."""
-    batch = next(rows)
+    """Runs one micro-batch: the first stage sees its tokens, the last one its labels, a cp rank its part of them."""
+    batch, packed = next(rows), None
+    if get_args().pack_rows:
+        batch, packed = pack_rows(batch)
+    elif parallel_state.get_context_parallel_world_size() > 1:
+        batch = get_batch_on_this_cp_rank(batch, False, cp_group=parallel_state.get_context_parallel_group())
     is_first = get_attr_wrapped_model(model, "pre_process")
     is_last = get_attr_wrapped_model(model, "post_process")
     output = model(
@@ -64,8 +72,18 @@ def step_forward(rows: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module
         batch["attention_mask"],
         labels=batch["labels"] if is_last else None,
         loss_mask=batch["loss_mask"] if is_last else None,
+        packed_seq_params=packed,
     )
     return output, partial(compute_loss, batch["loss_mask"])
+
+
+def pack_rows(batch: dict[str, torch.Tensor]) -> tuple[dict[str, Any], PackedSeqParams]:
+    """Lays the rows of a micro-batch in one line."""
+    num_rows, length = batch["tokens"].shape
+    bounds = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32)
+    line: dict[str, Any] = {name: values.reshape(1, -1) for name, values in batch.items()}
+    line["attention_mask"] = None
+    return line, PackedSeqParams("thd", bounds, bounds, max_seqlen_q=length, max_seqlen_kv=length)
 
 
 def compute_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -75,12 +93,31 @@ def compute_loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor
     return total, count, {"lm loss": torch.cat([total.detach().view(1), count.view(1)])}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Trains with Megatron's arguments behind those of a small model."""
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the example's own arguments to Megatron's."""
+    group = parser.add_argument_group("example")
+    group.add_argument("--host-layers", action="store_true", help="layers for sp, cp and packed rows on the CPU")
+    group.add_argument("--pack-rows", action="store_true", help="all rows of a micro-batch in one line")
+    return parser
+
+
+def main(
+    arguments: Sequence[str],
+    *,
+    small: Sequence[str] = SMALL_GPT,
+    add: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] = add_arguments,
+    change: Callable[[Any, argparse.Namespace], None] | None = None,
+) -> None:
+    """Trains with Megatron's arguments behind those of a small model; ``change`` changes the model's configuration."""
     run_megatron_training_on_host()
-    sys.argv[1:] = [*SMALL_GPT, *HOST_ARGUMENTS, *arguments]
-    args = parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    sys.argv[1:] = [*small, *HOST_ARGUMENTS, *arguments]
+    args = parse_and_validate_args(add)
+    model = gpt_config_from_args(args)
+    if args.host_layers:
+        model.transformer_layer_spec = build_layer_specs
+    if change is not None:
+        change(model, args)
+    config = pretrain_cfg_container_from_args(args, model)
     megatron.attach_to_pretrain()  # the one line of the instruments
     pretrain(config, provide_datasets, ModelType.encoder_or_decoder, step_forward)
 

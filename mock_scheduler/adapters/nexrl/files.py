@@ -58,14 +58,16 @@ def save_content(
     return path
 
 
-def load_content(path: Path, *, dump_format: DumpFormat | None = None) -> Content:
+def load_content(path: Path, *, dump_format: DumpFormat | None = None, inside: Path | None = None) -> Content:
     """Reads a file's content, tensors on the CPU; ``dump_format``: by default that of the file's name.
+
+    ``inside``: the dump's folder, out of which no link is followed; ``None``: the user named this file.
 
     Raises ``TraceError`` where the file cannot be read, would run code, or holds something else.
     """
     read_as = dump_format or _format_of(path)
     try:
-        content = read_pt(path) if read_as == "pt" else _read_jsonl(path)
+        content = read_pt(path, inside=inside) if read_as == "pt" else _read_jsonl(path, inside)
     except TraceError:  # which is an OSError as well
         raise
     except OSError as error:
@@ -83,9 +85,9 @@ def _format_of(path: Path) -> DumpFormat:
     raise TraceError(f"{path} is neither .pt nor .jsonl; set rollout_worker.trajectory_format to what it is")
 
 
-def _read_jsonl(path: Path) -> object:
+def _read_jsonl(path: Path, inside: Path | None) -> object:
     try:
-        text = read_text(path, max_bytes=MAX_DUMP_BYTES, what="a file of a debug dump")
+        text = read_text(path, inside=inside, max_bytes=MAX_DUMP_BYTES, what="a file of a debug dump")
     except ValueError as error:
         raise TraceError(f"{path} is not JSON: {error}") from error
     # Not splitlines, which also cuts at characters that a JSON text may hold.

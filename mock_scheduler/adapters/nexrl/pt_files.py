@@ -40,14 +40,14 @@ _MAX_DEPTH = 100
 _VALUES_PER_BYTE = 4
 
 
-def read_pt(path: Path) -> object:
-    """Reads the content, tensors on the CPU.
+def read_pt(path: Path, *, inside: Path | None = None) -> object:
+    """Reads the content, tensors on the CPU; ``inside``: no link leads out of this folder.
 
     Raises:
         TraceError: it is damaged, would run code, or claims more than it holds.
         OSError: it cannot be opened.
     """
-    with open_foreign(path, max_bytes=MAX_DUMP_BYTES, what="a file of a debug dump") as stream:
+    with open_foreign(path, inside=inside, max_bytes=MAX_DUMP_BYTES, what="a file of a debug dump") as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         archive = _copy_entries(stream, path, size_bytes)
     content = _load(archive, path)

@@ -60,7 +60,8 @@ class DumpFiles:
             )
         check_step(step, self._by_step, f"rollout_worker.trajectory_load_path {self.path}")
         path = self._by_step[step]
-        content = load_content(path, dump_format=self._format)
+        inside = None if self.path.is_file() else self.path
+        content = load_content(path, dump_format=self._format, inside=inside)
         if "step" in content and as_number(content["step"]) != step:
             raise RecordingError(f"{path} says that it is of step {content['step']}; its name says {step}")
         return content, str(path)

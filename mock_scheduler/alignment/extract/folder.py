@@ -5,6 +5,7 @@ Contract: everything in it is named relative to it, so it can be moved; nothing 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from mock_scheduler.recording.writing.subset import write_subset
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.foreign_files import refuse_link_out
 from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.support.text import count_of, list_some, printable
 from mock_scheduler.support.versions import DISTRIBUTIONS, read_package_version
 
 RECORDING_FOLDER = "recording"
@@ -218,8 +219,8 @@ def write_readme(
     change = config.align.candidates[0]
     sections = [
         f"# {change.name} diverges from its baseline",
-        f"In the alignment that this was cut from:\n\n> {source.sentence}",
-        "\n".join(remarks),
+        f"In the alignment that this was cut from:\n\n> {_in_prose(source.sentence)}",
+        "\n".join(map(_in_prose, remarks)),
         "## Run it\n\n"
         "From the root of a checkout, or with `MOCK_SCHEDULER_ROOT=…`; `PYTHON=…` is another interpreter:\n\n"
         f"```bash\nbash {SCRIPT_FILE}{needed_flag(folder)}\n```\n\n"
@@ -231,6 +232,11 @@ def write_readme(
         "## Versions\n\n" + _describe_versions(source),
     ]
     (folder / README_FILE).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
+
+
+def _in_prose(text: str) -> str:
+    """Gives a foreign text as one line of Markdown without markup in it: no link, no picture, no HTML."""
+    return re.sub(r"[<>\[\]]", lambda found: f"\\{found[0]}", printable(text))
 
 
 def _describe_change(config: RunConfig, entry: EntryFiles) -> str:
@@ -283,5 +289,5 @@ def _describe_versions(source: DivergedCandidate) -> str:
         then, now = packages.get(name), read_package_version(*distributions)
         if then is not None or now is not None:
             rows.append((name, str(then or "none"), now or "none"))
-    table = "\n".join(f"| {name} | {then} | {now} |" for name, then, now in rows)
+    table = "\n".join(f"| {name} | {_in_prose(then)} | {now} |" for name, then, now in rows)
     return f"| package | when recorded | when extracted |\n| --- | --- | --- |\n{table}"

@@ -278,7 +278,8 @@ def _recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
     named = result.recording_dir
     own = align_dir / RECORDING_NAME
     refuse_link_out(own, align_dir)
-    if own.is_dir() or named is None or is_inside(Path(named), align_dir):
+    is_here = named is not None and "://" not in named and is_inside(Path(named), align_dir)
+    if own.is_dir() or named is None or is_here:
         return []
     return [StoredCode(kind="recording", key=f"recording_dir of {ALIGN_FILE}", value=named, use=Use.LOAD)]
 

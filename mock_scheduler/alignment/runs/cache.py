@@ -10,16 +10,20 @@ A completed run leaves ``fingerprint.json`` in its folder, a sealed document (``
   ``recording`` it replays, the ``checkpoint`` it goes on from, the traces whose tensors are put into it (``graft``,
   ``initial_state`` with what ``start`` has beside it);
 - ``files``: size and SHA-256 of each file it left, by path; for a safetensors file the SHA-256 of the header, since
-  every tensor has its own digest there. A recording run has the recording among them.
+  every tensor has its own digest there. A recording run has the recording among them;
+- ``maker``: the ``keyed_digest`` of all that under the key of the user whose run it was.
 
 Contract: a run is taken again only where its keys are the wanted ones and its files have not changed since; else
 ``find_cached`` names the difference. So it is where a file that the run itself loaded (``loaded_code``) is another one
-now, wherever it lies. An interrupted run has no fingerprint. Nothing is removed here.
+now, wherever it lies. A digest in a file that a stranger wrote proves nothing, so a run counts as finished by its
+``maker`` alone, and links in its folder are not followed. An interrupted run has no fingerprint. Nothing is removed
+here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -48,6 +52,7 @@ from mock_scheduler.support.foreign_files import open_foreign, read_bytes
 from mock_scheduler.support.loaded_code import find_changed_code
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import (
+    CODE_FOLDER,
     CONFIG_FILE,
     LEDGER_FILE,
     METRICS_FILE,
@@ -58,7 +63,7 @@ from mock_scheduler.support.run_files import (
 from mock_scheduler.support.text import list_some, shorten
 
 FINGERPRINT_FILE = "fingerprint.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _RECORDING_PREFIX = "recording/"
 _NUM_NAMED = 3
@@ -88,6 +93,7 @@ class _Stored:
     elapsed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     keys: dict[str, JSON]
     files: dict[str, JSON]
+    maker: str
 
 
 _DOCUMENT = Document[_Stored](_Stored)
@@ -102,10 +108,14 @@ class Reusable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotReusable:
-    """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder."""
+    """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder.
+
+    ``is_foreign``: it would be taken again, had this user made it.
+    """
 
     reason: str
     was_there: bool = True
+    is_foreign: bool = False
 
 
 def compute_fingerprint(
@@ -168,15 +178,16 @@ def save_fingerprint(
         "keys": dict(fingerprint.keys),
         "files": describe_run_files(run_dir, recording_dir),
     }
+    document["maker"] = _sign(document)
     save_json(run_dir / FINGERPRINT_FILE, seal(document))
 
 
 def find_cached(
-    run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None
+    run_dir: Path, fingerprint: Fingerprint, *, recording_dir: Path | None = None, takes_foreign: bool = False
 ) -> Reusable | NotReusable:
     """Judges whether the finished run in a folder has this ``fingerprint``, and lies there unchanged.
 
-    ``recording_dir``: as for ``save_fingerprint``. Reads no tensors.
+    ``recording_dir``: as for ``save_fingerprint``. ``takes_foreign``: whoever made it is trusted. Reads no tensors.
     """
     path = run_dir / FINGERPRINT_FILE
     if not run_dir.is_dir():
@@ -201,20 +212,29 @@ def find_cached(
     changes = _describe_changes(stored.keys, fingerprint.keys)
     if changes:
         return NotReusable(reason=list_some(changes, _NUM_NAMED))
+    links = [f"{path.relative_to(run_dir)} is a link" for path in sorted(run_dir.rglob("*")) if path.is_symlink()]
+    if links:
+        return NotReusable(reason=list_some(links, _NUM_NAMED))
     changed = find_changed_code(run_dir)
     if changed:
         return NotReusable(reason=list_some(changed, _NUM_NAMED))
     damage = _describe_damage(stored.files, describe_run_files(run_dir, recording_dir))
     if damage:
         return NotReusable(reason=list_some(damage, _NUM_NAMED))
+    if not takes_foreign and not hmac.compare_digest(_sign(document).encode(), stored.maker.encode()):
+        return NotReusable(reason="another user, or this one on another machine, made it", is_foreign=True)
     return Reusable(elapsed_s=stored.elapsed_s)
+
+
+def _sign(document: Mapping[str, JSON]) -> str:
+    return keyed_digest(canonical_json({name: value for name, value in document.items() if name != "maker"}))
 
 
 def describe_run_files(run_dir: Path, recording_dir: Path | None) -> dict[str, JSON]:
     """Reads size and digest of each file of a finished run with a use in comparisons, by its path in the folder."""
     named = (CONFIG_FILE, RUN_FILE, LEDGER_FILE, METRICS_FILE)
     files: dict[str, JSON] = {name: _describe_file(run_dir / name) for name in named if (run_dir / name).is_file()}
-    for name in (TRACE_FOLDER, START_FOLDER):
+    for name in (TRACE_FOLDER, START_FOLDER, CODE_FOLDER):
         files |= _describe_folder(run_dir / name, f"{name}/")
     if recording_dir is not None:
         files |= _describe_folder(recording_dir, _RECORDING_PREFIX)

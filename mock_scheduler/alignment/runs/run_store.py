@@ -36,6 +36,7 @@ from mock_scheduler.alignment.runs.cache import (
 )
 from mock_scheduler.alignment.runs.execution import LaunchRuns, execute_runs
 from mock_scheduler.alignment.runs.progress import OnDone, Outcome
+from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import is_documented, is_per_node, recorded_names
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
@@ -78,22 +79,55 @@ class RunCache:
     """The finished runs of one alignment.
 
     ``recording_dir``: the recording of its runs, ``None`` without one. ``environ``: of the launcher; ``None``: this
-    process's. For each run: ``find``, then either take it or ``clear``, run, ``keep``. A run that replays may be looked
-    for only when the recording is there.
+    process's. ``takes_foreign``: runs that another user made are taken again too. For each run: ``find``, then either
+    take it or ``clear``, run, ``keep``. A run that replays may be looked for only when the recording is there.
+
+    Contract: nothing is read, removed or written through a link below ``root``, the alignment's folder.
     """
 
+    root: Path
     recording_dir: Path | None
     environ: Mapping[str, str] | None = None
+    takes_foreign: bool = False
     machine: Mapping[str, str] = field(default_factory=lambda: read_machine())
     _codes: dict[tuple[object, ...], dict[str, JSON]] = field(default_factory=dict)
 
     def find(self, run: PlannedRun) -> Reusable | NotReusable:
-        """Says whether the run's folder holds the same run, finished and unchanged, or why not."""
-        return find_cached(run.output_dir, self._fingerprint(run), recording_dir=self._recorded_by(run))
+        """Says whether the run's folder holds the same run, finished and unchanged, or why not.
+
+        Raises ``ConfigError`` where a link leads to its folder, and where another user made the same run.
+        """
+        recorded = self._recorded_by(run)
+        for folder in (run.output_dir, recorded):
+            self._check_no_link(folder)
+        found = find_cached(
+            run.output_dir, self._fingerprint(run), recording_dir=recorded, takes_foreign=self.takes_foreign
+        )
+        if isinstance(found, NotReusable) and found.is_foreign:
+            raise ConfigError(
+                f"{run.output_dir} is a finished run, but {found.reason}: a verdict would rest on files of theirs. If "
+                f"you trust whoever wrote this folder, add {FLAG} (in Python: run_stored_code=True); else run "
+                "everything anew (--overwrite), or choose another folder (--output-dir)"
+            )
+        return found
+
+    def _check_no_link(self, folder: Path | None) -> None:
+        """A run that is removed, or written, through a link would be so in a folder of somebody else's choice."""
+        if folder is None or not folder.is_relative_to(self.root):
+            return
+        for path in (folder, *folder.parents):
+            if path == self.root:
+                return
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a link to {os.path.realpath(path)}: an alignment follows no links below its folder; "
+                    "remove it, or choose another folder (--output-dir)"
+                )
 
     def clear(self, run: PlannedRun) -> None:
         """Removes an earlier run from the run's folder, and its recording where the run records."""
         for folder in (run.output_dir, self._recorded_by(run)):
+            self._check_no_link(folder)
             if folder is not None and folder.is_dir():
                 # At once and as a whole: what an interrupt leaves is never taken for a run.
                 shutil.rmtree(rename_away(folder))

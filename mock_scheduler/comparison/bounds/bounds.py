@@ -85,6 +85,10 @@ class StatedBounds:
         """The noise measured beside the stated bounds."""
         return self.otherwise.noise
 
+    def states(self, kind: TraceKind | None) -> bool:
+        """Whether the user states the bound of a kind, or of metrics (``None``)."""
+        return (self.tolerance.metric if kind is None else self._of_kind(kind)) is not None
+
     @property
     def states_any(self) -> bool:
         """Whether anything is stated."""
@@ -117,6 +121,16 @@ class StatedBounds:
     def _all(self) -> tuple[float | None, ...]:
         stated = self.tolerance
         return stated.metric, stated.activation, stated.gradient, stated.update
+
+
+def is_calibrated(bounds: Bounds, kind: TraceKind | None) -> bool:
+    """Whether tensors of a kind, or metrics (``None``), are bounded by more than theory.
+
+    Nobody knows how near theory is to this model's rounding. In float64 there is next to none, so theory decides there.
+    """
+    if isinstance(bounds, StatedBounds):
+        return bounds.states(kind) or is_calibrated(bounds.otherwise, kind)
+    return isinstance(bounds, WideBounds) or bounds.source != "theory"
 
 
 def shrinking_factor(precision: str) -> float:

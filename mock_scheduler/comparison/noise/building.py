@@ -19,11 +19,11 @@ from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
 from mock_scheduler.comparison.findings import OtherInput
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorComparison, TensorDifference
-from mock_scheduler.comparison.walk.metrics import MetricLog, is_comparable, load_metrics
+from mock_scheduler.comparison.walk.metrics import MetricLog, is_comparable, load_run_metrics
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_dtypes, find_epsilon
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
-from mock_scheduler.errors import AlignmentError
-from mock_scheduler.support.foreign_files import open_foreign, read_pieces
+from mock_scheduler.errors import AlignmentError, ForeignFileError, TraceError
+from mock_scheduler.support.foreign_files import check_inside, open_foreign, read_pieces
 from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.files import find_steps
@@ -85,8 +85,18 @@ def measure_noise(
 
 
 def trace_of(run_dir: Path) -> Path:
-    """Returns the trace of a run; the folder itself where it is one."""
-    return run_dir / TRACE_FOLDER if (run_dir / TRACE_FOLDER).is_dir() else run_dir
+    """Returns the trace of a run; the folder itself where it is one.
+
+    Raises ``TraceError`` where it is a link that leads out of the run's folder.
+    """
+    path = run_dir / TRACE_FOLDER
+    if not path.is_dir():
+        return run_dir
+    try:
+        check_inside(path, run_dir)
+    except ForeignFileError as error:
+        raise TraceError(str(error)) from error
+    return path
 
 
 def digest_of(run_dir: Path) -> str:
@@ -96,7 +106,7 @@ def digest_of(run_dir: Path) -> str:
     for _, folder in sorted(find_steps(trace_of(run_dir))):
         for path in sorted(item for item in folder.iterdir() if item.is_file()):
             digest.update(f"{folder.name}/{path.name}\n".encode(errors="surrogateescape"))
-            for part in _header(path):
+            for part in _header(path, folder):
                 digest.update(part)
     return digest.hexdigest()
 
@@ -120,9 +130,9 @@ def _find_unit(trace_dir: Path) -> float:
     return UNIT_ROUNDOFFS["float64" if is_wide else "float32"]
 
 
-def _header(path: Path) -> Iterator[bytes]:
+def _header(path: Path, folder: Path) -> Iterator[bytes]:
     """Yields the header of a safetensors file, with its length; all of any other."""
-    with open_foreign(path) as file:
+    with open_foreign(path, inside=folder) as file:
         length = file.read(8)
         yield length
         size = int.from_bytes(length, "little")
@@ -155,8 +165,8 @@ def _measure_metrics(
     """Returns, by step and name, each run's value minus the baseline's, and the baseline's; none from traces alone."""
     if not all((folder / METRICS_FILE).is_file() for folder in (baseline_dir, *perturbed_dirs)):
         return {}, {}
-    ours = load_metrics(baseline_dir / METRICS_FILE)
-    theirs: list[MetricLog] = [load_metrics(folder / METRICS_FILE) for folder in perturbed_dirs]
+    ours = load_run_metrics(baseline_dir)
+    theirs: list[MetricLog] = [load_run_metrics(folder) for folder in perturbed_dirs]
     noise, values = {}, {}
     for step, metrics in ours.items():
         for name, value in metrics.items():

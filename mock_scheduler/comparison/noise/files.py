@@ -26,7 +26,7 @@ from mock_scheduler.errors import AlignmentError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
-from mock_scheduler.support.foreign_files import describe_failure, read_bytes
+from mock_scheduler.support.foreign_files import describe_failure, is_inside, read_bytes
 from mock_scheduler.support.text import shorten
 from mock_scheduler.trace.entries import TraceKey
 
@@ -103,14 +103,16 @@ def save_noise(noise: NoiseBounds, path: Path) -> None:
         raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def load_noise(path: Path) -> NoiseBounds:
-    """Reads a file of ``save_noise``.
+def load_noise(path: Path, *, inside: Path | None = None) -> NoiseBounds:
+    """Reads a file of ``save_noise``; ``inside``: no link leads out of this folder.
+
+    Traces that it names outside its own folder are not read: whoever sent it may name any.
 
     Raises:
         AlignmentError: It is another file.
     """
     try:
-        content = open_sealed(read_bytes(path, what="measured noise"))
+        content = open_sealed(read_bytes(path, inside=inside, what="measured noise"))
         # Before anything else is read, as other versions have other fields.
         version = content.get("format_version")
         if version != FORMAT_VERSION:
@@ -124,16 +126,18 @@ def load_noise(path: Path) -> NoiseBounds:
         raise AlignmentError(f"{path} is no measured noise of a baseline: {error}") from error
 
 
-def find_noise(baseline_dir: Path) -> NoiseBounds | None:
-    """Finds the noise of a baseline in its folder or in the one around it; ``None`` where there is none of it.
+def find_noise(baseline_dir: Path, *, near: Path | None = None) -> NoiseBounds | None:
+    """Finds the noise of a baseline in its folder or in those around it; ``None`` where there is none of it.
+
+    ``near``: a further folder, of a candidate whose alignment may have measured it.
 
     Noise of another baseline does not count: a run made anew has to be measured anew.
     """
-    run_dir = baseline_dir.resolve()
-    for folder in (run_dir, run_dir.parent, run_dir.parent.parent):
+    places = [place.resolve() for place in (baseline_dir, near) if place is not None]
+    for folder in dict.fromkeys(folder for place in places for folder in (place, place.parent, place.parent.parent)):
         path = folder / NOISE_FILE
         if path.is_file():
-            noise = load_noise(path)
+            noise = load_noise(path, inside=folder)
             # Equal names are no proof: the digest says whose noise it is.
             if noise.baseline == digest_of(baseline_dir):
                 return noise
@@ -196,7 +200,7 @@ def _restore(stored: _StoredNoise, folder: Path) -> NoiseBounds:
         tensors=dict(map(_restore_tensor, stored.tensors)),
         metrics={place: item.changes for place, item in metrics.items()},
         metric_values={place: item.value for place, item in metrics.items()},
-        trace_dirs=tuple((folder / item).resolve() for item in stored.trace_dirs),
+        trace_dirs=tuple((folder / item).resolve() for item in stored.trace_dirs if is_inside(folder / item, folder)),
     )
 
 

@@ -75,7 +75,7 @@ def _judge_scale(item: TensorDifference, unit: float) -> KernelExcess | None:
     if figures is None or figures.num_elements < FEWEST_ELEMENTS or not math.isfinite(figures.slope):
         return None
     # The elements of a row share roundings, so that about the root of all elements round by themselves.
-    limit = max(LARGEST_Z * unit / figures.num_elements**0.25, KERNEL_ACCUMULATION)
+    limit = max(LARGEST_Z * unit / math.sqrt(math.sqrt(figures.num_elements)), KERNEL_ACCUMULATION)
     return _beyond("scale", abs(figures.slope - 1.0), limit)
 
 

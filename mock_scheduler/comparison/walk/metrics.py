@@ -23,6 +23,7 @@ from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.files import whole_lines
 from mock_scheduler.support.foreign_files import describe_failure, read_raw_lines
+from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import is_real, printable, shorten
 
 logger = logging.getLogger("mock_scheduler.metrics")
@@ -105,8 +106,15 @@ class MetricComparison:
         return max(self.differences, key=lambda diff: diff.max_relative, default=None)
 
 
-def load_metrics(path: Path) -> MetricLog:
+def load_run_metrics(run_dir: Path) -> MetricLog:
+    """Reads the ``metrics.jsonl`` of a run as ``load_metrics``, and follows no link out of the run's folder."""
+    return load_metrics(run_dir / METRICS_FILE, inside=run_dir)
+
+
+def load_metrics(path: Path, *, inside: Path | None = None) -> MetricLog:
     """Reads a ``metrics.jsonl``; a last line that was not written to its end is passed over, with a warning.
+
+    ``inside``: the folder that no link may lead out of; ``None``: the user named this file.
 
     Raises:
         TraceError: Anything but the format, with path and line.
@@ -116,7 +124,7 @@ def load_metrics(path: Path) -> MetricLog:
         logger.warning("%s: its last line was not written to its end; these %d bytes were passed over", path, num_bytes)
 
     try:
-        lines = whole_lines(read_raw_lines(path), on_torn)
+        lines = whole_lines(read_raw_lines(path, inside=inside), on_torn)
         return _parse_lines((line.decode("utf-8") for line in lines), path)
     except TraceError:  # which is an OSError as well
         raise

@@ -113,7 +113,7 @@ def _attach(
     check_agreement({**settings, "run file": run.model_dump_json()}, ranks)
     files = RunFiles(run, is_writer=ranks.global_rank == 0)
     do_together(ranks, files.begin)
-    if run.first_step == 0:
+    if run.first_step == run.begins_at:
         apply_start(model, run, ranks)
     if run.order.ordered_reductions:
         OrderedReductions().__enter__()  # for good: a training has no block of ours around it

@@ -37,6 +37,7 @@ from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
 from mock_scheduler.megatron.probe.graft import GraftSource
+from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.run_output import Clock, report_failure
 
@@ -66,7 +67,8 @@ class AttachedTraining(TrainingHandle):
         self._attachment = attachment
         self._run, self._model, self._ranks = attachment.run, attachment.model, attachment.ranks
         self._clock = Clock()
-        self._next_step = 0
+        self._next_step = self._run.begins_at
+        self._is_started = self._run.first_step == self._run.begins_at
         self._notes: StepNotes | None = None
         self._written_last: tuple[StepNotes, list[tuple[float, float]]] | None = None
         self._instruments: StepInstruments | None = None
@@ -98,6 +100,7 @@ class AttachedTraining(TrainingHandle):
                 raise SchedulerError(
                     f"run.step({number}): its number must be at least {self._next_step}; steps only grow"
                 )
+            self._start_before(number)
             self._begin_step(
                 StepNotes(number=number, is_grouped=True, ids=None if rows is None else list(map(str, rows)))
             )
@@ -212,6 +215,13 @@ class AttachedTraining(TrainingHandle):
             self._close(notes, instruments)
         if self._run.last_step is not None and notes.number >= self._run.last_step:
             self._finish()
+        self._start_before(self._next_step)
+
+    def _start_before(self, step: int) -> None:
+        """Gives the run its start where its first observed step comes next. Collective, and at a boundary alone."""
+        if not self._is_started and step >= self._run.first_step:
+            self._is_started = True
+            apply_start(self._model, self._run, self._ranks)
 
     def _close(self, notes: StepNotes, instruments: StepInstruments | None) -> None:
         """Ends the files of a step on all ranks. Collective."""

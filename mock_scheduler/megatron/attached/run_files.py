@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.config.loading import dump_config
+from mock_scheduler.errors import ConfigError, MockSchedulerError, TraceError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json, save_text
@@ -43,10 +44,11 @@ class RunFiles:
         if not self._is_writer:
             return
         prepare_output_dir(self._output_dir, resume=False, advice=", or name another one in the run file")
-        (self._output_dir / RUN_FILE).unlink(missing_ok=True)
-        remove_unfinished_files(self._output_dir)
         config_file = self._output_dir / CONFIG_FILE
-        save_text(config_file, dump_config(self._run))
+        with _naming(self._output_dir, ConfigError):
+            (self._output_dir / RUN_FILE).unlink(missing_ok=True)
+            remove_unfinished_files(self._output_dir)
+            save_text(config_file, dump_config(self._run))
         mark_own(config_file)
         self._metrics = self._open.enter_context(MetricsWriter(self._output_dir, enabled=True, tensorboard=False))
 
@@ -56,24 +58,39 @@ class RunFiles:
             self._metrics.write(step, metrics)
 
     def end(self, *, status: str, layout: str, world_size: int, facts: Mapping[str, JSON]) -> None:
-        """Writes what the run says about itself. facts: further keys of ``run.json``."""
-        save_loaded_code(self._output_dir)
+        """Writes what the run says about itself. facts: further keys of ``run.json``.
+
+        Raises:
+            TraceError: a file cannot be written.
+        """
+        with _naming(self._output_dir, TraceError):
+            save_loaded_code(self._output_dir)
         if not self._is_writer:
             return
         self._open.close()
         self._metrics = None
-        Ledger().save(self._output_dir / LEDGER_FILE)
-        save_json(
-            self._output_dir / RUN_FILE,
-            {
-                "status": status,
-                "mode": "attached",
-                "layout": layout,
-                "world_size": world_size,
-                "wall_s": time.perf_counter() - self._started_s,
-                "rollout_s": 0.0,
-                "validation_s": 0.0,
-                "packages": {"python": platform.python_version(), **read_package_versions()},
-                **facts,
-            },
-        )
+        content = {
+            "status": status,
+            "mode": "attached",
+            "layout": layout,
+            "world_size": world_size,
+            "wall_s": time.perf_counter() - self._started_s,
+            "rollout_s": 0.0,
+            "validation_s": 0.0,
+            "packages": {"python": platform.python_version(), **read_package_versions()},
+            **facts,
+        }
+        with _naming(self._output_dir, TraceError):
+            Ledger().save(self._output_dir / LEDGER_FILE)
+            save_json(self._output_dir / RUN_FILE, content)
+
+
+@contextmanager
+def _naming(folder: Path, kind: type[MockSchedulerError]) -> Iterator[None]:
+    """Makes an error of the file system one of ours, which ends all ranks with its message."""
+    try:
+        yield
+    except MockSchedulerError:
+        raise
+    except OSError as error:
+        raise kind(f"output_dir {folder} cannot be written: {error.strerror or error}") from error

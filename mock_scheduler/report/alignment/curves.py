@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.comparison.bounds.bounds import Bounds
-from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference, MetricLog, load_metrics
+from mock_scheduler.comparison.walk.metrics import (
+    MetricComparison,
+    MetricDifference,
+    MetricLog,
+    load_run_metrics,
+)
 from mock_scheduler.display.pages import end_of_name, finite_or_none
 from mock_scheduler.errors import TraceError
 from mock_scheduler.report.comparison.view import metrics_to_show
-from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.wording.tensors import describe_times, format_size
 
@@ -52,7 +56,7 @@ def load_curves(
     ``baseline``, ``candidate``: output folders; empty where their logs are no longer there.
     """
     try:
-        logs = load_metrics(baseline / METRICS_FILE), load_metrics(candidate / METRICS_FILE)
+        logs = load_run_metrics(baseline), load_run_metrics(candidate)
     except TraceError:
         return ()
     chosen = metrics_to_show(metrics) or tuple(item for item in metrics.differences if item.bit_equal)[:1]

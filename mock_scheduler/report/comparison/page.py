@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.comparison.tensors import TensorComparison
-from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricLog, load_metrics
+from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricLog, load_metrics, load_run_metrics
 from mock_scheduler.display.pages import render_page, write_page
 from mock_scheduler.errors import AlignmentError, TraceError
 from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
@@ -27,7 +27,6 @@ from mock_scheduler.report.comparison.path_figure import path_figure
 from mock_scheduler.report.comparison.view import describe_equal_metrics, metrics_to_show, name_sides, unmatched
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.run_files import METRICS_FILE
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
@@ -228,7 +227,7 @@ def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
     """Both runs' metrics by step; ``None`` where they are no longer there."""
     try:
         baseline, candidate = (
-            load_metrics(side.path if side.kind == "metrics" else side.path / METRICS_FILE)
+            load_metrics(side.path) if side.kind == "metrics" else load_run_metrics(side.path)
             for side in (result.baseline, result.candidate)
         )
     except TraceError:

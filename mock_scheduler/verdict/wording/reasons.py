@@ -34,6 +34,7 @@ from mock_scheduler.verdict.reasons import (
     StaysInFloat64,
     StillOpen,
     TracedOtherThings,
+    Uncalibrated,
     Undecided,
     UnknownRollouts,
     WithinBounds,
@@ -57,6 +58,8 @@ from mock_scheduler.verdict.wording.findings import describe_finding, describe_s
 from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
+#: The reason of a difference that no noise was measured for.
+NOT_MEASURED = "the noise was not measured, so nothing shows that the difference is rounding"
 #: A row's copy in one step of one rank.
 _REPEATED = re.compile(r"~\d+$")
 _WITHOUT_REWARD = (
@@ -101,7 +104,7 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
     match why:
         case BeyondBounds():
             return _list_beyond(verdict, why, first)
-        case BitEqual() | WithinBounds() | NotExplainedByNoise() | Undecided():
+        case BitEqual() | WithinBounds() | Uncalibrated() | NotExplainedByNoise() | Undecided():
             return _list_within(verdict, why)
         case NotDeterministic():
             clauses = _list_clauses(verdict, why.otherwise, first)
@@ -246,7 +249,9 @@ def _describe_no_bound(verdict: Verdict, why: NothingJudged) -> str:
     return f"nothing bounds them; state bounds as tolerance (--tolerance){f', or {advice}' if advice else ''}"
 
 
-def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedByNoise | Undecided) -> list[str]:
+def _list_within(
+    verdict: Verdict, why: BitEqual | WithinBounds | Uncalibrated | NotExplainedByNoise | Undecided
+) -> list[str]:
     """The clauses of a verdict with nothing beyond its bound."""
     tensors = verdict.tensors
     coverage = describe_coverage(verdict.metrics, tensors)
@@ -275,7 +280,8 @@ def _list_within(verdict: Verdict, why: BitEqual | WithinBounds | NotExplainedBy
     advice = _advise_bounds(verdict)
     tests = [describe_test(test) for test in verdict.tests]
     smallest = describe_smallest(verdict.metrics, tensors)
-    return [*within, smallest, *tests, f"to {advice}" if advice else ""]
+    unknown = NOT_MEASURED if isinstance(why, Uncalibrated) else ""
+    return [unknown, *within, smallest, *tests, f"to {advice}" if advice else ""]
 
 
 def _list_beyond(verdict: Verdict, why: BeyondBounds, first: str) -> list[str]:

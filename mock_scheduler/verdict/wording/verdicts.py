@@ -21,6 +21,7 @@ from mock_scheduler.verdict.reasons import (
     ProofName,
     RefutedBy,
     StaysInFloat64,
+    Uncalibrated,
     VanishesInFloat64,
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
@@ -29,7 +30,7 @@ from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, de
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
-from mock_scheduler.verdict.wording.reasons import describe_comparison, describe_rest
+from mock_scheduler.verdict.wording.reasons import NOT_MEASURED, describe_comparison, describe_rest
 from mock_scheduler.verdict.wording.tensors import describe_ratio
 
 Tone = Literal["good", "warn", "bad"]
@@ -39,7 +40,8 @@ LEGEND: Mapping[VerdictKind, str] = {
     VerdictKind.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
     VerdictKind.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
     VerdictKind.ROUNDING: "differs, and nothing is beyond its bound",
-    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place",
+    VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place; or no "
+    "noise was measured",
     VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
     VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
     VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
@@ -193,6 +195,10 @@ def _write_suspect(verdict: Verdict) -> str:
         return f"beyond its bounds, and not in float64: {sentence}" if is_excused else describe_reason(verdict)
     if isinstance(verdict.why, BeyondBounds):
         return f"beyond an estimated bound only: {describe_sentence(verdict)}"
+    if isinstance(verdict.why, Uncalibrated):
+        worst = find_nearest(verdict.tensors)
+        nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
+        return f"{NOT_MEASURED}; it is within bounds of theory{nearest}"
     if verdict.suspicions:
         return f"within its bounds, and yet {describe_suspicion(verdict.suspicions[0])}"
     if noise is not None and noise.outcome == "open":

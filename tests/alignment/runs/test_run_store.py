@@ -15,7 +15,7 @@ MACHINE = {"processor": "A"}
 
 
 def open_cache(folder: Path, **environ: str) -> RunCache:
-    return RunCache(recording_dir=folder / "recording", environ=environ, machine=MACHINE)
+    return RunCache(root=folder, recording_dir=folder / "recording", environ=environ, machine=MACHINE)
 
 
 def run_all(folder: Path) -> tuple[PlannedRun, PlannedRun]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.comparison.explain.locality import find_localities, parameter_dims
@@ -172,6 +172,8 @@ def test_tensors_larger_than_a_chunk_are_summed_over_all_of_it() -> None:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )
 def test_random_noise_has_no_place(seed: int, shape: tuple[int, ...], noise: float, dtype: torch.dtype) -> None:
+    # Noise far below the rounding of storing may change one element alone, and that is a place.
+    assume(noise > 1e-8 or dtype is torch.float64)
     baseline, candidate = (side.to(dtype) for side in noisy_pair(*shape, noise=noise, seed=seed))
     dims: tuple[DimName, ...] = ("token", "head", "channel")
     boundaries = {0: [0, shape[0] // 2]}

@@ -51,6 +51,7 @@ class Case:
     groups: bool = False
     recompute: bool = False
     distributed_optimizer: bool = False
+    resumed: bool = False
     fault: str = ""
     start: str | None = "one"
     num_steps: int = NUM_STEPS
@@ -76,6 +77,11 @@ CASES = {
     "extra-pass": Case(pp=2, fault="pass"),
     "stepped-twice": Case(fault="step"),
     "wrong-layout": Case(run={"parallel": {"tensor_model_parallel_size": 4}}),
+    # Observed from step 1 on: its start is the state behind step 0, with its moments.
+    "later": Case(start=None, run={"first_step": 1}),
+    "later-again": Case(start="later", run={"first_step": 1}),
+    # Begins at step 1 with fresh weights, in place of a checkpoint's: the start of "later" is set.
+    "resumed": Case(start="later", resumed=True, run={"begins_at": 1, "first_step": 1}),
     "ended-early": Case(run={"last_step": 7}),
 }
 
@@ -241,7 +247,7 @@ def train(case: Case, run_file: AttachedRun) -> None:
     )
     config.grad_scale_func = optimizer.scale_loss
     run = megatron.attach(chunks, optimizer, vocab_size=VOCAB, run=run_file)
-    for step in range(case.num_steps):
+    for step in range(int(case.resumed), case.num_steps):
         batches = micro_batches(case, step)
         ids = [f"row{index}" for index in range(NUM_ROWS)]
         with run.step(step, rows=ids) if case.groups else nullcontext():

@@ -21,6 +21,7 @@ from tests.sharing import make_once
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 ALONE = ("one", "again", "packed", "evaluated", "recomputed", "grouped", "sparse", "equal-rows")
+LATER = ("later", "later-again", "resumed")
 FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early")
 PAIRS = ("pp2", "pp2-vpp2", "tp2", "dp2", "dp2-do", "other-row", "equal-rows-dp2", "extra-pass")
 # Megatron adds the squares of a norm stage by stage; what was clipped by it differs by that rounding.
@@ -32,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases."""
 
     def run(folder: Path) -> dict[str, object]:
-        launch(1, folder, (*ALONE, *FAULTS_ALONE), module="tests.megatron.attach.own_training")
+        launch(1, folder, (*ALONE, *LATER, *FAULTS_ALONE), module="tests.megatron.attach.own_training")
         launch(2, folder, PAIRS, module="tests.megatron.attach.own_training")
         return {}
 
@@ -112,6 +113,21 @@ def test_a_block_groups_updates_and_gives_rows_their_ids(runs: Path) -> None:
         assert footer.rows.identities == ("row0", "row1", "row2", "row3")
         assert footer.update_rows == ((0, 1), (2, 3))
         assert {key.update for key in trace.keys(1) if key.kind == "gradient"} == {0, 1}
+
+
+def test_a_run_that_is_observed_from_a_later_step_starts_behind_the_one_before(runs: Path) -> None:
+    """Its start has the weights and moments that the steps before left, and so has the start of a run after it."""
+    stated = {name: load(runs / name / "start.json") for name in LATER}
+    assert [item["num_updates"] for item in stated.values()] == [1, 1, 1]
+    assert {kind: item["num_set"] for kind, item in stated["later-again"]["kinds"].items()} == {
+        "initial": 0,
+        "optimizer": 0,
+    }
+    assert all(item["num_set"] > 0 for item in stated["resumed"]["kinds"].values())
+    for name in LATER:
+        assert list(load(runs / name / "run.json")["batches"]) == ["1"]
+        assert different(runs, name, other="later", steps=(1,)) == []
+    assert different(runs, "later", steps=(1,)) == []
 
 
 def test_only_due_steps_are_traced(runs: Path) -> None:

@@ -120,6 +120,15 @@ REFUSED = {
     "a part of it": ({"parameter/w@0,0": WHOLE[:7].clone()}, "6 of 48 elements of parameter/w are not there"),
     "a larger one": ({"parameter/w@0,0": torch.zeros(9, 6, dtype=torch.float64)}, "is no part of [8, 6]"),
     "another number of dimensions": ({"parameter/w@0": torch.zeros(8, dtype=torch.float64)}, "is no part of [8, 6]"),
+    # Counted together they are as many as the whole tensor has.
+    "elements twice": (
+        {"parameter/w@0,0": WHOLE[:4].clone(), "parameter/w@2,0": WHOLE[2:6].clone()},
+        "elements of parameter/w@2,0 are there twice",
+    ),
+    "a column twice": (
+        {"parameter/w@0,0": WHOLE.clone(), "parameter/w@7,5": WHOLE[7:, 5:].clone()},
+        "elements of parameter/w@7,5 are there twice",
+    ),
     "another tensor": ({"parameter/v@0,0": WHOLE}, "48 of 48 elements of parameter/w are not there"),
     "a tensor that is no box": ({"parameter/w": WHOLE}, "is no box of a whole one"),
     "a place below 0": ({"parameter/w@-1,0": WHOLE}, "is no box of a whole one"),
@@ -143,4 +152,16 @@ def test_a_file_of_another_kind_is_refused_by_name(content: bytes, tmp_path: Pat
     path = tmp_path / "rank_00000.safetensors"
     path.write_bytes(content)
     with pytest.raises(ConfigError), StoredTensors([path]) as stored:
+        stored.read("parameter/w", whole("w", SHAPE), torch.float64)
+
+
+def test_two_files_with_one_box_are_refused(tmp_path: Path) -> None:
+    """Of a tensor in two halves, one was copied over the other: the second half would stay 0."""
+    half = WHOLE[:4].clone()
+    for rank in range(2):
+        save_file({"parameter/w@0,0": half}, tmp_path / f"rank_{rank:05d}.safetensors")
+    with (
+        StoredTensors(sorted(tmp_path.iterdir())) as stored,
+        pytest.raises(ConfigError, match=r"rank_00001\.safetensors cannot be read.* are there twice"),
+    ):
         stored.read("parameter/w", whole("w", SHAPE), torch.float64)

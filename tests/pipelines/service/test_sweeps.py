@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import random
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -91,6 +95,45 @@ def test_bodies_that_nobody_asked_for_take_no_memory(with_token: bool) -> None:
             time.sleep(0.02)
         print(f"\n8 bodies of 128 MiB: {(peak - before) / 2**20:.0f} MiB more at most")
         assert peak - before < 64 * 2**20
+
+
+def test_bursts_of_strangers_leave_descriptors_for_the_files_of_the_run(tmp_path: Path) -> None:
+    """Of 3000 that came at once 1024 were taken, and three of four files of the run could not be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with listening_front() as front, answered(front):
+        strangers = subprocess.Popen([sys.executable, "-c", _BURSTS, *map(str, address(front)), str(hard)])
+        # What a login shell has by default; connections may take a part of it.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (PROCESS.num_fds() + 700, hard))
+        most = opened = 0
+        try:
+            while strangers.poll() is None:
+                sum(range(10**6))  # as a training holds the interpreter
+                (tmp_path / "metrics.jsonl").write_text("x", encoding="utf-8")
+                opened, most = opened + 1, max(most, PROCESS.num_fds())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            strangers.kill()
+            strangers.wait()
+        print(f"\nbursts of 3000 strangers: {opened} files opened, at most {most} descriptors")
+        assert opened > 0
+        _seconds_of_training(front, 0)
+
+
+_BURSTS = """
+import resource, socket, sys, time
+hard = int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+ends_s = time.monotonic() + 8.0
+while time.monotonic() < ends_s:
+    open_ones = []
+    for _ in range(3000):
+        one = socket.socket()
+        one.setblocking(False)
+        one.connect_ex((sys.argv[1], int(sys.argv[2])))
+        open_ones.append(one)
+    for one in open_ones:
+        one.close()
+"""
 
 
 def test_two_thousand_odd_requests_end_nothing() -> None:

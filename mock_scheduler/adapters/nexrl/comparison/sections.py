@@ -102,7 +102,7 @@ class SectionMaker:
         for kind in kinds:
             path = find_files(dump_dir, kind).get(FileKey(step=self.step))
             if path is not None:
-                return load_content(path)
+                return load_content(path, inside=dump_dir)
         return None
 
     def _trajectories(self) -> Section:

@@ -131,7 +131,7 @@ def as_size(value: object) -> int:
 def load_files(dump_dir: Path, kind: DumpKind, step: int, samples: SampleNumbers) -> dict[FileKey, DumpFile]:
     """All files of a kind and step, by their keys; raises ``TraceError`` as ``load_content``."""
     return {
-        key: _index(key, path, load_content(path), samples)
+        key: _index(key, path, load_content(path, inside=dump_dir), samples)
         for key, path in find_files(dump_dir, kind).items()
         if key.step == step
     }
