@@ -298,6 +298,7 @@ class AttachedTraining(TrainingHandle):
             "forward_passes": {"trained": self._passes.num_counted, "others": self._passes.num_bypasses},
             **self._attachment.statements.as_json(),
             "not_followed": list(self._attachment.order.facts.not_followed),
+            "assumed": list(self._attachment.order.facts.assumed),
             "settings": dict(self._attachment.settings),
         }
         self._attachment.files.end(
