@@ -36,7 +36,7 @@ Effect = Literal["nothing", "order", "bits", "training"]
 
 #: The facts behind the words of ``effects``.
 EFFECTS: dict[Effect, Decides] = {
-    "nothing": Decides.NOTHING,
+    "nothing": Decides.EXECUTION,
     "order": Decides.ORDER,
     "bits": Decides.BITS,
     "training": Decides.TRAINING,

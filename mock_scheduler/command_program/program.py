@@ -40,7 +40,7 @@ def own_config(config: RunConfig) -> CommandConfig:
 class CommandReductions:
     """Reduces the steps of a run, and the keys of ``reductions``.
 
-    A run's data are the command's own, so nothing can be cut out of them: ``extract`` is refused.
+    A run's data are the command's own, so nothing can be cut out of them: ``extract`` keeps them whole.
     """
 
     def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:

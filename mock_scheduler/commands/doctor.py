@@ -1,4 +1,7 @@
-"""``mock-scheduler doctor``: replays one recorded step twice, in fresh processes, and finds their first difference.
+"""``mock-scheduler doctor``: runs one step twice, in fresh processes, and finds their first difference.
+
+Rollouts are replayed from a recording; a program without any, such as a command, is run twice as it stands, and its
+replicas are compared too: where they disagree in runs that repeat themselves, the exit code is 1.
 
 Contract: exits with 0 only where every operation of every rank, every batch and every metric of the steps was compared
 and is bit-identical; with 4 where anything differs or nothing was compared. A failed run is no difference: its own
@@ -15,13 +18,18 @@ from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.doctor.diagnosis import diagnose
-from mock_scheduler.doctor.plan import plan_doctor
+from mock_scheduler.doctor.plan import DoctorPlan, plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
+from mock_scheduler.errors import ExitCode
 from mock_scheduler.program import check_stored_code, find_program
+from mock_scheduler.report.comparison.text import print_replicas
+from mock_scheduler.report.json_file import replicas_to_json
 from mock_scheduler.run_folder.command_folder import DOCTOR_MARKER, claim_folder, prepare_folder
 from mock_scheduler.run_folder.finished_run import RunFailure
 from mock_scheduler.support.files import save_json
-from mock_scheduler.support.run_files import DOCTOR_FILE
+from mock_scheduler.support.run_files import DOCTOR_FILE, TRACE_FOLDER
+from mock_scheduler.verdict.replicas import check_replicas_at
+from mock_scheduler.verdict.results import ReplicaResult
 
 
 def run_doctor(
@@ -73,12 +81,26 @@ def run_doctor(
         with console.status("comparing operations"):
             diagnosis = diagnose(*(run.output_dir for run in plan.replays), step=step)
         print_diagnosis(diagnosis, console)
+        replicas = _check_replicas(plan, console)
         content = {
             "layout": plan.replays[0].layout,
-            "recording_dir": str(plan.recording_dir),
+            "recording_dir": None if plan.recording_dir is None else str(plan.recording_dir),
+            "replicas": None if replicas is None else replicas_to_json(replicas),
             **diagnosis_to_json(diagnosis),
         }
         for path in (plan.output_dir / DOCTOR_FILE, *([json_path] if json_path else [])):
             save_json(path, content, sort_keys=False)
             console.print(f"result       {path}", highlight=False, soft_wrap=True)
-        return int(diagnosis.exit_code)
+        is_torn = replicas is not None and replicas.exit_code is ExitCode.DIVERGED
+        return int(ExitCode.DIVERGED if is_torn and diagnosis.exit_code is ExitCode.ALIGNED else diagnosis.exit_code)
+
+
+def _check_replicas(plan: DoctorPlan, console: Console) -> ReplicaResult | None:
+    """Check the copies within the first run; ``None`` where it has one process, or traced nothing."""
+    first = plan.replays[0]
+    if first.config.parallel.world_size == 1 or not (first.output_dir / TRACE_FOLDER).is_dir():
+        return None
+    result = check_replicas_at(first.output_dir)
+    console.print()
+    print_replicas(result, console, files={})
+    return result

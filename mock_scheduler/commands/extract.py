@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from mock_scheduler.alignment.extract.command import CommandExtraction, is_of_command, read_diverged_command
 from mock_scheduler.alignment.extract.entry import find_entry_files
 from mock_scheduler.alignment.extract.extraction import CheckReproduction, Extraction, run_reproduction
 from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights, needed_flag
@@ -36,6 +38,7 @@ def run_extract(
     step: the one to reproduce; ``None`` is that of the first divergence. num_groups: how many to begin with.
     check: ``None`` runs the folder's own script. console: ``None`` is this terminal. run_stored_code: the alignment's
     configuration may name code to run or to copy, and files elsewhere.
+    Of an alignment of a command there are no groups: its steps up to the divergence are kept.
     Raises ``ConfigError`` where the folder is no alignment's, the candidate has not diverged, or ``output`` is taken;
     ``RecordingError`` where the recording is gone or lacks the step; ``AlignmentError`` where the divergence does not
     show with all groups either, or the script does not run. Then there is no ``output``.
@@ -45,21 +48,41 @@ def run_extract(
         raise ConfigError(f"{output} exists and is not empty; choose another --output")
     # Unchecked, nothing is started: only what is imported or copied must be asked for.
     use = Use.ALIGN if is_checked else Use.LOAD
+    if is_of_command(align_dir):
+        if num_groups is not None:
+            raise ConfigError("--groups cuts recorded rollouts, and a command reads its own rows: leave it out")
+        command = read_diverged_command(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
+        _tell(command.used, console)
+        how = _choose_check(check, is_trusted=command.is_trusted) if is_checked else None
+        return _publish(output, CommandExtraction(source=command, check=how, console=console).make, console)
     source = read_diverged(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
-    if source.used:
-        console.print(source.used, markup=False, highlight=False, soft_wrap=True)
+    _tell(source.used, console)
     extraction = Extraction(
         source=source,
         batch=load_train_step(source.reader, source.step),
         weights=choose_weights(source),
         entry=find_entry_files(source.change.entry or source.program.entry, source.own_packages),
-        check=(check or partial(run_reproduction, run_stored_code=source.is_trusted)) if is_checked else None,
+        check=_choose_check(check, is_trusted=source.is_trusted) if is_checked else None,
         console=console,
     )
+    return _publish(output, lambda folder: extraction.make(folder, num_groups), console)
+
+
+def _choose_check(check: CheckReproduction | None, *, is_trusted: bool) -> CheckReproduction:
+    return check or partial(run_reproduction, run_stored_code=is_trusted)
+
+
+def _tell(used: str, console: Console) -> None:
+    if used:
+        console.print(used, markup=False, highlight=False, soft_wrap=True)
+
+
+def _publish(output: Path, make: Callable[[Path], None], console: Console) -> int:
+    """Makes the folder aside, and gives it its name where it is whole."""
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
     try:
-        extraction.make(aside / output.name, num_groups)
+        make(aside / output.name)
         (aside / output.name).replace(output)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

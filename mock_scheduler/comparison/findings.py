@@ -327,10 +327,11 @@ class Unmatched:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerNotCompared:
-    """A ledger of one side alone; ``only``: ``None`` where the layouts are not the same."""
+    """A ledger of one side alone; ``only``: ``None`` where the layouts are not the same, or other settings are."""
 
     kind: LedgerKind
     only: Side | None
+    has_other_settings: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -192,3 +192,7 @@ class AttachedRun(ConfigSection):
     vocab_size: int | None = None
     pad_token_id: int | None = None
     rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None
+
+    def observes(self, step: int) -> bool:
+        """Says whether a step is among the observed ones."""
+        return step >= self.first_step and (self.last_step is None or step <= self.last_step)

@@ -7,7 +7,7 @@ required values and reasons; these are compared with the values that both runs r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -228,17 +228,19 @@ def find_cause(difference: Difference, first: Mapping[str, str], second: Mapping
     rule = find_rule(difference)
     found = [_look_up(name, first, second) for name in rule.settings]
     order = list(State)
-    others = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    others = find_changed_settings(first, second)
     return Cause(
         why=rule.why,
         settings=tuple(sorted(found, key=lambda setting: order.index(setting.state))),
-        others=tuple(_look_up(name, first, second) for name in _without(others, (*rule.settings, *_HASHES))),
+        others=tuple(setting for setting in others if setting.name not in rule.settings),
     )
 
 
-def _without(names: Iterable[str], known: Iterable[str]) -> list[str]:
+def find_changed_settings(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[SettingFound, ...]:
+    """Finds the settings with another value in each run, by name."""
+    names = sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
     # Random hashes differ in every process; they explain nothing where the path is the same.
-    return [name for name in names if name not in set(known)]
+    return tuple(_look_up(name, first, second) for name in names if name not in _HASHES)
 
 
 def _look_up(name: str, first: Mapping[str, str], second: Mapping[str, str]) -> SettingFound:

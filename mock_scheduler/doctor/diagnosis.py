@@ -1,4 +1,4 @@
-"""Diagnoses two replays of the same steps: operation logs, batches and metrics are compared to the last bit.
+"""Diagnoses two runs of the same steps: operation logs, batches and metrics are compared to the last bit.
 
 Contract: reads the folders of two completed runs; writes and starts nothing.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mock_scheduler.comparison.walk.metrics import NOT_COMPUTED_PREFIXES, is_bit_equal, load_run_metrics
 from mock_scheduler.determinism.operations import OperationLog, find_operation_logs
-from mock_scheduler.doctor.causes import Cause, find_cause
+from mock_scheduler.doctor.causes import Cause, SettingFound, find_cause, find_changed_settings
 from mock_scheduler.doctor.comparison import StepComparison, compare_step
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.run_folder.finished_run import load_batches
@@ -19,16 +19,19 @@ from mock_scheduler.run_folder.finished_run import load_batches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The result of comparing two replays.
+    """The result of comparing two runs.
 
     ``steps``: compared logs, up to the first differing one. ``cause``: of the last one's origin. ``others``: differing
-    batches and metrics, in words. ``num_metrics``: compared metrics.
+    batches and metrics, in words. ``num_metrics``: compared metrics. ``num_settings``: settings that the runs read
+    back; ``settings``: those with another value in each.
     """
 
     steps: tuple[StepComparison, ...]
     cause: Cause | None
     num_metrics: int
     others: tuple[str, ...]
+    num_settings: int = 0
+    settings: tuple[SettingFound, ...] = ()
 
     @property
     def num_operations(self) -> int:
@@ -69,15 +72,24 @@ def diagnose(first_dir: Path, second_dir: Path, *, step: int) -> Diagnosis:
         if steps[-1].origin is not None:
             break
     num_metrics, others = _compare_results(first_dir, second_dir)
+    one, other = (_settings(logs) for logs in (first, second))
     return Diagnosis(
         steps=tuple(steps),
         cause=_find_cause(steps[-1], first, second),
         num_metrics=num_metrics,
         others=tuple(others),
+        num_settings=len(one.keys() | other.keys()),
+        settings=find_changed_settings(one, other),
     )
 
 
 _Logs = Mapping[int, Mapping[int, OperationLog]]
+
+
+def _settings(logs: _Logs) -> Mapping[str, str]:
+    """The settings of the first rank at the first step."""
+    by_rank = logs[min(logs)] if logs else {}
+    return by_rank[min(by_rank)].header.settings if by_rank else {}
 
 
 def _find_cause(step: StepComparison, first: _Logs, second: _Logs) -> Cause | None:

@@ -1,5 +1,7 @@
 """Plans the runs of ``mock-scheduler doctor``: a recording where there is none, and two replays; nothing runs here.
 
+A program without rollouts reads its own data, so it is run twice as it stands.
+
 All train the same steps, from the first to the requested one, under the configuration's own layout. Validation,
 checkpoints and trackers are left out: they cost time and cannot differ.
 """
@@ -36,19 +38,25 @@ _SET_BY_DOCTOR = {
     # The doctor looks for the very lack of determinism with which a replay would refuse to run.
     "rollout_mock.allow_nondeterministic": "true",
 }
+# Of a program without rollouts; updated parameters are few, and show whether its replicas agree.
+_SET_IN_RUNS = {"trace.operations": "true", "trace.level": "full", "trace.kinds": "[parameter]"}
 # A configuration file may have these keys; on this command line they would have no effect.
 _NOT_FOR_USERS = ("max_steps", "trace.level", "trace.operations")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorPlan:
-    """The runs. ``recorder``: makes the recording; ``None`` where there is one. ``step``: the last replayed step."""
+    """The runs. ``recorder``: makes the recording; ``None`` where there is one. ``step``: the last replayed step.
+
+    ``recording_dir``: ``None`` of a program without rollouts. ``first_step``: of both replays.
+    """
 
     step: int
     output_dir: Path
-    recording_dir: Path
+    recording_dir: Path | None
     recorder: PlannedRun | None
     replays: tuple[PlannedRun, PlannedRun]
+    first_step: int = 0
 
     @property
     def runs(self) -> tuple[PlannedRun, ...]:
@@ -57,7 +65,8 @@ class DoctorPlan:
 
     def describe(self) -> str:
         """``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
-        steps = "1 step (0)" if self.step == 0 else f"{count_of(self.step + 1, 'step')} (0 to {self.step})"
+        first, last = self.first_step, self.step
+        steps = f"1 step ({last})" if first == last else f"{count_of(last + 1 - first, 'step')} ({first} to {last})"
         return f"{steps} in each of {len(self.runs)} runs: {', '.join(run.name for run in self.runs)}"
 
 
@@ -91,9 +100,15 @@ def plan_doctor(
     entry = entry or program.entry
     config = load(overrides)
     if config.rollout_mock is None:
-        raise ConfigError(
-            "doctor replays a recorded step and compares its operations, and this program records no rollouts; to see "
-            "whether it repeats itself, align a candidate without a change: align.candidates=[{name: again}]"
+        return _plan_without_rollouts(
+            load,
+            program=program,
+            overrides=overrides,
+            config=config,
+            root=((output_dir or Path(config.output_dir)) / FOLDER).resolve(),
+            step=step,
+            recording=recording,
+            entry=entry,
         )
     given = recording if recording is not None else _configured_recording(config)
     _check_step(step, config, given)
@@ -121,6 +136,47 @@ def plan_doctor(
         recorder = planner.plan("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=program.entry)
     return DoctorPlan(
         step=step, output_dir=root, recording_dir=recording_dir, recorder=recorder, replays=(first, second)
+    )
+
+
+def _plan_without_rollouts(
+    load: ConfigLoader,
+    *,
+    program: Program,
+    overrides: Sequence[str],
+    config: RunConfig,
+    root: Path,
+    step: int,
+    recording: Path | None,
+    entry: str,
+) -> DoctorPlan:
+    """Plans the same run twice."""
+    if recording is not None:
+        raise ConfigError(f"--recording is {recording}, and this program takes no rollouts: leave it out")
+    first_step = program.first_step(config)
+    if not first_step <= step < config.max_steps:
+        raise ConfigError(
+            f"--step is {step}; the configuration has steps {first_step} to {config.max_steps - 1} "
+            f"(max_steps={config.max_steps})"
+        )
+    check_settings(config.system_envs)
+    check_entry(entry)
+    kept = {**program.quiet_keys, **program.folder_keys}
+    shared = (
+        *overrides,
+        *(format_override(key, value) for key, value in kept.items()),
+        *(f"{key}={value}" for key, value in _SET_IN_RUNS.items()),
+        *program.end_after(config, step),
+    )
+    planner = _Planner(load=load, program=program, root=root, exp_name=config.exp_name, shared=shared)
+    first, second = (planner.plan(name, entry=entry) for name in REPLAY_NAMES)
+    return DoctorPlan(
+        step=step,
+        output_dir=root,
+        recording_dir=None,
+        recorder=None,
+        replays=(first, second),
+        first_step=first_step,
     )
 
 

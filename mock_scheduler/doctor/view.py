@@ -23,17 +23,18 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     console.print()
     where = f"{count_of(len(diagnosis.steps), 'step')} and {count_of(len(diagnosis.steps[-1].ranks), 'rank')}"
     console.print(
-        f"equal in both replays: {diagnosis.num_operations} operations with {diagnosis.num_digests} digests of "
+        f"equal in both runs: {diagnosis.num_operations} operations with {diagnosis.num_digests} digests of "
         f"tensors, over {where}; {diagnosis.num_metrics} metrics compared",
         highlight=False,
     )
+    console.print(_describe_settings(diagnosis), highlight=False)
     if not diagnosis.differs:
         if diagnosis.has_compared:
             console.print(Text("identical: every operation, batch and metric is equal to the last bit", "bold green"))
         else:
             console.print(Text("unverified: there was nothing to compare", "bold yellow"))
         return
-    console.print(Text("unverified: the two replays differ", "bold red"))
+    console.print(Text("unverified: the two runs differ", "bold red"))
     step = diagnosis.steps[-1]
     if step.origin is not None:
         _print_origin(step, step.origin, console)
@@ -48,6 +49,11 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         _print_indented(f"differs: {problem}", console)
     if len(diagnosis.others) > _NUM_SHOWN:
         _print_indented(f"and {len(diagnosis.others) - _NUM_SHOWN} more metrics or batches", console)
+
+
+def _describe_settings(diagnosis: Diagnosis) -> str:
+    changed = "; ".join(setting.describe() for setting in diagnosis.settings)
+    return f"settings read back: {diagnosis.num_settings}, {changed or 'equal in both runs'}"
 
 
 def _print_origin(step: StepComparison, origin: Difference, console: Console) -> None:
@@ -78,6 +84,8 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, JSON]:
         "num_operations": diagnosis.num_operations,
         "num_digests": diagnosis.num_digests,
         "num_metrics": diagnosis.num_metrics,
+        "num_settings": diagnosis.num_settings,
+        "settings": [dataclass_to_json(setting) for setting in diagnosis.settings],
         "steps": [_step_to_json(step) for step in diagnosis.steps],
         "cause": None if diagnosis.cause is None else _cause_to_json(diagnosis.cause),
         "others": list(diagnosis.others),

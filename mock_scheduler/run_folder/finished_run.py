@@ -43,7 +43,7 @@ class RunSummary:
     What an attached run says of itself: ``unobserved_modules``: modules whose output nothing can show, with the reason.
     ``untraced_parameters``: parameters that no rank traced, with their numbers of elements. ``order_limits``: what
     keeps one process from adding in its order (of a run in one process: in any layout's). ``not_followed``: sums that
-    were left as they are where it followed another order.
+    were left as they are where it followed another order. ``assumed``: sums that it followed as they usually are.
 
     ``own_calls``: how often each function or class of the user's in the place of a package's was called.
     """
@@ -61,6 +61,7 @@ class RunSummary:
     untraced_parameters: Mapping[str, int] = field(default_factory=dict)
     order_limits: tuple[str, ...] = ()
     not_followed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     own_calls: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -92,6 +93,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             "untraced_parameters": _COUNTS,
             "order_limits": _TEXTS,
             "not_followed": _TEXTS,
+            "assumed": _TEXTS,
         },
     )
     ledger = _load(output_dir / LEDGER_FILE, {"built": _COUNTS})
@@ -109,6 +111,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         untraced_parameters=stated.get("untraced_parameters", {}),
         order_limits=tuple(stated.get("order_limits", ())),
         not_followed=tuple(stated.get("not_followed", ())),
+        assumed=tuple(stated.get("assumed", ())),
         own_calls=_load_own_calls(output_dir),
     )
 

@@ -52,6 +52,7 @@ class Evidence:
         emulated: Compared with the reference that adds in its order, to the last bit where ``must_be_exact``;
             ``None`` where there is none, and ``not_emulated`` says why.
         not_followed: Sums that this reference left in an order of their own.
+        assumed: Sums that it made as they usually are: where it is not equal, the training's may be others.
         layout: The emulated layout.
         equal_inputs: Tensors of a closer look whose inputs are equal to those of the reference; ``None`` where there
             was none, and ``no_equal_inputs`` says why.
@@ -67,6 +68,7 @@ class Evidence:
     must_be_exact: bool
     emulated: Verdict | None = None
     not_followed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     not_emulated: NotTried = BIT_EQUAL
     layout: str = ""
     equal_inputs: EqualInputsFacts | None = None
@@ -137,12 +139,15 @@ def _judge_emulation(evidence: Evidence) -> Proof:
     if emulated is None:
         return Proof(name="emulation", outcome="not tried", facts=evidence.not_emulated)
     facts = EmulationFacts(
-        layout=evidence.layout, may_round=not evidence.must_be_exact, not_followed=evidence.not_followed
+        layout=evidence.layout,
+        may_round=not evidence.must_be_exact,
+        not_followed=evidence.not_followed,
+        assumed=evidence.assumed,
     )
     outcome: Outcome = "open"
     if emulated.kind is VerdictKind.IDENTICAL:
         outcome = "proved"
-    elif emulated.kind not in WITHOUT_COMPARISON and evidence.must_be_exact:
+    elif emulated.kind not in WITHOUT_COMPARISON and evidence.must_be_exact and not evidence.assumed:
         outcome = "refuted"
     return _proof("emulation", outcome, emulated, facts)
 

@@ -114,12 +114,14 @@ class EqualityFacts:
 class EmulationFacts:
     """The layout in whose order the reference adds; ``may_round`` as in ``EqualityFacts``.
 
-    ``not_followed``: sums that the reference left in an order of their own.
+    ``not_followed``: sums that the reference left in an order of their own. ``assumed``: sums that it made as they
+    usually are.
     """
 
     layout: str
     may_round: bool
     not_followed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

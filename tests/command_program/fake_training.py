@@ -3,7 +3,8 @@
 ``python fake_training.py --layout tp2 --lr 0.1 [--layers 2] [--dtype float64] [--fault NAME]``. Its layouts differ as
 real ones do: its first weights depend on the layout, tp cuts a sum in two, and dp adds the gradients of two rows in
 another order. Faults: ``scale`` (tp's second part is scaled), ``decay``, ``crash``, ``refuse``, ``hang``, ``detached``,
-``short``, ``other_layout``, ``kill``; ``hidden`` says that a module's output is not shown.
+``short``, ``other_layout``, ``kill``, ``unseeded`` (it draws), ``torn`` (ranks disagree), ``hidden`` (it says that a
+module's output is not shown).
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import torch
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, AttachedRun, TraceKind
 from mock_scheduler.config.layout import ParallelConfig, parse_layout
 from mock_scheduler.config.loading import dump_config
+from mock_scheduler.determinism.operations import OperationLogHeader
+from mock_scheduler.determinism.operations.recorder import record_operations
+from mock_scheduler.support.loaded_code import save_loaded_code
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey, TraceSink
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
@@ -55,6 +59,7 @@ class FakeTraining:
         self.weights = {name: value.to(self.dtype) for name, value in self.weights.items()}
         self.inputs = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3)).to(self.dtype)
         self.entries: list[tuple[TraceKind, str, torch.Tensor]] = []
+        self.is_torn = False
 
     def begin(self) -> None:
         """Takes the initial state that is asked for, and perturbs it."""
@@ -116,6 +121,10 @@ class FakeTraining:
                 if self.fault == "scale" and self.is_tp2:
                     parts[1] = parts[1] * 1.02
                 output = sum(parts[1:], parts[0])
+            if self.fault == "unseeded":
+                output = output + torch.rand(1, dtype=output.dtype)
+            if self.fault == "torn":
+                self.is_torn = True
             output = self._graft(name, output, step)
             self._note("activation", name, output)
             hidden = output.tanh()
@@ -145,6 +154,8 @@ class FakeTraining:
             folder = Path(self.run.output_dir) / "trace"
             sink: TraceSink = make(folder, step=step, place=place, world_size=world_size)
             for kind, name, tensor in self.entries:
+                if rank and self.is_torn and kind == "parameter":
+                    tensor = tensor + 1.0
                 if kind in trace.kinds and any(fnmatchcase(name, glob) for glob in trace.patterns):
                     dims = TOKEN_DIMS if kind == "activation" else ()
                     spec = whole(name, tuple(tensor.shape))
@@ -202,7 +213,15 @@ def train(run: AttachedRun, arguments: argparse.Namespace) -> int:
     }
     (folder / "ledger.json").write_text(json.dumps({"built": {"engine": 0, "environment": 0}}), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    save_loaded_code(folder)
     return 0
+
+
+def _record(training: FakeTraining, step: int) -> dict[str, float]:
+    """One update, with a log of its operations."""
+    header = OperationLogHeader(step=step, global_rank=0, world_size=1, settings={"OMP_NUM_THREADS": "1"})
+    with record_operations(Path(training.run.output_dir), header, modules={}):
+        return training.step(step)
 
 
 def find_order_limits(layout: ParallelConfig) -> Iterator[str]:
@@ -213,7 +232,7 @@ def find_order_limits(layout: ParallelConfig) -> Iterator[str]:
 
 def _train_steps(training: FakeTraining, num_steps: int, world_size: int) -> Iterator[str]:
     for step in range(num_steps):
-        metrics = training.step(step)
+        metrics = _record(training, step) if training.run.trace.operations else training.step(step)
         training.write_trace(step, world_size)
         yield json.dumps({"step": step, "metrics": metrics}) + "\n"
 

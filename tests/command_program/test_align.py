@@ -18,7 +18,6 @@ from mock_scheduler.command_program.command import build_command
 from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.commands import minimise as minimise_command
 from mock_scheduler.commands.align import AlignOptions, run_align
-from mock_scheduler.commands.extract import run_extract
 from mock_scheduler.commands.minimise import MinimiseOptions, run_minimise
 from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
@@ -300,18 +299,6 @@ def test_what_would_cut_the_initial_state_is_refused_before_anything_runs(
         align(path, runs, *([] if is_own else [override]))
     assert message in str(caught.value)
     assert runs.made == []
-
-
-def test_extract_of_a_command_is_refused_with_a_way_to_go_on(tmp_path: Path, runs: Runs) -> None:
-    path = write_config(tmp_path, {"fault": [TP2, "options.fault=scale"]}, align={"proofs": QUICK})
-    align(path, runs)
-    folder = tmp_path / "out" / "align"
-    with pytest.raises(ConfigError) as caught:
-        run_extract(folder, "fault", output=tmp_path / "small", step=None, num_groups=None, is_checked=False)
-    assert str(caught.value) == (
-        f"extract cuts recorded rollouts, and the runs of {folder} are a command that reads its own data; "
-        "mock-scheduler minimise CONFIG fault shrinks its layout, changes, steps and the keys of reductions"
-    )
 
 
 def test_finished_runs_of_a_command_are_compared_and_checked_as_any_others(tmp_path: Path, runs: Runs) -> None:

@@ -236,7 +236,7 @@ def test_options_decide_what_the_user_states_and_else_bits(tmp_path: Path) -> No
     effects = {"recompute": "nothing", "schedule": "order"}
     arguments = {"options": {"recompute": ["-r"], "schedule": ["-s", "{}"], "lr": ["--lr={}"]}}
     found = PROGRAM.effects(load(tmp_path, options=options, effects=effects, arguments=arguments))
-    assert found.of("options.recompute") == Decides.NOTHING
+    assert found.of("options.recompute") == Decides.EXECUTION
     assert found.of("options.schedule") == Decides.ORDER
     assert found.of("options.lr") == Decides.BITS
     assert found.of("command.0") == Decides.BITS

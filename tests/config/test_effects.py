@@ -136,5 +136,22 @@ def test_changes_are_sorted_by_kind_and_keys_of_one_side_alone_are_among_them() 
         {"name": "b", "tp": 2, "lr": 0.1, "same": 1, "env.A": "1"},
         facts.__getitem__,
     )
-    assert found == Changes(neutral=("name",), layout=("tp",), other=("env.A",))
+    assert found == Changes(neutral=("name",), layout=("tp",), other=("env.A",), has_other_calls=True)
     assert found.kind == "other"
+
+
+@pytest.mark.parametrize(
+    ("facts", "has_other_calls"),
+    [
+        (Decides.LABEL, False),
+        (Decides.NOTHING, False),
+        (Decides.EXECUTION, True),
+        (Decides.ORDER, True),
+        (Decides.BITS, True),
+    ],
+)
+def test_a_change_of_how_training_is_executed_may_issue_other_collectives(
+    facts: Decides, *, has_other_calls: bool
+) -> None:
+    found = find_changes({"key": 1, "same": 1}, {"key": 2, "same": 1}, {"key": facts}.__getitem__)
+    assert found.has_other_calls is has_other_calls

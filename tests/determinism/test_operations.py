@@ -185,6 +185,23 @@ def test_the_same_program_gives_the_same_log(tmp_path: Path) -> None:
     assert len(first) == 5
 
 
+def test_a_block_may_begin_within_a_running_module(tmp_path: Path) -> None:
+    """As an attached training's does: leaving a module that was never entered was an ``IndexError``."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+    opened = record_operations(tmp_path, HEADER, modules={"policy": model})
+
+    def begin(module: torch.nn.Module, inputs: object) -> None:
+        opened.__enter__()
+
+    handle = model.register_forward_pre_hook(begin)
+    output = model(torch.ones(1, 3))
+    handle.remove()
+    output.sum()
+    opened.__exit__(None, None, None)
+    found = [(record.operator, record.module) for record in records_of(tmp_path) if record.num_digests]
+    assert found == [("aten.addmm.default", "policy.0"), ("aten.tanh.default", "policy.1"), ("aten.sum.default", "")]
+
+
 def test_a_step_that_fails_leaves_no_log(tmp_path: Path) -> None:
     def fail() -> None:
         with record_operations(tmp_path, HEADER, modules={}):

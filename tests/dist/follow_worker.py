@@ -8,6 +8,7 @@ before the case's; a refusal stands beside them. Nothing is judged here.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +29,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mock_scheduler.config.instruments import OrderConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import LayoutError
-from mock_scheduler.megatron.emulation import arithmetic, cross_entropy, gradients, parts
+from mock_scheduler.megatron.emulation import arithmetic, cross_entropy, experts, gradients, parts
 from mock_scheduler.megatron.emulation.engine import Engine
 from mock_scheduler.megatron.emulation.follow import TrainingOrder, follow
 from mock_scheduler.megatron.host_device import define_router_gemm
@@ -108,8 +111,14 @@ class OwnNorm(torch.nn.RMSNorm):
     """A norm of a user's own."""
 
 
-class PackedAttention(DotProductAttention):
-    """Megatron's attention over packed rows, by a mask: a class of a user's own."""
+class OwnAttention(DotProductAttention):
+    """Megatron's attention over packed rows, by a mask, or over keys of all cp ranks: a class of a user's own."""
+
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+        """Like Megatron's, which refuses context parallelism."""
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **kwargs)
 
     def forward(
         self,
@@ -120,14 +129,26 @@ class PackedAttention(DotProductAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """Attends over ``[t, heads, d]``; returns ``[t, 1, h]``."""
+        """Attends over ``[t, heads, d]``, or ``[s, b, heads, d]``; returns ``[t, 1, h]`` or ``[s, b, h]``."""
         if packed_seq_params is not None:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
             bounds = packed_seq_params.cu_seqlens_q
             rows = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
             later = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
             attention_mask = ((rows[:, None] != rows[None, :]) | later)[None, None]
+        elif mpu.get_context_parallel_world_size() > 1:
+            group = mpu.get_context_parallel_group()
+            key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
+            places = [zigzag(rank, len(key)) for rank in range(mpu.get_context_parallel_world_size())]
+            own = places[mpu.get_context_parallel_rank()]
+            attention_mask = (torch.cat(places)[None, :] > own[:, None])[None, None]
         return super().forward(query, key, value, attention_mask, **kwargs)
+
+
+def zigzag(rank: int, length: int) -> torch.Tensor:
+    """The places of a line that a cp rank holds."""
+    pieces = torch.arange(length).chunk(2 * mpu.get_context_parallel_world_size())
+    return torch.cat((pieces[rank], pieces[-1 - rank]))
 
 
 _BALANCING = {"rows": "seq_aux_loss", "broken": "global_aux_loss"}
@@ -141,7 +162,8 @@ def build_config(case: Case, parallel: ParallelConfig) -> TransformerConfig:
         options = {
             "num_moe_experts": 4,
             "moe_ffn_hidden_size": 40,
-            "moe_router_topk": 2,
+            "moe_router_topk": 3 if "gathered" in case.options else 2,
+            "moe_router_dtype": "fp32" if "gathered" in case.options and case.bf16 else None,
             "moe_aux_loss_coeff": 0.02,
             "moe_z_loss_coeff": 0.01,
             "moe_router_load_balancing_type": next(
@@ -177,9 +199,10 @@ def build_config(case: Case, parallel: ParallelConfig) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         overlap_p2p_comm=parallel.num_chunks > 1,
         batch_p2p_comm=parallel.num_chunks == 1,
+        context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
-        moe_token_dispatcher_type="alltoall",
+        moe_token_dispatcher_type="allgather" if "gathered" in case.options else "alltoall",
         calculate_per_token_loss="means" not in case.options,
         finalize_model_grads_func=finalize_model_grads,
         deterministic_mode=True,
@@ -196,8 +219,8 @@ def _specs(case: Case, config: TransformerConfig, vp_stage: int | None) -> Trans
         attention = spec.submodules.self_attention.submodules
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
-        if "packed" in case.options:
-            attention.core_attention = PackedAttention
+        if "packed" in case.options or case.parallel.context_parallel_size > 1:
+            attention.core_attention = OwnAttention
         return spec
 
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -274,6 +297,7 @@ def forward_step(
     if "packed" in case.options:
         bounds = torch.arange(0, ROWS * LENGTH + 1, LENGTH, dtype=torch.int32)
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH)
+    batch = get_batch_on_this_cp_rank(batch)
     losses = model(
         input_ids=batch["tokens"],
         position_ids=batch["positions"],
@@ -287,7 +311,18 @@ def forward_step(
 def loss_of_mask(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum over the tokens that count, their number, and the losses of all."""
     total = (losses.float() * mask).sum()
-    return total, mask.sum().int(), losses.detach().clone()
+    return total, mask.sum().int(), whole_lines(losses.detach())
+
+
+def whole_lines(losses: torch.Tensor) -> torch.Tensor:
+    """Puts the cp ranks' slices together."""
+    parts = [torch.empty_like(losses) for _ in range(mpu.get_context_parallel_world_size())]
+    dist.all_gather(parts, losses.contiguous(), group=mpu.get_context_parallel_group())
+    whole = torch.cat(parts, dim=1)
+    if len(parts) > 1:
+        length = whole.shape[1]
+        whole[:, torch.cat([zigzag(rank, length) for rank in range(len(parts))])] = whole.clone()
+    return whole
 
 
 def train(case: Case, folder: Path, *, follows: bool) -> None:
@@ -373,10 +408,34 @@ def replicas_in_blocks() -> Iterator[None]:
         Engine.begin_round = begin  # type: ignore[method-assign]
 
 
+@contextmanager
+def added_at_once() -> Iterator[None]:
+    """One rank adds the outputs of all experts of a token."""
+    emulate = vars(experts)["_emulate_gathering"]
+    vars(experts)["_emulate_gathering"] = lambda dispatcher, modules: None
+    try:
+        yield
+    finally:
+        vars(experts)["_emulate_gathering"] = emulate
+
+
+@contextmanager
+def sliced_otherwise() -> Iterator[None]:
+    """A cp rank holds its piece of the first half of a line, and the same of the second half."""
+    start = Engine.__init__
+    Engine.__init__ = lambda self, plan, **unused: start(self, plan, blocks=2)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Engine.__init__ = start  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "": nullcontext,
     "reversed": reversed_ranks,
     "in-blocks": replicas_in_blocks,
+    "at-once": added_at_once,
+    "sliced-otherwise": sliced_otherwise,
 }
 
 

@@ -20,7 +20,12 @@ SHORT = ("moe/float32/tp2-sp-ep2-plain", "gpt+tied+means/float32/dp2")
 #: Faults that are planted in the one process, and the case that shows each.
 IN_BLOCKS = "gpt+tied+means/float32/dp2"
 REVERSED = "qwen/float32/tp4-sp-plain"
+GATHERED = "moe+gathered/float32/tp2-sp-ep2-plain"
+SLICED = "qwen/float32/cp2-plain"
 BROKEN = "moe+broken/float32/cp2"
+#: ((r3 + r2) + r1) + r0 in place of ((r0 + r1) + r2) + r3; all experts' outputs of a token in one sum; the
+#: slices of a line are its first and third quarter, and the others.
+LONG_FAULTS = {"reversed": REVERSED, "at-once": GATHERED, "sliced-otherwise": SLICED}
 LONG = (
     *(
         "qwen/float32/tp2-plain",
@@ -38,6 +43,9 @@ LONG = (
     *("qwen/float32/tp2-pp2-plain", "qwen/bfloat16/tp2-dp2", "qwen/float32/dp4-plain", "qwen+means/float32/dp4"),
     *("gpt+tied/float32/tp2-sp-pp2", "gpt+tied/bfloat16/pp2-dp2", REVERSED),
     *("moe/float32/tp2-sp-dp2-ep2", "moe+rows/bfloat16/tp2-sp-pp2-ep2-plain"),
+    *(GATHERED, "moe+gathered/bfloat16/tp2-sp-ep2", "moe+gathered/float32/tp4-sp-ep2-plain"),
+    *(SLICED, "gpt/bfloat16/cp2", "qwen/bfloat16/tp2-sp-cp2", "gpt+tied/float32/pp2-cp2", "qwen/float32/cp2-dp2"),
+    *("qwen+recompute/float32/cp4-plain",),
 )
 
 
@@ -60,7 +68,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_both(tmp_path_factory.mktemp("all-follow"), LONG, f"reversed:{REVERSED}")
+    return run_both(tmp_path_factory.mktemp("all-follow"), LONG, *(f"{fault}:{case}" for fault, case in LONG_FAULTS.items()))
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -84,8 +92,8 @@ def test_everything_that_cannot_be_followed_is_named_before_the_first_step(short
         "not known\n"
         "  - TransformerConfig.moe_router_load_balancing_type global_aux_loss: only aux_loss or seq_aux_loss or none is "
         "followed\n"
-        "  - context_parallel_size 2: the training gives one process whole lines, and how its attention sees the tokens "
-        "of other ranks is not known"
+        "  - context_parallel_size 2 with experts: one process routes the tokens of a line in their order, and ranks "
+        "route slices of it"
     )
 
 
@@ -98,8 +106,8 @@ def test_every_model_and_layout_is_followed_to_the_bit(long: Path, name: str) ->
 
 @pytest.mark.all
 @pytest.mark.timeout(3600)
-def test_another_order_of_the_ranks_is_seen(long: Path) -> None:
-    """((r3 + r2) + r1) + r0 in place of ((r0 + r1) + r2) + r3."""
-    found = list(differences(long / "followed" / "reversed" / REVERSED, long / "layout" / REVERSED))
-    assert "loss of micro-batch 0 of update 0" in found
+@pytest.mark.parametrize(("fault", "case"), LONG_FAULTS.items())
+def test_another_order_is_seen(long: Path, fault: str, case: str) -> None:
+    found = list(differences(long / "followed" / fault / case, long / "layout" / case))
     assert any(line.startswith("gradients of ") and line.endswith("of update 0") for line in found)
+    assert any(line.startswith("loss of micro-batch") and line.endswith("of update 0") for line in found)

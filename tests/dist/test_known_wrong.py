@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layouts.cases import KNOWN_WRONG_CASES, Case, allowing, build_config, refused_cases
+from benchmarks.layouts.cases import (
+    KNOWN_WRONG_CASES,
+    RULES_OF_OTHER_MODELS,
+    Case,
+    allowing,
+    build_config,
+    refused_cases,
+)
 from benchmarks.layouts.comparison import is_first_update, merged_pairs, read_metrics, relative_difference
 from benchmarks.layouts.options import PLAIN
 from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG, MEGATRON, installed_megatron
@@ -19,7 +26,7 @@ from tests.dist.case_runs import train
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for both launches
 
-RULES = {rule.name: rule for rule in KNOWN_WRONG}
+RULES = {rule.name: rule for rule in KNOWN_WRONG if rule.name not in RULES_OF_OTHER_MODELS}
 BOUND = 1e-12
 # Megatron's own router computes scores in float32.
 ROUTER_BOUND = 1e-5

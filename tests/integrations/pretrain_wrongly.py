@@ -50,7 +50,7 @@ def repair_chunks(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 def main(arguments: Sequence[str]) -> None:
     """Trains with Megatron's arguments behind those of a small model."""
-    LocalSpecProvider.core_attention = lambda self: Attention  # type: ignore[method-assign]
+    LocalSpecProvider.core_attention = lambda self: Attention
     small = " ".join(pretrain_gpt.SMALL_GPT)
     if WITH_BIASES in arguments:
         small = small.replace("--disable-bias-linear", "")

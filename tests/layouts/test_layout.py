@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts.cases import RULES_OF_OTHER_MODELS
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.layout import Workload, layout_problems
@@ -405,7 +406,7 @@ OFF, ON = "sequence parallelism off", "sequence parallelism on"
             "expert-bias-under-tp",
         ),
     ],
-    ids=[rule.name for rule in KNOWN_WRONG],
+    ids=[rule.name for rule in KNOWN_WRONG if rule.name not in RULES_OF_OTHER_MODELS],
 )
 def test_a_known_wrong_layout_is_refused_when_it_is_loaded_unless_it_is_allowed(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], layout: str, problem: str, name: str
@@ -453,6 +454,7 @@ def values_of(
     )
 
 
+LATENT = {"multi_latent_attention": True, "qk_layernorm": True}
 WRONG = {
     "pipeline-crossing": values_of({**VPP2, "overlap_p2p_comm": False}, DENSE),
     "experts-under-tp": values_of(SP2, EXPERTS),
@@ -461,8 +463,9 @@ WRONG = {
     ),
     "loss-tuple-under-cp": values_of(CP2, DENSE, {"calculate_per_token_loss": False}),
     "expert-bias-under-tp": values_of({**SP2, "expert_model_parallel_size": 2}, {**EXPERTS, "add_bias_linear": True}),
+    "latent-keys-under-tp": {**values_of(SP2, DENSE), **LATENT},
 }
-OF_ALL_VERSIONS = ["pipeline-crossing", "loss-tuple-under-cp", "expert-bias-under-tp"]
+OF_ALL_VERSIONS = ["pipeline-crossing", "loss-tuple-under-cp", "expert-bias-under-tp", "latent-keys-under-tp"]
 
 
 @pytest.mark.parametrize(
@@ -483,6 +486,22 @@ def test_a_rule_holds_for_its_versions_and_without_megatron_only_where_it_holds_
         for name, values in WRONG.items()
     }
     assert found == {name: [name] if name in names else [] for name in WRONG}
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({}, ["latent-keys-under-tp", "latent-norm-under-tp"]),
+        ({"sequence_parallel": True}, ["latent-keys-under-tp"]),
+        ({"qk_layernorm": False}, ["latent-keys-under-tp"]),
+        ({"tensor_model_parallel_size": 1}, []),
+        ({"transformer_impl": "transformer_engine"}, []),
+        ({"multi_latent_attention": False}, []),
+    ],
+)
+def test_latent_attention_is_wrong_under_tp_where_layers_are_local(values: dict[str, object], names: list[str]) -> None:
+    known = {**values_of({"tensor_model_parallel_size": 2}, DENSE), **LATENT, **values}
+    assert [found.rule.name for found in find_known_wrong(known, version=OLD)] == names
 
 
 def test_experts_that_are_split_more_than_the_rest_are_reduced_wrongly_too() -> None:
@@ -520,7 +539,8 @@ def test_without_megatron_the_refusal_says_that_no_version_is_right() -> None:
 def test_an_allowed_name_that_is_no_rule_is_refused_with_the_known_ones() -> None:
     assert refusal_of("parallel.allow_known_wrong=[experts-under-etp,everything]") == (
         "  - parallel.allow_known_wrong has names that are no rule about known wrong layouts (known: "
-        "pipeline-crossing, experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp):\n"
+        "pipeline-crossing, experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp, "
+        "latent-keys-under-tp, latent-norm-under-tp):\n"
         "    - 'experts-under-etp'; nearest: experts-under-tp\n"
         "    - 'everything'"
     )

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 MODULE = "tests.megatron.discovery_worker"
 LAYOUTS = ("experts/dp4-ep2-distributed", "latent/tp2-sp-dp2", "predicting/tp2-sp-pp2")
-FURTHER = ("dense/pp2-vpp2-dp2", "vision/tp2-sp-pp2", "adapter/tp2-dp2", "experts/tp2-sp-dp2-ep2", "allgather/dp4-ep4")
+FURTHER = (
+    *("dense/pp2-vpp2-dp2", "vision/tp2-sp-pp2", "adapter/tp2-dp2", "experts/tp2-sp-dp2-ep2", "allgather/dp4-ep4"),
+    "latent/tp2-dp2",
+)
 each_layout = pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.all) for layout in FURTHER)]
 )
@@ -111,7 +114,7 @@ def test_values_and_gradients_are_those_of_one_process(runs: Runs, layout: str) 
         key: BOUND if "tp2" not in layout or key.kind not in BACKWARD else SPLIT_VOCABULARY_BOUND for key in merged
     }
     far = {key for key, distance in distances(merged, expected).items() if distance > bounds[key]}
-    if layout == "latent/tp2-sp-dp2":  # the next test
+    if layout.startswith("latent/"):  # the next tests
         far = {key for key in far if key.kind not in BACKWARD}
     assert far == set()
 
@@ -130,6 +133,19 @@ def test_a_gradient_that_megatron_leaves_partial_is_found_where_it_arises(runs: 
     size = expected[first].tensor.norm(dim=0)
     is_far = (difference > SPLIT_VOCABULARY_BOUND * size).tolist()
     assert is_far == [False] * 8 + [True] * 8  # kv_lora_rank, qk_pos_emb_head_dim
+
+
+@pytest.mark.all
+def test_a_gradient_that_megatron_sums_twice_is_found(runs: Runs) -> None:
+    """Megatron (0.16.1) adds gradients of MLA's query norm up over tp ranks, each of which has the whole of it."""
+    merged, expected = (merge_step(runs(case) / "trace") for case in ("latent/tp2-dp2", "latent/tp1"))
+    found = {key: value for key, value in distances(merged, expected).items() if key.kind == "gradient"}
+    last = {key.name: value for key, value in found.items() if key.name.startswith("decoder.layers.3.self_attention.")}
+    far = {name for name, value in last.items() if value > SPLIT_VOCABULARY_BOUND}
+    prefix = "decoder.layers.3.self_attention"
+    assert far == {f"{prefix}.q_layernorm.weight", f"{prefix}.linear_kv_down_proj.weight"}
+    twice = next(key for key in found if key.name == f"{prefix}.q_layernorm.weight")
+    assert torch.allclose(merged[twice].tensor, 2 * expected[twice].tensor, rtol=1e-6)
 
 
 @each_layout

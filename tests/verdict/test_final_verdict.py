@@ -155,6 +155,16 @@ def test_a_layout_within_the_noise_that_is_not_equal_in_its_own_order_is_diverge
     assert judge(replace(LAYOUT, emulated=DIVERGED)).first == DIVERGED.first
 
 
+def test_a_reference_that_assumes_how_the_training_adds_refutes_nothing_where_it_adds_otherwise() -> None:
+    assumed = replace(LAYOUT, emulated=DIVERGED, assumed=("keys gathered in order",))
+    verdict, found = outcomes(assumed)
+    assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.ROUNDING, "open", "proved")
+    proof = next(proof for proof in judge(assumed).proofs if proof.name == "emulation")
+    assert describe_proof(proof).endswith(", but it assumes keys gathered in order, which may be otherwise there")
+    assert outcomes(replace(assumed, emulated=IDENTICAL))[0] is VerdictKind.EMULATED
+    assert outcomes(replace(assumed, direct=DIVERGED))[0] is VerdictKind.DIVERGED
+
+
 def test_a_reference_outside_the_noise_proves_nothing() -> None:
     verdict, found = outcomes(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL))
     assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.SUSPECT, "proved", "refuted")

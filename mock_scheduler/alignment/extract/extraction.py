@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -25,9 +26,10 @@ from mock_scheduler.batch.trajectory import GroupKey
 from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.recording.writing.subset import load_train_step
+from mock_scheduler.run_folder.finished_run import load_batches
 from mock_scheduler.support.foreign_files import read_tail
 from mock_scheduler.support.processes import ending_signals_as_interrupt
-from mock_scheduler.support.run_files import ALIGN_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.verdict import VerdictKind
 
@@ -38,10 +40,14 @@ _NOT_FOR_A_CHECK = ("align.proofs.localise=false", "align.proofs.consequence=fal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of running a reproduction: the verdict's word, and its first divergence or reason."""
+    """The result of running a reproduction: the verdict's word, and its first divergence or reason.
+
+    ``batches``: the digest of the rows of each step of its baseline; empty where it is not known.
+    """
 
     verdict: str
     text: str
+    batches: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def is_diverged(self) -> bool:
@@ -77,7 +83,10 @@ def run_reproduction(folder: Path, name: str, *, run_stored_code: bool = False) 
                 f"without running it. The last lines of its output:\n{tail}"
             )
         verdict, text = read_verdict(results, name)
-    return Outcome(verdict=verdict, text=text)
+        batches: Mapping[int, str] = {}
+        with suppress(AlignmentError):  # a baseline that failed has none
+            batches = load_batches(results / BASELINE_NAME)
+    return Outcome(verdict=verdict, text=text, batches=batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

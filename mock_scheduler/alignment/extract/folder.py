@@ -23,15 +23,16 @@ from mock_scheduler.program import Plain, ReducedBatch, RunConfig, list_stored_c
 from mock_scheduler.recording.writing.subset import write_subset
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.foreign_files import refuse_link_out
-from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, CONFIG_FILE
+from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, COMMAND_FILE, CONFIG_FILE
 from mock_scheduler.support.text import count_of, list_some, printable
-from mock_scheduler.support.versions import DISTRIBUTIONS, read_package_version
+from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, read_package_version
 
 RECORDING_FOLDER = "recording"
 CHECKPOINT_FOLDER = "checkpoint"
 SCRIPT_FILE = "reproduce.sh"
 OUTPUT_FOLDER = "output"
 
+_REPLAY = f" --recording {RECORDING_FOLDER}"
 _SCRIPT = """\
 #!/usr/bin/env bash
 # Shows the divergence: exit code 1 and the verdict "diverged". Start it from the root of a checkout that has
@@ -57,7 +58,7 @@ case "$python" in /*) ;; *) python="$PWD/$python" ;; esac
 cd "$here"
 export PYTHONPATH="$root${{PYTHONPATH:+:$PYTHONPATH}}"
 # -P: a module beside this script is imported by its name as an entry alone.
-command=("$python" -P -m mock_scheduler.cli align {config} --config-path . --recording {recording}
+command=("$python" -P -m mock_scheduler.cli align {config} --config-path .{options}
   --output-dir {output} --overwrite "$@")
 printf 'runs in %q:' "$here" >&2
 printf ' %q' "PYTHONPATH=$PYTHONPATH" "${{command[@]}}" >&2
@@ -135,23 +136,28 @@ def write_reproduction(
         source.reductions.copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction, root=weights.root)
     entry.copy_to(folder)
     (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-    script = folder / SCRIPT_FILE
-    script.write_text(
-        _SCRIPT.format(
-            config=Path(CONFIG_FILE).stem,
-            recording=RECORDING_FOLDER,
-            output=OUTPUT_FOLDER,
-            packages=" and ".join(filter(_is_module, source.own_packages)),
-            imports=", ".join(filter(_is_module, ("torch", "mock_scheduler.cli", *source.program.packages))),
-        ),
-        encoding="utf-8",
-    )
-    script.chmod(0o755)
+    write_script(folder, config=Path(CONFIG_FILE).stem, options=_REPLAY, packages=source.program.packages)
     # As it will be loaded: what cannot be is said now, and not by the reproduction.
     overrides = tuple(config.align.candidates[0].overrides)
     loaded = ConfigSource(config_name=Path(CONFIG_FILE).stem, config_path=str(folder), overrides=overrides)
     load_config(loaded, source.program)
     return config
+
+
+def write_script(folder: Path, *, config: str, options: str, packages: Sequence[str]) -> None:
+    """Writes the script. options: of ``align``, after a space each. packages: of the program, beside the library's."""
+    script = folder / SCRIPT_FILE
+    script.write_text(
+        _SCRIPT.format(
+            config=config,
+            options=options,
+            output=OUTPUT_FOLDER,
+            packages=" and ".join(filter(_is_module, (PACKAGE, *packages))),
+            imports=", ".join(filter(_is_module, ("torch", "mock_scheduler.cli", *packages))),
+        ),
+        encoding="utf-8",
+    )
+    script.chmod(0o755)
 
 
 def _is_module(name: str) -> bool:
@@ -195,7 +201,8 @@ def _find_start(source: DivergedCandidate, checkpoint: Path) -> int:
 
 def needed_flag(folder: Path) -> str:
     """Returns the option, after a space, without which the script runs nothing; empty where it needs none."""
-    return f" {FLAG}" if list_stored_code(folder / CONFIG_FILE) else ""
+    is_command = (folder / COMMAND_FILE).is_file()
+    return f" {FLAG}" if is_command or list_stored_code(folder / CONFIG_FILE) else ""
 
 
 README_FILE = "README.md"
@@ -219,8 +226,8 @@ def write_readme(
     change = config.align.candidates[0]
     sections = [
         f"# {change.name} diverges from its baseline",
-        f"In the alignment that this was cut from:\n\n> {_in_prose(source.sentence)}",
-        "\n".join(map(_in_prose, remarks)),
+        f"In the alignment that this was cut from:\n\n> {in_prose(source.sentence)}",
+        "\n".join(map(in_prose, remarks)),
         "## Run it\n\n"
         "From the root of a checkout, or with `MOCK_SCHEDULER_ROOT=…`; `PYTHON=…` is another interpreter:\n\n"
         f"```bash\nbash {SCRIPT_FILE}{needed_flag(folder)}\n```\n\n"
@@ -234,7 +241,7 @@ def write_readme(
     (folder / README_FILE).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
 
 
-def _in_prose(text: str) -> str:
+def in_prose(text: str) -> str:
     """Gives a foreign text as one line of Markdown without markup in it: no link, no picture, no HTML."""
     return re.sub(r"[<>\[\]]", lambda found: f"\\{found[0]}", printable(text))
 
@@ -289,5 +296,5 @@ def _describe_versions(source: DivergedCandidate) -> str:
         then, now = packages.get(name), read_package_version(*distributions)
         if then is not None or now is not None:
             rows.append((name, str(then or "none"), now or "none"))
-    table = "\n".join(f"| {name} | {_in_prose(then)} | {now} |" for name, then, now in rows)
+    table = "\n".join(f"| {name} | {in_prose(then)} | {now} |" for name, then, now in rows)
     return f"| package | when recorded | when extracted |\n| --- | --- | --- |\n{table}"

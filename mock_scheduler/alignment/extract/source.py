@@ -36,7 +36,7 @@ from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import is_inside, refuse_link_out
 from mock_scheduler.support.local_key import is_own
-from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, COMMAND_FILE, CONFIG_FILE
+from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
 from mock_scheduler.support.text import printable
 from mock_scheduler.support.versions import PACKAGE
 
@@ -148,9 +148,8 @@ def read_diverged(
     Raises ``ConfigError`` where the folder is no alignment's, there is no candidate of this name or it has not
     diverged, and ``StepNotFoundError`` where the recording is gone or lacks the step.
     """
-    result = _read_result(align_dir)
-    found = _find_candidate(result, name, align_dir)
-    _refuse_command(align_dir, name)
+    result = read_result(align_dir)
+    found = find_candidate(result, name, align_dir)
     divergence = found.first_divergence or _Divergence()
     configs = [_config_file(align_dir, run) for run in (BASELINE_NAME, name)]
     origin, stored = configs[0], found.overrides or ()
@@ -164,7 +163,7 @@ def read_diverged(
     used = refuse_stored_code(origin, [] if is_mine else [*named, *elsewhere], use=use, is_allowed=run_stored_code)
     if program.reductions is None:
         raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
-    reader = _open_recording(result, align_dir)
+    reader = open_recording(result, align_dir)
     steps = reader.steps().get("train", [])
     wanted = divergence.step if step is None else step
     if wanted is None:
@@ -178,7 +177,7 @@ def read_diverged(
         align_dir=align_dir,
         program=program,
         reductions=program.reductions,
-        change=_find_change(baseline, name, found),
+        change=find_change(baseline, name, found),
         baseline=baseline,
         candidate=candidate,
         sentence=found.sentence or found.reason or "",
@@ -192,11 +191,12 @@ def read_diverged(
 
 def read_verdict(align_dir: Path, name: str) -> tuple[str, str]:
     """Verdict and first divergence (or reason) of a candidate of a finished alignment; raises ``ConfigError``."""
-    found = _find(_read_result(align_dir), name, align_dir)
+    found = _find(read_result(align_dir), name, align_dir)
     return str(found.verdict), found.sentence or found.reason or ""
 
 
-def _read_result(align_dir: Path) -> _Result:
+def read_result(align_dir: Path) -> _Result:
+    """Reads the needed keys of ``align.json``; raises ``ConfigError``."""
     path = align_dir / ALIGN_FILE
     if not path.is_file():
         raise ConfigError(f"{align_dir} is not the folder of an alignment: it has no {ALIGN_FILE}")
@@ -223,7 +223,8 @@ def _find(result: _Result, name: str, align_dir: Path) -> _Candidate:
     return by_name[name]
 
 
-def _find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
+def find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
+    """Finds a diverged candidate; raises ``ConfigError`` where there is none of this name, or it has not diverged."""
     found = _find(result, name, align_dir)
     if found.verdict != _DIVERGED:
         diverged = [other for other, item in _by_name(result).items() if item.verdict == _DIVERGED]
@@ -234,16 +235,7 @@ def _find_candidate(result: _Result, name: str, align_dir: Path) -> _Candidate:
     return found
 
 
-def _refuse_command(align_dir: Path, name: str) -> None:
-    """Refuses runs of a command, whose data nobody but itself can cut."""
-    if (align_dir / BASELINE_NAME / COMMAND_FILE).is_file():
-        raise ConfigError(
-            f"extract cuts recorded rollouts, and the runs of {align_dir} are a command that reads its own data; "
-            f"mock-scheduler minimise CONFIG {name} shrinks its layout, changes, steps and the keys of reductions"
-        )
-
-
-def _find_change(baseline: RunConfig, name: str, found: _Candidate) -> CandidateConfig:
+def find_change(baseline: RunConfig, name: str, found: _Candidate) -> CandidateConfig:
     """Returns the candidate as it was configured; its overrides are the result's."""
     configured = {item.name: item for item in expand_candidates(baseline.align, baseline.parallel)}
     change = configured.get(name, CandidateConfig(name=name))
@@ -284,7 +276,7 @@ def _recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
     return [StoredCode(kind="recording", key=f"recording_dir of {ALIGN_FILE}", value=named, use=Use.LOAD)]
 
 
-def _open_recording(result: _Result, align_dir: Path) -> RecordingReader:
+def open_recording(result: _Result, align_dir: Path) -> RecordingReader:
     """Opens the recording in the alignment's folder or, where it replayed another one, the other."""
     places = [str(align_dir / RECORDING_NAME), *([] if result.recording_dir is None else [result.recording_dir])]
     for place in places:

@@ -24,15 +24,21 @@ ChangeKind = Literal["nothing", "layout", "other"]
 
 # A key that decides any of these may change a value and not only the order in which equal values are added.
 _MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSIDE
+# Where one of these is another, so may be the collectives: of recomputed layers, packed rows, sharded optimizers.
+_MAY_CALL_OTHERWISE = _MAY_ROUND | Decides.ORDER | Decides.EXECUTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """The dotted keys with different values in two configurations, each in one of three classes."""
+    """The dotted keys with different values in two configurations, each in one of three classes.
+
+    has_other_calls: one of them may change which collectives are issued, or their sizes.
+    """
 
     neutral: tuple[str, ...]
     layout: tuple[str, ...]
     other: tuple[str, ...]
+    has_other_calls: bool = False
 
     @property
     def kind(self) -> ChangeKind:
@@ -54,7 +60,12 @@ def find_changes(
     neutral, layout, other = (
         tuple(key for key in differing if kinds[key] == kind) for kind in ("nothing", "layout", "other")
     )
-    return Changes(neutral=neutral, layout=layout, other=other)
+    return Changes(
+        neutral=neutral,
+        layout=layout,
+        other=other,
+        has_other_calls=any(effect_of(key) & _MAY_CALL_OTHERWISE for key in differing),
+    )
 
 
 def change_kind(facts: Decides) -> ChangeKind:

@@ -32,6 +32,7 @@ from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.comparison.noise.theory import build_theory_bounds
+from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.program import ConfigLoader
@@ -120,6 +121,7 @@ class AlignmentRunner:
                 item.summary,
                 bounds=bounds,
                 is_deterministic=all(is_deterministic_mode(run.config.system_envs) for run in runs),
+                selection=Selection(has_other_calls=item.run.changes.has_other_calls),
             )
 
     def _prove(self, baseline: RunSummary) -> None:
@@ -201,7 +203,7 @@ class AlignmentRunner:
         if isinstance(reference, RunFailure):
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
-        item.not_followed = reference.not_followed
+        item.not_followed, item.assumed = reference.not_followed, reference.assumed
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             # In the candidate's own order of sums only other code or keys may still round.
             bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
@@ -264,7 +266,13 @@ class AlignmentRunner:
                 # The bounds of this precision, shrunk: rounding shrinks in float64, and a wrong computation does not.
                 bounds = WideBounds(inner=self._bounds_of(baseline, item), precision=item.run.config.precision)
                 with self.store.timed("referee"), self._showing(run, "comparing"):
-                    item.wide = judge_runs(wide_baseline, wide, bounds=bounds, is_deterministic=True)
+                    item.wide = judge_runs(
+                        wide_baseline,
+                        wide,
+                        bounds=bounds,
+                        is_deterministic=True,
+                        selection=Selection(has_other_calls=item.run.changes.has_other_calls),
+                    )
             item.judge()
 
     def _needs_referee(self, item: CandidateState) -> bool:

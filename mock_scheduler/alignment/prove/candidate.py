@@ -47,6 +47,7 @@ class CandidateState:
     emulated_run: PlannedRun | None = None
     emulated: Verdict | None = None
     not_followed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     not_emulated: NotTried = NOT_NEEDED
     equal_inputs: EqualInputsFacts | None = None
     no_equal_inputs: NotTried = STRONGER_PROOF
@@ -105,6 +106,7 @@ class CandidateState:
                 must_be_exact=run.must_be_exact,
                 emulated=self.emulated,
                 not_followed=self.not_followed,
+                assumed=self.assumed,
                 not_emulated=self.not_emulated,
                 layout=run.layout,
                 equal_inputs=self.equal_inputs,

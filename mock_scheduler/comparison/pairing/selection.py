@@ -40,11 +40,13 @@ class Selection:
         steps: ``None`` is all.
         kinds: ``None`` is all.
         patterns: Globs of canonical names, one of which must match.
+        has_other_calls: The two runs may issue other collectives by design, so that theirs are not compared.
     """
 
     steps: StepRanges | None = None
     kinds: frozenset[TraceKind | LedgerKind] | None = None
     patterns: tuple[str, ...] = ("*",)
+    has_other_calls: bool = False
 
     def has_step(self, step: int) -> bool:
         """Whether a step is compared."""

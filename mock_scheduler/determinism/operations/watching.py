@@ -111,7 +111,9 @@ class ProgramPlace:
 
     def _leave_module(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         self._name_new_nodes()
-        self._running.pop()
+        # A module that ran when the block began was never entered; those inside it were, and have left.
+        if self._running:
+            self._running.pop()
 
     def _name_new_nodes(self) -> None:
         """Assigns the autograd nodes made since the last call to the running module."""

@@ -83,6 +83,22 @@ def _sums_biases_of_other_experts(setup: Setup) -> bool:
     )
 
 
+def _is_latent_over_tp(setup: Setup) -> bool:
+    # TransformerEngine's down projections are built otherwise, and were not measured.
+    return (
+        setup.is_on("multi_latent_attention")
+        and setup.size("tensor_model_parallel_size") > 1
+        and setup.values.get("transformer_impl") == "local"
+    )
+
+
+def _sums_whole_query_norms(setup: Setup) -> bool:
+    # Under sequence parallelism each rank has the gradient of its own tokens, and the sum is right.
+    return _is_latent_over_tp(setup) and setup.is_on("qk_layernorm") and not setup.is_on("sequence_parallel")
+
+
+_LATENT = "multi_latent_attention", "tensor_model_parallel_size", "transformer_impl"
+
 KNOWN_WRONG: tuple[MegatronRule, ...] = (
     MegatronRule(
         name="pipeline-crossing",
@@ -172,6 +188,31 @@ KNOWN_WRONG: tuple[MegatronRule, ...] = (
         ),
         change="Set add_bias_linear=False, or tensor_model_parallel_size=1.",
         source="megatron/core/tensor_parallel/layers.py, RowParallelLinear; measured with 0.16.1",
+    ),
+    MegatronRule(
+        name="latent-keys-under-tp",
+        effect=Effect.WRONG,
+        shows=_LATENT,
+        applies=_is_latent_over_tp,
+        breaks=(
+            "with multi-latent attention each tp rank has the rotary keys' gradient of its own heads, and gathering "
+            "their projection adds nothing up: with tp 2 the relative error of its weight's gradient was 0.332, while "
+            "the loss was equal"
+        ),
+        change="Set tensor_model_parallel_size=1.",
+        source="megatron/core/transformer/multi_latent_attention.py; measured with 0.16.1, the same code in 0.19.2",
+    ),
+    MegatronRule(
+        name="latent-norm-under-tp",
+        effect=Effect.WRONG,
+        shows=(*_LATENT, "qk_layernorm", "sequence_parallel"),
+        applies=_sums_whole_query_norms,
+        breaks=(
+            "with multi-latent attention every tp rank has the whole gradient of the norm of compressed queries, and "
+            "they are summed as those of norms of heads are: with tp 2 it was twice as large, while the loss was equal"
+        ),
+        change="Set tensor_model_parallel_size=1.",
+        source="megatron/core/distributed/finalize_model_grads.py; measured with 0.16.1, the same code in 0.19.2",
     ),
 )
 

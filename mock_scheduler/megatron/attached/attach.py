@@ -20,8 +20,8 @@ from mock_scheduler.determinism.guard import apply_deterministic_mode, check_too
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.attached import NOT_ATTACHED, TrainingHandle
-from mock_scheduler.megatron.attached.attached_training import AttachedTraining, Attachment, edge
-from mock_scheduler.megatron.attached.run_files import RunFiles
+from mock_scheduler.megatron.attached.attached_training import AttachedTraining, Attachment
+from mock_scheduler.megatron.attached.run_files import RunFiles, edge
 from mock_scheduler.megatron.attached.statements import gather_statements
 from mock_scheduler.megatron.emulation.follow import follow
 from mock_scheduler.megatron.followable import check_followable

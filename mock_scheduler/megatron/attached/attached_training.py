@@ -7,39 +7,34 @@ boundary all ranks gather, and an error of one of them ends all. Where a step is
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 
 from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup, do_together, share
 from mock_scheduler.determinism.environment import check_unchanged
 from mock_scheduler.determinism.guard import check_took_effect, read_back
 from mock_scheduler.determinism.settings import is_deterministic_mode
-from mock_scheduler.errors import MockSchedulerError, SchedulerError, TraceError
+from mock_scheduler.errors import MockSchedulerError, SchedulerError
 from mock_scheduler.megatron.attached import TrainingHandle
-from mock_scheduler.megatron.attached.hooks import CallInputs, ForwardPasses, UpdateResult, watch_updates
-from mock_scheduler.megatron.attached.row_exchange import RowExchange
-from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles
+from mock_scheduler.megatron.attached.hooks import CallInputs, ForwardPasses, UpdateResult, check_counts, watch_updates
+from mock_scheduler.megatron.attached.row_exchange import RowExchange, shared_store
+from mock_scheduler.megatron.attached.run_files import COMPLETED, RunFiles, edge
 from mock_scheduler.megatron.attached.statements import Statements
-from mock_scheduler.megatron.attached.step import StepInstruments, StepNotes, token_loss
+from mock_scheduler.megatron.attached.step import OperationLogs, StepInstruments, StepNotes, token_loss
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
 from mock_scheduler.megatron.probe.graft import GraftSource
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.digests import JSON, compute_json_digest
-from mock_scheduler.support.run_output import Clock, report_failure
+from mock_scheduler.support.run_output import Clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +77,8 @@ class AttachedTraining(TrainingHandle):
         self._embeds = [bool(gpt.pre_process) for gpt in gpts]
         self._has_loss = [bool(gpt.post_process) for gpt in gpts]
         self._loss_masks: list[torch.Tensor | None] = [None] * len(gpts)
-        self._exchange = RowExchange(_shared_store(self._run, self._model.prefix), self._model.ranks)
+        self._exchange = RowExchange(shared_store(self._run, self._model.prefix), self._model.ranks)
+        self._operations = OperationLogs(self._run, self._model, attachment.settings)
         self._passes = ForwardPasses(gpts, self)
         assert self._model.optimizer is not None  # attach has checked it
         watch_updates(self._model.optimizer, before=self._update_begins, after=self._update_ends)
@@ -104,7 +100,9 @@ class AttachedTraining(TrainingHandle):
             self._begin_step(
                 StepNotes(number=number, is_grouped=True, ids=None if rows is None else list(map(str, rows)))
             )
+        self._operations.begin(number)
         yield
+        self._operations.end()
         with self._edge():
             self._end_step()
 
@@ -118,6 +116,10 @@ class AttachedTraining(TrainingHandle):
 
     def pass_begins(self, chunk: int, number: int, call: CallInputs) -> None:
         """As ``PassListener``."""
+        self._tell_pass(chunk, number, call)
+        self._operations.begin(self._next_step if self._notes is None else self._notes.number)
+
+    def _tell_pass(self, chunk: int, number: int, call: CallInputs) -> None:
         with self._edge():
             notes = self._notes or self._begin_step(StepNotes(number=self._next_step))
             self._loss_masks[chunk] = call.loss_mask
@@ -131,7 +133,7 @@ class AttachedTraining(TrainingHandle):
         """As ``PassListener``."""
         with self._edge():
             loss = token_loss(output) if self._has_loss[chunk] else None
-            if loss is not None and self._notes is not None and self._is_observed(self._notes.number):
+            if loss is not None and self._notes is not None and self._run.observes(self._notes.number):
                 self._notes.add_loss(loss, self._loss_masks[chunk])
             if self._instruments is not None:
                 self._instruments.pass_ends(loss)
@@ -163,9 +165,11 @@ class AttachedTraining(TrainingHandle):
             except MockSchedulerError as raised:
                 error = raised
             own = {"replica": self._model.ranks.dp_rank, "passes": self._passes.counts}
-            _check_counts(share(self._ranks, own, error), notes.number)
+            check_counts(share(self._ranks, own, error), notes.number)
 
     def _update_ends(self, result: UpdateResult) -> None:
+        if self._notes is not None and not self._notes.is_grouped:
+            self._operations.end()
         with self._edge():
             notes = self._notes
             assert notes is not None  # the update has begun
@@ -182,13 +186,9 @@ class AttachedTraining(TrainingHandle):
 
     # --- Steps ------------------------------------------------------------------------------------------------------
 
-    def _is_observed(self, step: int) -> bool:
-        last = self._run.last_step
-        return step >= self._run.first_step and (last is None or step <= last)
-
     def _is_instrumented(self, step: int) -> bool:
         has_graft = self._graft is not None and step == self._run.graft.step
-        return self._is_observed(step) and (self._run.trace.is_due(step) or has_graft)
+        return self._run.observes(step) and (self._run.trace.is_due(step) or has_graft)
 
     def _begin_step(self, notes: StepNotes) -> StepNotes:
         self._write_metrics()
@@ -211,7 +211,7 @@ class AttachedTraining(TrainingHandle):
         assert notes is not None  # it has begun
         instruments, self._instruments = self._instruments, None
         self._next_step = notes.number + 1
-        if self._is_observed(notes.number):
+        if self._run.observes(notes.number):
             self._close(notes, instruments)
         if self._run.last_step is not None and notes.number >= self._run.last_step:
             self._finish()
@@ -298,6 +298,7 @@ class AttachedTraining(TrainingHandle):
             "forward_passes": {"trained": self._passes.num_counted, "others": self._passes.num_bypasses},
             **self._attachment.statements.as_json(),
             "not_followed": list(self._attachment.order.facts.not_followed),
+            "assumed": list(self._attachment.order.facts.assumed),
             "settings": dict(self._attachment.settings),
         }
         self._attachment.files.end(
@@ -310,53 +311,16 @@ class AttachedTraining(TrainingHandle):
     @contextmanager
     def _edge(self) -> Iterator[None]:
         try:
-            with edge(self._run, self._ranks.global_rank, self._attachment.started_s):
+            with edge(self._run, self._ranks.global_rank, self._attachment.started_s), self._operations.aside():
                 yield
         except SystemExit:
             atexit.unregister(self._at_exit)
+            self._operations.abandon()
             if self._instruments is not None:
                 self._instruments.abandon()
             raise
 
 
-@contextmanager
-def edge(run: AttachedRun, global_rank: int, started_s: float) -> Iterator[None]:
-    """Ends the process where the block raises an error of ours: with its message, ``error.json`` and its exit code."""
-    try:
-        yield
-    except MockSchedulerError as error:
-        Path(run.output_dir).mkdir(parents=True, exist_ok=True)
-        exit_code = report_failure(error, Path(run.output_dir), global_rank=global_rank, started_s=started_s)
-        raise SystemExit(exit_code) from error
-
-
 def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _shared_store(run: AttachedRun, prefix: str) -> Store:
-    """The process group's own store; the prefix has no other run, nor another model of this one."""
-    store = distributed_c10d._get_default_store()
-    return PrefixStore(f"mock_scheduler/{json.dumps([run.output_dir, prefix])}", store)
-
-
-def _check_counts(gathered: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Refuses a replica whose chunks made other numbers of forward passes; replicas may have other numbers each.
-
-    Raises:
-        TraceError: on every rank alike.
-    """
-    by_replica: dict[int, set[int]] = {}
-    for item in gathered:
-        by_replica.setdefault(item["replica"], set()).update(item["passes"])
-    if any(len(counts) > 1 for counts in by_replica.values()):
-        by_rank = "; ".join(f"global rank {rank}: {_list(item['passes'])}" for rank, item in enumerate(gathered))
-        raise TraceError(
-            f"step {step}: model chunks made other numbers of forward passes with gradients in one update: {by_rank}. "
-            "A pass that no update trains on belongs under torch.no_grad() or in eval()"
-        )
-
-
-def _list(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts))

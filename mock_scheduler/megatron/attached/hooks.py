@@ -12,6 +12,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
+from mock_scheduler.errors import TraceError
+
 
 class PassListener(Protocol):
     """Gets told of forward passes."""
@@ -175,3 +177,24 @@ def _read_result(result: Any, optimizer: MegatronOptimizer) -> UpdateResult:  # 
 
 def _number(value: float | torch.Tensor) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+def check_counts(gathered: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Refuses a replica whose chunks made other numbers of forward passes; replicas may have other numbers each.
+
+    Raises:
+        TraceError: on every rank alike.
+    """
+    by_replica: dict[int, set[int]] = {}
+    for item in gathered:
+        by_replica.setdefault(item["replica"], set()).update(item["passes"])
+    if any(len(counts) > 1 for counts in by_replica.values()):
+        by_rank = "; ".join(f"global rank {rank}: {_list_counts(item['passes'])}" for rank, item in enumerate(gathered))
+        raise TraceError(
+            f"step {step}: model chunks made other numbers of forward passes with gradients in one update: {by_rank}. "
+            "A pass that no update trains on belongs under torch.no_grad() or in eval()"
+        )
+
+
+def _list_counts(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))

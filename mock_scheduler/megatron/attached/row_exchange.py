@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
 
+from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.megatron.attached.row_finding import FoundRows, Ints, Slice
 from mock_scheduler.megatron.ranks import ModelRanks
 
@@ -148,3 +150,9 @@ def _unpack(message: bytes) -> tuple[dict[str, Any], list[Ints]]:
     shape = tuple(header["shape"])
     flat = np.frombuffer(numbers, dtype="<i8").astype(np.int64)
     return header, [part.reshape(shape) for part in flat.reshape(-1, int(np.prod(shape)))]
+
+
+def shared_store(run: AttachedRun, prefix: str) -> Store:
+    """The process group's own store; the prefix has no other run, nor another model of this one."""
+    store = distributed_c10d._get_default_store()
+    return PrefixStore(f"mock_scheduler/{json.dumps([run.output_dir, prefix])}", store)

@@ -113,9 +113,10 @@ def find_rows(own: Slice, slices: Sequence[Slice], *, pad_token_id: int | None) 
     ways = [way for way in range(len(WAYS)) if all(part.fits[way] for part in slices)]
     if not ways:
         raise TraceError(
-            "position_ids of a forward pass under context parallelism are neither those of zigzag slices of each row "
-            "nor of contiguous ones, so its tokens' rows are unknown: slice position_ids as Megatron-core's "
-            "get_batch_on_this_cp_rank does, and start them at 0 in each row"
+            "position_ids of a forward pass under context parallelism do not say the rows of its tokens: found "
+            f"{', '.join(_describe_fit(rank, part) for rank, part in enumerate(slices))}; expected one way on all "
+            "ranks; slice position_ids as Megatron-core's get_batch_on_this_cp_rank does (zigzag), and start them at "
+            "0 in each row"
         )
     way = ways[0]
     lines, positions, tokens = (
@@ -132,6 +133,11 @@ def find_rows(own: Slice, slices: Sequence[Slice], *, pad_token_id: int | None) 
             numbers[(own.lines[way] == line) & (own.positions[way] < row.size)] = len(rows)
             rows.append(row)
     return FoundRows(numbers=numbers, positions=np.where(numbers >= 0, own.positions[way], 0), rows=tuple(rows))
+
+
+def _describe_fit(rank: int, part: Slice) -> str:
+    ways = [name for name, fits in zip(WAYS, part.fits, strict=True) if fits]
+    return f"{' or '.join(ways) or 'neither zigzag nor contiguous'} slices on cp rank {rank}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

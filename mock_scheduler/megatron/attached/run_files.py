@@ -17,7 +17,7 @@ from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.loaded_code import save_loaded_code
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files
+from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files, report_failure
 from mock_scheduler.support.versions import read_package_versions
 
 COMPLETED = "completed"
@@ -94,3 +94,14 @@ def _naming(folder: Path, kind: type[MockSchedulerError]) -> Iterator[None]:
         raise
     except OSError as error:
         raise kind(f"output_dir {folder} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def edge(run: AttachedRun, global_rank: int, started_s: float) -> Iterator[None]:
+    """Ends the process where the block raises an error of ours: with its message, ``error.json`` and its exit code."""
+    try:
+        yield
+    except MockSchedulerError as error:
+        Path(run.output_dir).mkdir(parents=True, exist_ok=True)
+        exit_code = report_failure(error, Path(run.output_dir), global_rank=global_rank, started_s=started_s)
+        raise SystemExit(exit_code) from error

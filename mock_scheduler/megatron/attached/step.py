@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.determinism.operations import OperationLogHeader, recorder
 from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.attached.hooks import CallInputs, UpdateResult
 from mock_scheduler.megatron.attached.tokens import TokenFinder
-from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.observed_model import ObservedModel, strip_wrappers
 from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
 from mock_scheduler.megatron.probe.interface import combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
@@ -170,6 +172,50 @@ class StepInstruments:
         """Leaves nothing of the step."""
         if self.trace is not None:
             self.trace.abandon()
+
+
+class OperationLogs:
+    """Writes the operations of this rank in each step, from its first forward pass to its last update, where asked."""
+
+    def __init__(self, run: AttachedRun, model: ObservedModel, settings: Mapping[str, str]) -> None:
+        self._run = run
+        self._settings = settings
+        self._ranks = model.ranks
+        inner = [strip_wrappers(chunk) for chunk in model.chunks]
+        self._modules = {"model" if len(inner) == 1 else f"model.chunk{n}": each for n, each in enumerate(inner)}
+        self._open: AbstractContextManager[None] | None = None
+
+    def begin(self, step: int) -> None:
+        """The step goes on from here; does nothing where it has begun, or is not to be recorded."""
+        if not self._run.trace.operations or self._open is not None or not self._run.observes(step):
+            return
+        header = OperationLogHeader(
+            step=step,
+            global_rank=self._ranks.global_rank,
+            world_size=self._ranks.world_size,
+            settings=dict(self._settings),
+        )
+        self._open = recorder.record_operations(Path(self._run.output_dir), header, modules=self._modules)
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """The step's last update is made; raises ``OSError`` where the log cannot be written."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """Leaves no log of the open step."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            with suppress(TraceError):
+                opened.__exit__(TraceError, TraceError("the step was given up"), None)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The block is ours, so nothing in it is recorded."""
+        with nullcontext() if self._open is None else _disable_current_modes():
+            yield
 
 
 def token_loss(output: object) -> torch.Tensor | None:

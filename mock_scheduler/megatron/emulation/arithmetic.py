@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from mock_scheduler.megatron.emulation.parts import Context, cut_graph, join_graph, ordered_sum
+from mock_scheduler.megatron.emulation.parts import Context, Tokens, ordered_sum
 
 
 def _weight_gradient(grad: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,19 +92,20 @@ def norm_of_parts(
     hidden: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
+    tokens: Tokens,
 ) -> torch.Tensor:
-    """The norm of ``hidden``, whose first dimension is cut into as many parts as there are weights."""
+    """The norm of ``hidden``, whose tokens are cut into as many parts as there are weights."""
     if len(weights) == 1:
         return norm_function(norm)(hidden, weights[0], biases[0])
     if isinstance(norm, torch.nn.RMSNorm) and reads_twice(hidden):
         # Cut once for each reading, so that their gradients reach the hidden state one after the other.
-        squared, scaled = (cut_graph(hidden, 0, len(weights)) for _ in range(2))
+        squared, scaled = (tokens.cut(hidden, len(weights)) for _ in range(2))
         assert norm.eps is not None  # Megatron gives one
         parts = [_rms_norm(*three, norm.eps) for three in zip(squared, scaled, weights, strict=True)]
     else:
-        function, cut = norm_function(norm), cut_graph(hidden, 0, len(weights))
+        function, cut = norm_function(norm), tokens.cut(hidden, len(weights))
         parts = [function(*three) for three in zip(cut, weights, biases, strict=True)]
-    return join_graph(parts, 0)
+    return tokens.join(parts)
 
 
 def reads_twice(hidden: torch.Tensor) -> bool:

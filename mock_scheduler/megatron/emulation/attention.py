@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -61,7 +61,7 @@ def _split_heads(
     groups = attention.num_query_groups_per_partition // plan.tp
     per_group = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
     queries, keys, values = [], [], []
-    for tokens in cut_graph(mixed, 0, plan.shares):
+    for tokens in modules.tokens.cut(mixed):
         for part in cut_graph(tokens, -1, plan.tp):
             # Megatron's order: of each group its queries, then its key, then its value.
             heads = part.view(*part.shape[:-1], groups, (per_group + 2) * size)
@@ -90,7 +90,7 @@ def _row_bounds(packed: PackedSeqParams | None) -> tuple[torch.Tensor | None, to
 def _angles_by_rank(angles: torch.Tensor, length: int, modules: EmulatedModules, *, is_packed: bool) -> _Parts:
     if is_packed:  # each row takes those from the first on
         return [angles] * modules.plan.tp
-    by_share = angles[:length].chunk(modules.plan.shares)
+    by_share = modules.tokens.cut(angles[:length])
     return [own for own in by_share for _ in range(modules.plan.tp)]
 
 
@@ -109,24 +109,37 @@ def emulate_core(
 
     attend: one rank's attention, called with a copy of the module that has the rank's heads; the module's own.
     """
-    tp, cp, shares = modules.plan.tp, modules.plan.cp, modules.plan.shares
+    tp, cp = modules.plan.tp, modules.plan.cp
     of_rank = _with_heads(core, tp, attend or type(core).forward)
 
     def forward(
         query: _Parts, key: _Parts, value: _Parts, attention_mask: torch.Tensor | None, **packed: object
     ) -> torch.Tensor:
         all_keys, all_values = (_gathered_by_lane(parts, tp, cp) for parts in (key, value))
-        # A mask is cut by the rows of queries alone; the keys of a replica are gathered over its cp ranks.
-        masks = [None] * shares if attention_mask is None else list(attention_mask.chunk(shares, dim=2))
+        masks = _masks_by_share(modules, attention_mask, length=sum(len(part) for part in query) // tp)
         contexts = [
             of_rank(query[rank], all_keys[rank], all_values[rank], masks[rank // tp], **packed)
-            for rank in range(shares * tp)
+            for rank in range(len(query))
         ]
         if packed:
             contexts = [context.reshape(context.shape[0], 1, -1) for context in contexts]
         return modules.join_heads(contexts)
 
     modules.replace(core, forward)
+
+
+def _masks_by_share(
+    modules: EmulatedModules, mask: torch.Tensor | None, *, length: int
+) -> Sequence[torch.Tensor | None]:
+    """Each share's lines of a mask ``[b, 1, queries, keys]``; the keys of a replica are gathered over its cp ranks."""
+    tokens = modules.tokens
+    if tokens.blocks == 1:
+        # The mask that the model is given has gathered keys.
+        return [None] * tokens.shares if mask is None else list(mask.chunk(tokens.shares, dim=2))
+    if mask is None:
+        device = torch.cuda.current_device()
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    return tokens.cut(torch.cat(tokens.cut(mask, dim=3), dim=3), dim=2)
 
 
 def _with_heads(core: DotProductAttention, tp: int, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

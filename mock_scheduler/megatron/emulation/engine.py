@@ -25,6 +25,7 @@ from mock_scheduler.megatron.emulation.cross_entropy import emulate_cross_entrop
 from mock_scheduler.megatron.emulation.experts import emulate_experts
 from mock_scheduler.megatron.emulation.gradients import HeldParameter, gradient_norm, write_main_gradients
 from mock_scheduler.megatron.emulation.modules import EmulatedModules, Emulators
+from mock_scheduler.megatron.emulation.parts import Blocks, Tokens
 from mock_scheduler.megatron.emulation.router import emulate_router
 
 _LAYERS = "decoder.layers."
@@ -45,12 +46,16 @@ MEGATRON_MODULES: Emulators = {
 
 
 class Engine:
-    """The order of a layout for one model of one process. ``emulators``: by type of module."""
+    """The order of a layout for one model of one process.
 
-    def __init__(self, plan: OrderPlan, emulators: Emulators = MEGATRON_MODULES) -> None:
+    ``emulators``: by type of module. ``blocks``: how a line's tokens are dealt to cp ranks; 1 where they lie as dealt.
+    """
+
+    def __init__(self, plan: OrderPlan, emulators: Emulators = MEGATRON_MODULES, *, blocks: Blocks = 1) -> None:
         self.plan = plan
         self.accumulators = Accumulators()
         self._emulators = emulators
+        self._tokens = Tokens(shares=plan.shares, blocks=blocks)
 
     def start(self, gpt: GPTModel, optimizer: MegatronOptimizer | None) -> None:
         """Lets a model compute rank by rank, and its optimizer clip by the norm as the layout takes it.
@@ -61,7 +66,7 @@ class Engine:
             LayoutError: this Megatron's optimizer is not built as 0.16.1 builds it.
         """
         self._gpt = gpt
-        self._modules = emulate_gpt(gpt, self.plan, self.accumulators, self._emulators)
+        self._modules = emulate_gpt(gpt, self.plan, self.accumulators, self._emulators, self._tokens)
         if optimizer is None:
             return
         if not isinstance(optimizer, ChainedOptimizer):
@@ -151,10 +156,10 @@ class Engine:
 
 
 def emulate_gpt(
-    gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators, emulators: Emulators = MEGATRON_MODULES
+    gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators, emulators: Emulators, tokens: Tokens
 ) -> EmulatedModules:
     """Replaces the ``forward`` of all modules of a chunk, in the order of computation."""
-    modules = EmulatedModules(gpt, plan, accumulators, emulators)
+    modules = EmulatedModules(gpt, plan, accumulators, emulators, tokens)
     modules.emulate(gpt.embedding)
     for layer in gpt.decoder.layers:
         for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.self_attention, layer.mlp):

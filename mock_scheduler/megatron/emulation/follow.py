@@ -2,8 +2,10 @@
 
 The loop stays the training's. Megatron's schedule without a pipeline calls each micro-batch's forward and backward pass
 in turn, so the n-th counted pass of an update is micro-batch n, and the virtual replica n mod dp computes it: so
-Megatron's own sampler deals micro-batches to data-parallel ranks. What the training's own functions add up, such as its
-loss over tokens, is computed as it is there.
+Megatron's own sampler deals micro-batches to data-parallel ranks. A line's tokens are dealt to cp ranks in zigzag, as
+``get_batch_on_this_cp_rank`` does, and each rank's queries see the keys of all, gathered in the order of the ranks:
+that is assumed of the training's attention, since Megatron's own local one has no context parallelism. What the
+training's own functions add up, such as its loss over tokens, is computed as it is there.
 """
 
 from __future__ import annotations
@@ -31,17 +33,21 @@ from mock_scheduler.support.text import bullet_list
 #: Sums of a training's own that no module makes.
 LOSS_SUMS = "the loss function's own sums"
 LOSS_OF_LOGITS = "the loss function's own use of logits"
+#: What is followed as it usually is, and may be otherwise in a training of one's own.
+GATHERED_KEYS = "attention over the keys of all cp ranks, gathered in their order"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowedFacts:
     """What was followed.
 
-    plan: ``None`` in the layout's own order. not_followed: sums that were left as they are.
+    plan: ``None`` in the layout's own order. not_followed: sums that were left as they are. assumed: sums that the
+    training may make otherwise.
     """
 
     plan: OrderPlan | None = None
     not_followed: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 class TrainingOrder(Protocol):
@@ -79,7 +85,7 @@ class Following:
         self.plan = plan
         self._chunk: Any = model.chunks[0]
         self._gpt = next(model.gpts())
-        self._engine = Engine(plan)
+        self._engine = Engine(plan, blocks="zigzag" if plan.cp > 1 else 1)
         self._num_passes = 0
         self._scalings: list[torch.Tensor] = []
         self._uses_logits = False
@@ -97,7 +103,11 @@ class Following:
     @property
     def facts(self) -> FollowedFacts:
         """The plan, and the sums that were left as they are."""
-        return FollowedFacts(plan=self.plan, not_followed=(LOSS_SUMS, *([LOSS_OF_LOGITS] if self._uses_logits else [])))
+        return FollowedFacts(
+            plan=self.plan,
+            not_followed=(LOSS_SUMS, *([LOSS_OF_LOGITS] if self._uses_logits else [])),
+            assumed=(GATHERED_KEYS,) if self.plan.cp > 1 else (),
+        )
 
     def before_step(self) -> None:
         """Writes the main gradients as the layout's ranks would have them; the first thing in ``optimizer.step``.
@@ -128,7 +138,7 @@ class Following:
             if not (chunk.training and torch.is_grad_enabled()):
                 return
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            self._check_length(given.get("input_ids"))
+            self._check_tokens(given.get("input_ids"), is_packed=given.get("packed_seq_params") is not None)
             self._uses_logits |= given.get("labels") is None
             self._engine.begin_round(self._num_passes % self.plan.dp)
             self._num_passes += 1
@@ -147,12 +157,18 @@ class Following:
 
         self._chunk.scale_gradients = noted
 
-    def _check_length(self, tokens: object) -> None:
-        tp = self.plan.tp if self.plan.sequence_parallel else 1
-        if isinstance(tokens, torch.Tensor) and tokens.shape[1] % tp:
+    def _check_tokens(self, tokens: object, *, is_packed: bool) -> None:
+        tp, cp = self.plan.tp if self.plan.sequence_parallel else 1, self.plan.cp
+        multiple = tp * (2 * cp if cp > 1 else 1)
+        if isinstance(tokens, torch.Tensor) and tokens.shape[1] % multiple:
             raise LayoutError(
-                f"order.emulate: a line of {tokens.shape[1]} tokens is not a multiple of tensor_model_parallel_size "
-                f"{tp}, as sequence_parallel needs"
+                f"order.emulate: a line of {tokens.shape[1]} tokens is not a multiple of {multiple}, as "
+                "sequence_parallel over tensor_model_parallel_size and slices of context_parallel_size need"
+            )
+        if is_packed and cp > 1:
+            raise LayoutError(
+                f"order.emulate: packed rows under context_parallel_size {cp} are not followed, since each is sliced "
+                "by itself; train lines that are not packed"
             )
 
 

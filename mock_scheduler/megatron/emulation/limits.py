@@ -83,7 +83,7 @@ _MODEL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 #: The same for a model with experts.
 _EXPERT_VALUES: Mapping[str, tuple[object, ...]] = {
-    "moe_token_dispatcher_type": ("alltoall",),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
     "moe_grouped_gemm": (False,),
     "moe_router_fusion": (False,),
@@ -188,10 +188,10 @@ def layout_limits(run: BuiltRun, layout: ParallelConfig) -> Iterator[str]:
     """Yields what keeps one process from following this layout, whatever the model's modules are."""
     yield from emulation_limits(layout, run.model, run.training, routers=("megatron",))
     dp, ep = layout.data_parallel_size, layout.expert_model_parallel_size
-    if layout.context_parallel_size > 1:
+    if layout.context_parallel_size > 1 and run.model.num_moe_experts is not None:
         yield (
-            f"context_parallel_size {layout.context_parallel_size}: the training gives one process whole lines, and "
-            "how its attention sees the tokens of other ranks is not known"
+            f"context_parallel_size {layout.context_parallel_size} with experts: one process routes the tokens of a "
+            "line in their order, and ranks route slices of it"
         )
     if run.model.num_moe_experts is not None and ep > ranks_of_replica(layout):
         yield (

@@ -1,8 +1,9 @@
 """Lets the modules of a one-process ``GPTModel`` compute as the ranks of a layout do.
 
 Only ``forward`` of instances is replaced, so parameters, names and hooks stay the reference's. A module gives the whole
-tensor, put together from the ranks' parts; tokens are in the order of the cp ranks, and before that of the replicas
-that compute together. Local layers of megatron-core 0.16.1.
+tensor, put together from the ranks' parts. Tokens are in the order of the cp ranks, and before that of the replicas
+that compute together; or in that of the line, where they are dealt to cp ranks here. Local layers of megatron-core
+0.16.1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.megatron.emulation.accumulators import Accumulators, ParameterSplit, Sharing
 from mock_scheduler.megatron.emulation.arithmetic import Norm, column_product, norm_function, norm_of_parts, row_product
-from mock_scheduler.megatron.emulation.parts import cut_graph, join_graph, spread_bias, sum_graph
+from mock_scheduler.megatron.emulation.parts import Tokens, cut_graph, join_graph, spread_bias, sum_graph
 
 Tensors = Sequence[torch.Tensor]
 
@@ -47,14 +48,17 @@ class EmulatedModules:
 
     ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: the lot
     of virtual replicas that computes now. ``loss_scale``: a replica's loss in units of this process's. ``emulators``:
-    by type of module.
+    by type of module. ``tokens``: how those of a line are dealt to ranks.
     """
 
-    def __init__(self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators, emulators: Emulators) -> None:
+    def __init__(
+        self, gpt: GPTModel, plan: OrderPlan, accumulators: Accumulators, emulators: Emulators, tokens: Tokens
+    ) -> None:
         self.gpt = gpt
         self.plan = plan
         self.accumulators = accumulators
         self.emulators = emulators
+        self.tokens = tokens
         self.is_paused = False
         self.round = 0
         self.loss_scale = 1.0
@@ -68,8 +72,8 @@ class EmulatedModules:
         assert emulator is not None
         emulator(module, self)
 
-    def replace(self, module: torch.nn.Module, compute: Callable[..., object], *, method: str = "forward") -> None:
-        """Let one module's method compute so, unless paused; hooks on it stay."""
+    def replace(self, module: object, compute: Callable[..., object], *, method: str = "forward") -> None:
+        """Let one object's method compute so, unless paused; hooks on a module stay."""
         plain = getattr(module, method)
 
         def choose(*args: object, **kwargs: object) -> object:
@@ -104,7 +108,7 @@ class EmulatedModules:
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             weights, biases = self.taken(norm)
-            return norm_of_parts(norm, hidden, weights, biases)
+            return norm_of_parts(norm, hidden, weights, biases, self.tokens)
 
         self.replace(norm, forward)
 
@@ -130,14 +134,14 @@ class EmulatedModules:
 
     def cut_heads(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Cuts ``[s, b, heads, n]`` into the ranks' parts, share by share."""
-        by_share = cut_graph(tensor, 0, self.plan.shares)
+        by_share = self.tokens.cut(tensor)
         return [part for tokens in by_share for part in cut_graph(tokens, 2, self.plan.tp)]
 
     def join_heads(self, parts: Tensors, *, dim: int = 2) -> torch.Tensor:
         """The whole again; heads are in dimension ``dim``."""
         tp = self.plan.tp
         by_share = [join_graph(parts[start : start + tp], dim) for start in range(0, len(parts), tp)]
-        return join_graph(by_share, 0)
+        return self.tokens.join(by_share)
 
     def column_linear(self, linear: ColumnParallelLinear, *, blocks: int = 1) -> None:
         """A layer whose output features are split; a bias that it leaves to the next is the caller's to add."""
@@ -156,13 +160,13 @@ class EmulatedModules:
         self, hidden: torch.Tensor, weights: Sequence[Tensors], biases: Sequence[Tensors], *, blocks: int = 1
     ) -> torch.Tensor:
         """All output features of all tokens; weights and biases by share and tp rank."""
-        by_share = cut_graph(hidden, 0, self.plan.shares)
+        by_share = self.tokens.cut(hidden)
         if self.plan.sequence_parallel or self.plan.tp == 1:
             # There Megatron multiplies a gathered buffer, or a view: strides of dimensions of one are then the plain
             # ones, by which torch decides whether lines are multiplied together or one by one.
             by_share = [tokens.contiguous().view(tokens.shape) for tokens in by_share]
         outputs = [column_product(*three) for three in zip(by_share, weights, biases, strict=True)]
-        return join_graph([join_graph(parts, -1, blocks) for parts in outputs], 0)
+        return self.tokens.join([join_graph(parts, -1, blocks) for parts in outputs])
 
     def row_linear(self, linear: RowParallelLinear) -> None:
         """A layer whose input features are split; its bias is the whole tensor's, for the next operation to add."""
@@ -172,14 +176,14 @@ class EmulatedModules:
 
         def forward(inputs: torch.Tensor | list[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor | None]:
             if isinstance(inputs, torch.Tensor):
-                inputs = [cut_graph(tokens, -1, self.plan.tp) for tokens in cut_graph(inputs, 0, self.plan.shares)]
+                inputs = [cut_graph(tokens, -1, self.plan.tp) for tokens in self.tokens.cut(inputs)]
             weights = self.accumulators.take(linear.weight)
-            output = join_graph([row_product(*two) for two in zip(inputs, weights, strict=True)], 0)
+            output = self.tokens.join([row_product(*two) for two in zip(inputs, weights, strict=True)])
             if linear.bias is None:
                 return output, None
             biases = [part for parts in self.accumulators.take(linear.bias) for part in parts]
             # Behind the sum over ranks: before it, the bias would count once for each of them.
-            return output, spread_bias(biases, output.shape[0], output.shape[1])
+            return output, spread_bias(biases, self.tokens, output.shape[0], output.shape[1])
 
         self.replace(linear, forward)
 
@@ -200,7 +204,7 @@ class EmulatedModules:
             return activation(gate) * (up + mlp.config.glu_linear_offset)
 
         def forward(hidden: torch.Tensor, **unused: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-            by_share = cut_graph(fc1(hidden)[0], 0, self.plan.shares)
+            by_share = self.tokens.cut(fc1(hidden)[0])
             nothing = [[None] * self.plan.tp for _ in by_share]
             biases: Sequence[Sequence[torch.Tensor | None]] = (
                 nothing if fc1.bias is None else self.accumulators.take(fc1.bias)
@@ -228,7 +232,7 @@ class EmulatedModules:
             places = None if positions is None else self.accumulators.take(positions.weight)
             embedded = []
             for share, (tokens, where) in enumerate(
-                zip(input_ids.chunk(self.plan.shares, dim=1), position_ids.chunk(self.plan.shares, dim=1), strict=True)
+                zip(self.tokens.cut(input_ids, dim=1), self.tokens.cut(position_ids, dim=1), strict=True)
             ):
                 own = sum_graph(
                     [
@@ -245,7 +249,7 @@ class EmulatedModules:
                 if places is not None:
                     own = own + F.embedding(where.contiguous(), places[share][0])
                 embedded.append(own.transpose(0, 1).contiguous())
-            return join_graph(embedded, 0)
+            return self.tokens.join(embedded)
 
         self.replace(embedding, forward)
 

@@ -121,9 +121,10 @@ def describe_test(summary: TestSummary) -> str:
 def _describe_noise(bounds: NoiseBounds) -> str:
     more = _describe_factors(bounds.factors)
     times = f"{SAFETY:g} times{f' ({more})' if more else ''}"
+    runs, verb = count_of(bounds.num_runs, "run"), "has" if bounds.num_runs == 1 else "have"
     return (
-        f"Each tensor's and metric's own noise: {times} the largest difference that {bounds.num_runs} runs with "
-        f"weights perturbed by {bounds.unit_roundoffs:g} unit roundoff have of the baseline, and at least "
+        f"Each tensor's and metric's own noise: {times} the largest difference that {runs} with weights perturbed by "
+        f"{bounds.unit_roundoffs:g} unit roundoff {verb} of the baseline, and at least "
         f"{SAFETY * bounds.smallest:.1e} of its size: "
         "||a-b|| / ||a||, of the change d by an update ||d_a-d_b|| / ||d_a||, of metrics |a-b|; integers equal. a "
         f"is the baseline, b the candidate; NaN equals NaN only.{_describe_held_out(bounds.held_out)}"

@@ -77,8 +77,9 @@ def describe_note(note: Note) -> str:
                 "no input (tokens, labels, loss_mask) is in both traces, so rows are known to be the same by their "
                 "identities alone: add input to trace.kinds"
             )
-        case LedgerNotCompared(kind=kind, only=only):
-            why = "the two runs have different layouts" if only is None else f"only the {only} traced it"
+        case LedgerNotCompared(kind=kind, only=only, has_other_settings=has_other_settings):
+            other = "settings, which may change them" if has_other_settings else "layouts"
+            why = f"the two runs have different {other}" if only is None else f"only the {only} traced it"
             return f"the ledger of {kind} calls was not compared: {why}"
         case PartlyWritten(key=key, places=places):
             return f"{key.describe()} {_describe_places(places)}, as some ranks wrote no trace"

@@ -116,6 +116,8 @@ def _describe_emulation(proof: Proof, facts: EmulationFacts, said: Divergence | 
     found = f"not equal to {order}: {proof.num_equal:,} of {count_of(proof.num_compared, 'tensor')} are"
     if proof.outcome == "refuted":
         return found
+    if facts.assumed:
+        return f"{found}, but it assumes {join_and(list(facts.assumed))}, which may be otherwise there"
     is_rounding = compared.kind is VerdictKind.ROUNDING
     left = "what is left is rounding" if is_rounding else describe_comparison(compared, said=said)
     return f"{found}, but what it changes may round; {left}"

@@ -107,7 +107,9 @@ def test_a_candidate_states_what_it_changes_and_whether_that_may_round(tmp_path:
         neutral=("exp_name", "output_dir", "rollout_mock.mode"),
         layout=("parallel.tensor_model_parallel_size",),
         other=(),
+        has_other_calls=True,
     )
+    assert not runs["same"].changes.has_other_calls
     assert runs["lr"].changes.other == ("training.lr",)
     assert {name: run.must_be_exact for name, run in runs.items()} == {
         "same": True,

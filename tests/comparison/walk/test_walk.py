@@ -371,6 +371,26 @@ def test_a_ledger_that_parts_is_a_divergence_with_the_first_call(tmp_path: Path)
     )
 
 
+def test_collectives_of_other_settings_are_not_compared_but_draws_are(tmp_path: Path) -> None:
+    calls = {
+        kind: tuple(LedgerCall(operation=kind, group=(0, 1), dtype="float32", num_elements=n) for n in (4, 8))
+        for kind in ("collective", "random")
+    }
+    runs = [
+        replace(make_run(), footer=StepFooter(rows=ROWS, update_rows=((0, 1, 2),), ledgers=own))  # type: ignore[arg-type]
+        for own in (calls, {**calls, "collective": calls["collective"][:1]}, {**calls, "random": calls["random"][:1]})
+    ]
+    base, other, drew = (run.write(tmp_path / name) for run, name in zip(runs, ("a", "b", "c"), strict=True))
+    selection = Selection(has_other_calls=True)
+    found = compare(base, other, selection)
+    assert judge(found).kind is VerdictKind.IDENTICAL
+    assert [ledger.kind for ledger in found.ledgers] == ["random"]
+    assert [describe_note(note) for note in found.notes] == [
+        "the ledger of collective calls was not compared: the two runs have different settings, which may change them"
+    ]
+    assert judge(compare(base, drew, selection)).kind is VerdictKind.DIVERGED
+
+
 def test_sketches_find_equal_bits_and_a_divergence_and_say_which_full_trace_to_take(tmp_path: Path) -> None:
     run = make_run()
     first = run.write(tmp_path / "a", is_sketch=True)

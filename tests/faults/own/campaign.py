@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.faults.fault import Precision
 from tests.faults.judging import describe_place, is_placed
 from tests.faults.own.catalogue import MODELS, OWN_FAULTS, Model, OwnFault, find_own_fault
 from tests.faults.own.example import FOLDER
+from tests.faults.own.forking import COMMAND, SOCKET_VARIABLE, serving
 from tests.faults.own.train_with_fault import count_fired
 
 _CLEAN = "clean."
@@ -43,6 +45,7 @@ CLEAN: Mapping[Model, Sequence[tuple[str, Sequence[str]]]] = {
         *((layout, ()) for layout in ("dp2-ep2", "pp2", "pp2-vpp2", "dp2", "tp2-sp-ep2")),
         ("dp2-ep2", ("options.distributed_optimizer=true",)),
     ),
+    "balanced": tuple((layout, ()) for layout in ("dp2-ep2", "pp2", "dp2")),
 }
 
 
@@ -83,7 +86,8 @@ def write_config(
 ) -> Path:
     """Writes the example's configuration with other candidates, and a command that plants faults."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "align.yaml").read_text(encoding="utf-8"))
-    config["command"] = [str(_SCRIPT) if word == "train.py" else word for word in config["command"]]
+    start = COMMAND if SOCKET_VARIABLE in os.environ else config["command"][:-1]
+    config["command"] = [*start, str(_SCRIPT)]
     config["options"] |= MODELS[model]
     config |= {"exp_name": f"own_{model}_{precision}", "precision": precision, "sources": [str(FOLDER)]}
     config |= {"output_dir": str(folder / "runs"), "trace": {"level": "full", "kinds": [*get_args(TraceKind)]}}
@@ -116,10 +120,11 @@ def run_campaign(
     clean = [clean_candidate(layout, options) for layout, options in CLEAN[model]]
     faulty = [faulty_candidate(fault) for fault in faults if fault.model == model]
     candidates = [*clean, *faulty]
-    path = write_config(
-        root / f"{model}-{precision}", model=model, precision=precision, candidates=candidates, **proofs
-    )
-    alignment = align(path.stem, config_path=path.parent)
+    with serving():
+        path = write_config(
+            root / f"{model}-{precision}", model=model, precision=precision, candidates=candidates, **proofs
+        )
+        alignment = align(path.stem, config_path=path.parent)
     return [judge(item, model=model, precision=precision) for item in alignment.result.candidates]
 
 

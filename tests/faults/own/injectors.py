@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,16 @@ from tests.faults.patching import cp_size, dp_rank, dp_size, on_modules, replaci
 from tests.faults.updating import decay_everything
 
 Batch = dict[str, torch.Tensor]
+
 #: Micro-batches of an update under one replica.
 NUM_MICRO_BATCHES = 4
+
+
+@contextmanager
+def of_megatron_itself(fired: Fired) -> Iterator[None]:
+    """The installed Megatron has the fault."""
+    fired.count += 1
+    yield
 
 
 def _shift_mask(fired: Fired, make: Callable[..., Batch]) -> Callable[..., Batch]:

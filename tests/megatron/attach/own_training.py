@@ -49,6 +49,7 @@ class Case:
     packed: bool = False
     evaluates: bool = False
     groups: bool = False
+    num_ids: int | None = None
     recompute: bool = False
     distributed_optimizer: bool = False
     resumed: bool = False
@@ -57,6 +58,10 @@ class Case:
     num_steps: int = NUM_STEPS
     run: dict[str, Any] = field(default_factory=dict)
 
+
+SKETCH = {"level": "sketch", "kinds": "all"}
+#: ``one`` stands for the folder of this case.
+GRAFT = {"trace_dir": "one", "names": ["decoder.layers.1.mlp"], "step": 0}
 
 CASES = {
     "one": Case(start=None),
@@ -71,6 +76,20 @@ CASES = {
     "tp2": Case(tp=2),
     "dp2": Case(),
     "dp2-do": Case(distributed_optimizer=True),
+    "sketched": Case(run={"trace": SKETCH}),
+    "sketched-tp2": Case(tp=2, run={"trace": SKETCH}),
+    "partial": Case(run={"trace": {"level": "full", "patterns": ["output_layer.*"]}}),
+    "recorded": Case(run={"trace": {"level": "full", "kinds": ["parameter"], "operations": True}}),
+    "scaled": Case(fault="scale"),
+    "grafted": Case(fault="scale", run={"graft": GRAFT}),
+    "grafted-packed": Case(packed=True, fault="scale", run={"graft": GRAFT}),
+    "grafted-pp2": Case(pp=2, fault="scale", run={"graft": GRAFT}),
+    "perturbed": Case(run={"perturbation": {"seed": 3}}),
+    "perturbed-tp2": Case(tp=2, run={"perturbation": {"seed": 3}}),
+    "named": Case(num_ids=NUM_ROWS),
+    "named-dp2": Case(num_ids=NUM_ROWS),
+    "too-few-ids": Case(num_ids=3),
+    "too-many-ids": Case(num_ids=5),
     "other-row": Case(tp=2, fault="row"),
     "equal-rows": Case(fault="equal"),
     "equal-rows-dp2": Case(fault="equal", start="equal-rows"),
@@ -156,8 +175,21 @@ def build_chunks(case: Case) -> tuple[TransformerConfig, list[Any]]:
             share_embeddings_and_output_weights=False,
             vp_stage=stage,
         )
+        if case.fault == "scale":
+            plant_scale(gpt)
         chunks.append(DistributedDataParallel(config, ddp_config, gpt))
     return config, chunks
+
+
+def plant_scale(gpt: GPTModel) -> None:
+    """Scales the output of the second layer's MLP, where this stage has it."""
+
+    def scale(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        return (output[0] * 1.5, output[1])
+
+    for layer in gpt.decoder.layers:
+        if layer.layer_number == 2:
+            layer.mlp.register_forward_hook(scale)
 
 
 def micro_batches(case: Case, step: int) -> list[dict[str, Any]]:
@@ -226,6 +258,15 @@ def run_passes(case: Case, chunks: list[torch.nn.Module], batches: list[Any], *,
     )
 
 
+def own_ids(case: Case) -> list[str]:
+    """Names this replica's rows, two of each micro-batch; empty where nobody is to be told."""
+    if not case.groups and case.num_ids is None:
+        return []
+    ids = [f"row{index}" for index in range(case.num_ids or NUM_ROWS)]
+    replica, num_replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return [name for index, name in enumerate(ids) if index // 2 % num_replicas == replica]
+
+
 def evaluate(case: Case, chunks: list[torch.nn.Module], batches: list[Any]) -> None:
     """Old log-probabilities in training mode without gradients, and an evaluation that forgot ``no_grad``."""
     with torch.no_grad():
@@ -249,8 +290,8 @@ def train(case: Case, run_file: AttachedRun) -> None:
     run = megatron.attach(chunks, optimizer, vocab_size=VOCAB, run=run_file)
     for step in range(int(case.resumed), case.num_steps):
         batches = micro_batches(case, step)
-        ids = [f"row{index}" for index in range(NUM_ROWS)]
-        with run.step(step, rows=ids) if case.groups else nullcontext():
+        ids = own_ids(case)
+        with run.step(step, rows=ids) if ids else nullcontext():
             for part in [batches[:1], batches[1:]] if case.groups else [batches]:
                 for chunk in chunks:
                     chunk.zero_grad_buffer()
@@ -278,7 +319,9 @@ def main(folder: Path, names: list[str]) -> None:
         )
         torch.manual_seed(1)
         model_parallel_cuda_manual_seed(1)
-        keys = {"last_step": NUM_STEPS - 1, "trace": {"level": "full", "kinds": "all"}, **case.run}
+        graft = case.run.get("graft")
+        placed = {"graft": {**graft, "trace_dir": str(folder / graft["trace_dir"] / "trace")}} if graft else {}
+        keys = {"last_step": NUM_STEPS - 1, "trace": {"level": "full", "kinds": "all"}, **case.run, **placed}
         start = None if case.start is None else str(folder / case.start / "trace")
         run = AttachedRun(output_dir=str(folder / name), pad_token_id=0, initial_state=start, **keys)
         code: object = "none"

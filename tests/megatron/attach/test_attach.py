@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from mock_scheduler import compare
+from mock_scheduler.determinism.operations import Phase, find_operation_logs
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
@@ -22,8 +24,10 @@ pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 ALONE = ("one", "again", "packed", "evaluated", "recomputed", "grouped", "sparse", "equal-rows")
 LATER = ("later", "later-again", "resumed")
-FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early")
+ASKED = ("partial", "sketched", "recorded", "scaled", "grafted", "grafted-packed", "perturbed", "named")
+FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early", "too-few-ids", "too-many-ids")
 PAIRS = ("pp2", "pp2-vpp2", "tp2", "dp2", "dp2-do", "other-row", "equal-rows-dp2", "extra-pass")
+ASKED_PAIRS = ("sketched-tp2", "grafted-pp2", "perturbed-tp2", "named-dp2")
 # Megatron adds the squares of a norm stage by stage; what was clipped by it differs by that rounding.
 BEHIND_THE_NORM = ("gradient_norm", "optimizer", "parameter")
 
@@ -33,8 +37,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases."""
 
     def run(folder: Path) -> dict[str, object]:
-        launch(1, folder, (*ALONE, *LATER, *FAULTS_ALONE), module="tests.megatron.attach.own_training")
-        launch(2, folder, PAIRS, module="tests.megatron.attach.own_training")
+        launch(1, folder, (*ALONE, *LATER, *ASKED, *FAULTS_ALONE), module="tests.megatron.attach.own_training")
+        launch(2, folder, (*PAIRS, *ASKED_PAIRS), module="tests.megatron.attach.own_training")
         return {}
 
     return make_once(tmp_path_factory, "attached", run)[0]
@@ -62,7 +66,7 @@ def load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("name", [*ALONE, *PAIRS[:5]])
+@pytest.mark.parametrize("name", [*ALONE, *ASKED, *PAIRS[:5], *ASKED_PAIRS])
 def test_a_run_ends_itself_on_all_ranks_with_its_files(runs: Path, name: str) -> None:
     assert exit_codes(runs, name) == {"0"}
     stated = load(runs / name / "run.json")
@@ -130,6 +134,99 @@ def test_a_run_that_is_observed_from_a_later_step_starts_behind_the_one_before(r
     assert different(runs, "later", steps=(1,)) == []
 
 
+def outputs_behind(runs: Path, name: str) -> dict[str, bool]:
+    """Whether each output of the first step equals the baseline's, of layers behind the grafted one and the loss."""
+    kinds = ("activation", "logits", "loss")
+    changed = {key.name for key in different(runs, name, steps=(0,)) if key.kind in kinds}
+    names = {key.name for key in merge(runs / "one", steps=(0,)) if key.kind in kinds}
+    behind = [item for item in names if not item.startswith(("embedding", "decoder.layers.0", "decoder.layers.1"))]
+    return {item: item not in changed for item in behind}
+
+
+def test_all_that_follows_a_graft_is_the_baselines_in_any_shape_of_rows(runs: Path) -> None:
+    """Planted: the second layer's MLP gives 1.5 times its output."""
+    found = outputs_behind(runs, "scaled")
+    assert {"decoder.layers.2", "decoder.final_layernorm", "output_layer", "lm_loss"} <= found.keys()
+    assert not any(found.values())
+    for name in ("grafted", "grafted-pp2"):
+        assert all(outputs_behind(runs, name).values()), name
+    # Packed attention adds in another order, so what is behind the graft is near, and without the graft it is not.
+    key = next(key for key in merge(runs / "one", steps=(0,)) if key.name == "lm_loss")
+    expected = merge(runs / "one", steps=(0,))[key].tensor
+    distances = {
+        name: float((merge(runs / name, steps=(0,))[key].tensor - expected).norm() / expected.norm())
+        for name in ("scaled", "grafted-packed")
+    }
+    assert distances["grafted-packed"] <= 1e-6
+    assert distances["scaled"] > 1e-4
+
+
+def test_a_perturbation_is_one_rounding_of_every_weight_and_the_same_in_every_layout(runs: Path) -> None:
+    ours, theirs, base = (merge(runs / name, steps=(0,)) for name in ("perturbed", "perturbed-tp2", "one"))
+    initial = [key for key in base if key.kind == "initial"]
+    assert len(initial) == 27
+    for key in initial:
+        assert torch.equal(ours[key].tensor, theirs[key].tensor), key.describe()
+        moved = float((ours[key].tensor.double() - base[key].tensor.double()).norm() / base[key].tensor.double().norm())
+        assert 0.25 * 2**-24 < moved < 4 * 2**-24, key.describe()
+    assert load(runs / "perturbed" / "start.json")["is_perturbed"] is True
+
+
+def test_sketches_of_the_same_run_are_identical_and_of_another_layout_estimate_its_distance(runs: Path) -> None:
+    assert compare(runs / "one", runs / "sketched").kind.value == "identical"
+    estimated, known = (compare(runs / "one", runs / name).tensors for name in ("sketched-tp2", "tp2"))
+    assert estimated is not None
+    assert known is not None
+    assert estimated.level == "sketch"
+    true = {item.key: item.relative for item in known.differences if item.key.kind == "gradient"}
+    shown = [item for item in estimated.differences if item.key in true and not item.bit_equal]
+    assert len(shown) > 20
+    within = [item for item in shown if item.low <= true[item.key] <= item.high]
+    # An error bar holds what it says for 19 of 20.
+    assert len(within) >= 0.9 * len(shown)
+
+
+def test_rows_named_by_the_caller_are_the_same_rows_in_every_layout(runs: Path) -> None:
+    named = ("row0", "row1", "row2", "row3")
+    with open_trace(runs / "named" / "trace") as one, open_trace(runs / "named-dp2" / "trace") as two:
+        assert one.footer(0).rows.identities == named
+        assert sorted(two.footer(0).rows.identities) == list(named)
+        lengths = dict(zip(two.footer(0).rows.identities, two.footer(0).rows.lengths, strict=True))
+    assert [lengths[name] for name in named] == list(LENGTHS)
+    batches = [load(runs / name / "run.json")["batches"] for name in ("named", "named-dp2")]
+    assert batches[0] == batches[1]
+    assert compare(runs / "named", runs / "named-dp2", kinds="input").kind.value == "identical"
+
+
+def test_the_log_of_operations_has_the_trainings_own_from_pass_to_update_and_changes_no_bit(runs: Path) -> None:
+    logs = find_operation_logs(runs / "recorded")
+    assert sorted(logs) == [0, 1]
+    records = [record for record in logs[1][0].records() if record.num_digests]
+    assert {record.phase for record in records} == {Phase.FORWARD, Phase.BACKWARD, Phase.OUTSIDE}
+    assert "model.decoder.layers.3.mlp.linear_fc2" in {record.module for record in records}
+    operators = {record.operator for record in records}
+    assert "aten.addcdiv_.default" in operators  # Adam's
+    assert not any("allgather" in operator for operator in operators)  # of ours
+    parameters, expected = merge(runs / "recorded"), merge(runs / "one")
+    assert len(parameters) == 54
+    assert all(torch.equal(item.tensor, expected[key].tensor) for key, item in parameters.items())
+
+
+def test_a_run_says_what_keeps_its_order_from_being_followed_and_what_nothing_shows(runs: Path) -> None:
+    one, two = (load(runs / name / "run.json") for name in ("one", "tp2"))
+    assert one["order_limits"] == [
+        "module decoder.layers.0.self_attention.core_attention is a tests.megatron.attach.own_training.Attention, "
+        "whose products and sums are not known"
+    ]
+    assert two["order_limits"] == []
+    for stated in (one, two):
+        assert (stated["unobserved_modules"], stated["untraced_parameters"]) == ({}, {})
+    partial = load(runs / "partial" / "run.json")["untraced_parameters"]
+    assert len(partial) == 26
+    assert partial["embedding.word_embeddings.weight"] == 64 * 16
+    assert "output_layer.weight" not in partial
+
+
 def test_only_due_steps_are_traced(runs: Path) -> None:
     with open_trace(runs / "sparse" / "trace") as trace:
         assert list(trace.steps) == [1]
@@ -155,6 +252,8 @@ def test_a_row_that_is_another_on_one_rank_is_found(runs: Path) -> None:
     [
         ("stepped-twice", "optimizer.step was called without a forward pass with gradients since the update before"),
         ("wrong-layout", "expected tp4 pp1 dp1"),
+        ("too-few-ids", "gave 3 ids, but the update's forward passes met more rows: give one id for each row"),
+        ("too-many-ids", "gave 5 ids, but the last update's forward passes met 4 rows: give one id for each row"),
         ("extra-pass", "ended without the gradient of every pass"),
     ],
 )

@@ -16,7 +16,7 @@ from mock_scheduler.errors import LayoutError
 from mock_scheduler.layouts.order_plan import OrderPlan, plan_order
 from mock_scheduler.megatron.emulation import limits
 from mock_scheduler.megatron.emulation.described import BuiltModel, BuiltRun, BuiltTraining
-from mock_scheduler.megatron.emulation.follow import FollowedFacts, Following, OwnOrder, follow
+from mock_scheduler.megatron.emulation.follow import FollowedFacts, Following, OwnOrder, find_order_limits, follow
 from tests.megatron.tiny_model import TinyGpt, one_rank, tiny_model
 
 MODEL = BuiltModel(
@@ -84,6 +84,16 @@ def test_a_training_that_emulates_nothing_is_left_alone() -> None:
     assert (type(order), order.num_replicas, order.facts) == (OwnOrder, None, FollowedFacts())
 
 
+def test_a_run_says_before_any_reference_what_keeps_its_order_from_being_followed() -> None:
+    layout = ParallelConfig(tensor_model_parallel_size=2)
+    assert find_order_limits(tiny_model(), ParallelConfig()) == [
+        "the model is TinyGpt; expected one DistributedDataParallel with all of it",
+        "the model has no optimizer",
+    ]
+    # Of several processes the modules are no limit: one process may have others.
+    assert find_order_limits(tiny_model(runtime=replace(one_rank(), world_size=2)), layout) == []
+
+
 def test_the_shape_of_the_training_is_asked_for_first() -> None:
     model = tiny_model(runtime=replace(one_rank(), world_size=2))
     with pytest.raises(LayoutError) as error:
@@ -133,11 +143,10 @@ def test_each_setting_whose_arithmetic_is_not_followed_is_named(name: str, value
 
 
 def test_settings_of_experts_are_asked_of_experts_alone() -> None:
-    """Megatron's default dispatcher is ``allgather``, in a dense model as well."""
     config = config_of()
-    config.moe_router_load_balancing_type = "global_aux_loss"
+    config.moe_token_dispatcher_type, config.moe_router_load_balancing_type = "flex", "global_aux_loss"
     assert list(limits._unfollowed_values(config, limits._EXPERT_VALUES)) == [
-        "TransformerConfig.moe_token_dispatcher_type allgather: only alltoall is followed",
+        "TransformerConfig.moe_token_dispatcher_type flex: only alltoall or allgather is followed",
         "TransformerConfig.moe_router_load_balancing_type global_aux_loss: only aux_loss or seq_aux_loss or none is "
         "followed",
     ]
@@ -153,7 +162,7 @@ def test_buffers_that_add_otherwise_are_named() -> None:
 @pytest.mark.parametrize(
     ("run", "named"),
     [
-        (run_of(context_parallel_size=2), "context_parallel_size 2: the training gives one process whole lines"),
+        (run_of(EXPERTS, context_parallel_size=2), "context_parallel_size 2 with experts: one process routes"),
         (
             run_of(EXPERTS, data_parallel_size=2, expert_model_parallel_size=2),
             "expert_model_parallel_size 2 above tensor_model_parallel_size × context_parallel_size: experts would see",
@@ -180,6 +189,7 @@ def test_each_layout_that_is_not_followed_is_named(run: BuiltRun, named: str) ->
 def test_layouts_that_are_followed_have_no_limits() -> None:
     means = replace(TRAINING, calculate_per_token_loss=False)
     assert of_layout(run_of(data_parallel_size=3)) == []
+    assert of_layout(run_of(context_parallel_size=2)) == []
     assert of_layout(run_of(training=means, data_parallel_size=4)) == []
     sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     assert of_layout(run_of(EXPERTS, expert_model_parallel_size=2, **sequence)) == []
@@ -197,6 +207,15 @@ def test_gradients_that_were_divided_twice_are_refused() -> None:
 
 def test_a_line_that_sequence_parallelism_cannot_cut_is_refused() -> None:
     order = following(plan_of(tensor_model_parallel_size=2, sequence_parallel=True))
-    order._check_length(torch.zeros(1, 8))
-    with pytest.raises(LayoutError, match="a line of 7 tokens is not a multiple of tensor_model_parallel_size 2"):
-        order._check_length(torch.zeros(1, 7))
+    order._check_tokens(torch.zeros(1, 6), is_packed=True)
+    with pytest.raises(LayoutError, match="a line of 7 tokens is not a multiple of 2, as sequence_parallel over"):
+        order._check_tokens(torch.zeros(1, 7), is_packed=False)
+
+
+def test_lines_that_context_parallelism_cannot_cut_and_packed_ones_are_refused() -> None:
+    order = following(plan_of(context_parallel_size=2))
+    order._check_tokens(torch.zeros(1, 8), is_packed=False)
+    with pytest.raises(LayoutError, match="a line of 6 tokens is not a multiple of 4, as sequence_parallel over"):
+        order._check_tokens(torch.zeros(1, 6), is_packed=False)
+    with pytest.raises(LayoutError, match="packed rows under context_parallel_size 2 are not followed"):
+        order._check_tokens(torch.zeros(1, 8), is_packed=True)
