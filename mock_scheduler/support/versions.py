@@ -10,7 +10,6 @@ import site
 import sysconfig
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 VERSION = "0.1.0"
@@ -41,7 +40,8 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 def read_package_version(*distributions: str) -> str | None:
     """The version of the first installed one of these distributions; ``None`` where none is."""
     # Imported here: it costs more than all else that ``import mock_scheduler`` loads.
-    from importlib import metadata
+
+    from importlib import metadata  # slow to import, and the command line's help needs the version alone
 
     for name in distributions:
         try:
@@ -67,4 +67,6 @@ def installed_folders() -> tuple[str, ...]:
 
 def read_all_versions() -> dict[str, str]:
     """The version of every installed distribution, by its name in lower case."""
+    from importlib import metadata  # as above
+
     return {str(found.name).lower(): found.version for found in metadata.distributions() if found.name}
