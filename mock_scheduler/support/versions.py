@@ -40,8 +40,7 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 def read_package_version(*distributions: str) -> str | None:
     """The version of the first installed one of these distributions; ``None`` where none is."""
     # Imported here: it costs more than all else that ``import mock_scheduler`` loads.
-
-    from importlib import metadata  # slow to import, and the command line's help needs the version alone
+    from importlib import metadata
 
     for name in distributions:
         try:
