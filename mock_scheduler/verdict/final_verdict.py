@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from mock_scheduler.comparison.findings import OtherWeight
 from mock_scheduler.verdict.divergences import from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
@@ -84,7 +85,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         return replace(direct, kind=VerdictKind.SUSPECT, why=why_apart, suspicions=sharper.suspicions)
     # Suspect and not diverged: both compute one function, and either this precision alone is wrong, or the noise was
     # larger than measured.
-    if direct.kind is VerdictKind.DIVERGED and referee == "proved":
+    # An invariant of the candidate's own run is no matter of precision, and copies of parameters are not in float64.
+    if direct.kind is VerdictKind.DIVERGED and referee == "proved" and not _breaks_invariant(direct):
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
     # Float64 has shown that both compute one function, which theory alone cannot.
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
@@ -101,6 +103,12 @@ def _graver(evidence: Evidence) -> Verdict | None:
         emulated.kind is VerdictKind.SUSPECT and direct.kind is VerdictKind.ROUNDING
     )
     return emulated if is_graver else None
+
+
+def _breaks_invariant(direct: Verdict) -> bool:
+    """Whether the model computes with other weights than its rounded parameters, in the candidate's own run."""
+    findings = () if direct.tensors is None else direct.tensors.findings
+    return any(isinstance(item.fact, OtherWeight) and item.fact.side == "candidate" for item in findings)
 
 
 def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
+from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape, OtherWeight
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
@@ -210,6 +210,18 @@ def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
     assert (verdict, found["referee"]) == (VerdictKind.SUSPECT, "proved")
     reason = describe_reason(judge(replace(OTHER, direct=DIVERGED, wide=shrunk)))
     assert "1.0e-13 in float64 and 1.0e-02 here, 1.0e+11 times less (rounding becomes 5.4e+08 times less)" in reason
+
+
+def test_float64_does_not_acquit_other_weights_than_the_rounded_parameters() -> None:
+    """An optimizer wrote what it updated into its neighbour's shard; in float64 no weight is a copy."""
+    fact = OtherWeight(side="candidate")
+    finding = Finding(kind="weight", step=0, update=0, name=KEY.name, fact=fact)
+    assert DIVERGED.tensors is not None
+    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(finding,)))
+    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.DIVERGED
+    in_baseline = replace(finding, fact=replace(fact, side="baseline"))
+    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(in_baseline,)))
+    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
 
 
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:

@@ -10,6 +10,8 @@ values on the way, to its own precision. So with the unit roundoff u of that pre
 - *choice*: experts chosen by equal scores and biases are the same;
 - *update*: parameters and moments are made in float32 of equal gradients, so their change is equal but for rounding.
 
+The norm of the gradients is added in float32 too.
+
 Contract: pure. A tensor without figures (level ``sketch``) is judged by its size alone.
 """
 
@@ -54,7 +56,9 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
         return KernelExcess(test="choice", value=item.relative, limit=0.0)
     if PHASES[item.key.kind] is Phase.UPDATE:
         return _beyond("update", item.relative if item.low is None else item.low, KERNEL_UPDATE)
-    least = max(KERNEL_ROUNDINGS * unit, KERNEL_ACCUMULATION)
+    # The norm of all gradients is added in float32, whatever the model computes in.
+    is_norm = PHASES[item.key.kind] is Phase.NORM
+    least = KERNEL_ACCUMULATION if is_norm else max(KERNEL_ROUNDINGS * unit, KERNEL_ACCUMULATION)
     size = _beyond("size", item.relative if item.low is None else item.low, least)
     return size or _judge_elements(item, least) or _judge_scale(item, unit)
 
