@@ -25,6 +25,7 @@ from pathlib import Path
 from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object, save_json
+from mock_scheduler.support.foreign_files import open_foreign
 from mock_scheduler.support.run_files import CODE_FOLDER
 from mock_scheduler.support.versions import PACKAGE, installed_folders
 
@@ -127,4 +128,5 @@ def _shown(path: Path) -> str:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open_foreign(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

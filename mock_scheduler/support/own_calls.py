@@ -1,6 +1,6 @@
 """Counts the calls of a user's own functions and classes that stand in the place of a package's.
 
-An entry module changes a kernel or a class before a run (``pipelines.agentic.main(prepare=...)``). A change of a class
+An entry module changes a kernel or a class before a run, and then calls its program. A change of a class
 of which the model has none, or of a name that was imported before, never acts, and a run beside it is equal to the
 baseline without proving anything. So every run with code of its own counts how often that code was called.
 

@@ -63,11 +63,14 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # Of equal inputs one kernel makes equal values but for its rounding, whatever perturbed weights may do.
     if inputs == "refuted" and evidence.equal_inputs is not None and evidence.equal_inputs.excess is not None:
         difference, excess = evidence.equal_inputs.excess
+        shown = from_tensor(replace(difference, tolerance=excess.limit))
+        # Beyond its noise as well, it has the bound by which two runs compared by hand are judged.
+        is_same = direct.first is not None and direct.first.place == shown.place
         return replace(
             direct,
             kind=VerdictKind.DIVERGED,
             why=RefutedBy(proof="equal inputs"),
-            first=from_tensor(replace(difference, tolerance=excess.limit)),
+            first=direct.first if is_same else shown,
         )
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)

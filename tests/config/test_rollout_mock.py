@@ -47,7 +47,6 @@ def mock_of(*overrides: str) -> RolloutMockConfig:
         ["rollout_mock.dump_dir=dumps/v1"],
         ["rollout_mock.schedule=[{mode: mock, steps: 0-1}]"],
         ["rollout_mock.compression=zstd"],
-        ["rollout_mock.allow_nondeterministic=true"],
         ["rollout_mock.retention.keep_last=3"],
         ["rollout_mock.mode=real", "rollout_mock.dump_dir=dumps/v1"],
         ["+rollout_mock={mode: mock, dump_dir: dumps/v1}"],

@@ -70,6 +70,7 @@ class Case:
 
 BATCH_INVARIANT = {"batch_invariant_mode": True, "flash_attention_version": 3}
 HYBRID_CP = {"hybrid_context_parallel": True, "calculate_per_token_loss": True}
+LATENT: dict[str, object] = {"multi_latent_attention": True, "qk_layernorm": True, "transformer_impl": "local"}
 SP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 AUX_LOSS: dict[str, object] = {
     **SP2,
@@ -291,6 +292,16 @@ CASES = [
             {"transformer_impl": "transformer_engine"},
         )
     ),
+    *(
+        Case(name=name, planted={"tensor_model_parallel_size": 2, **LATENT, **planted}, cured=cured)
+        for name, planted, cured in (
+            ("latent-keys-under-tp", {"qk_layernorm": False}, {"multi_latent_attention": False}),
+            ("latent-keys-under-tp", {"sequence_parallel": True}, {"tensor_model_parallel_size": 1}),
+            ("latent-keys-under-tp", {}, {"transformer_impl": "transformer_engine"}),
+            ("latent-norm-under-tp", {}, {"sequence_parallel": True}),
+            ("latent-norm-under-tp", {}, {"qk_layernorm": False}),
+        )
+    ),
     Case(
         name="sequence-parallel-without-tp",
         planted={"sequence_parallel": True},
@@ -482,7 +493,8 @@ def test_only_rules_about_wrong_values_can_be_allowed() -> None:
         check_conflicts([], setup, allowed=["sequence-parallel-without-tp"])
     assert str(caught.value) == (
         "parallel.allow_known_wrong has names that are no rule about known wrong layouts (known: pipeline-crossing, "
-        "experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp):\n"
+        "experts-under-tp, aux-loss-per-token, loss-tuple-under-cp, expert-bias-under-tp, latent-keys-under-tp, "
+        "latent-norm-under-tp):\n"
         "  - 'sequence-parallel-without-tp'"
     )
 

@@ -6,10 +6,12 @@ step 1 is taken.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
 import yaml
+from torch.distributed import distributed_c10d
 
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
@@ -25,6 +27,7 @@ def main() -> None:
     run, target = Path(sys.argv[1]), Path(sys.argv[2])
     config = PipelineConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     runtime = start_runtime(config.parallel, seed=config.seed)
+    distributed_c10d._unpickler = pickle.Unpickler  # Megatron's own checkpoints exchange objects of its classes
     vocab_size = vocab_size_in_effect(config, build_tokenizer(config))
     learner = Learner(config, runtime, vocab_size=vocab_size, allowed_tokens=None)
     origin = run / "checkpoints" / "step_000001"

@@ -114,7 +114,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {
         name: b"" if path.name in TIMED or "tensorboard" in name or ".own." in name else path.read_bytes()
         for name, path in paths.items()
-        if path.name != STATUS_FILE
+        # A process that made other runs before has loaded more files.
+        if path.name != STATUS_FILE and path.parent.name != "code"
     }
 
 

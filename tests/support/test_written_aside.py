@@ -15,6 +15,7 @@ MODULES = sorted(path for folder in ("mock_scheduler", "pipelines") for path in 
 #: Modules that write a file by its own name, and why a kill loses nothing.
 ALLOWED = {
     "mock_scheduler/alignment/extract/folder.py": "a new folder, which gets its name when it is whole",
+    "mock_scheduler/alignment/extract/command.py": "a new folder, which gets its name when it is whole",
     "mock_scheduler/alignment/extract/extraction.py": "the log of a trial, in a folder of its own",
     "pipelines/megatron/checkpoint.py": "a checkpoint's new folder, which counts when its run_state.json is there",
     "mock_scheduler/commands/launch.py": "a copy for the user, whose source is there",
