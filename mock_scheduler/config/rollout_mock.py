@@ -19,7 +19,7 @@ from mock_scheduler.support.text import bullet_list
 
 KINDS: tuple[Mode, ...] = ("train", "val")
 _READING: tuple[RolloutMode, ...] = ("mock", "cache", "verify")
-#: Keys that judge the answers of every run, recorded or not, and one permission: an alignment enables the section itself.
+#: Keys that judge the answers of every run, recorded or not, and a permission: an alignment enables the section itself.
 _ALWAYS = frozenset({"allow_nondeterministic", "on_duplicate_rows", "on_partial_groups", "on_implausible_rows"})
 _WRITING: tuple[RolloutMode, ...] = ("dump", "cache")
 #: The modes in which a key has any effect; the keys that are not here have one in each, or checks of their own.
