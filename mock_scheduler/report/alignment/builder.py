@@ -62,7 +62,7 @@ from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
-from mock_scheduler.verdict.wording.own_code import describe_own_code
+from mock_scheduler.verdict.wording.own_code import describe_own_code, remark_on_own_code
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
     TONES,
@@ -217,11 +217,12 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
 
 def _view_verdict(candidate: CandidateResult) -> VerdictView:
     verdict = candidate.verdict
+    headline = write_headline(verdict, emulated=candidate.emulated, localisation=candidate.localisation)
     return VerdictView(
         kind=verdict.kind,
         exit_code=int(verdict.exit_code),
         tone=TONES[verdict.kind],
-        headline=write_headline(verdict, emulated=candidate.emulated, localisation=candidate.localisation),
+        headline=", ".join(filter(None, (headline, remark_on_own_code(candidate)))),
         reason=describe_beside_proofs(verdict),
         first_divergence=describe_sentence(verdict),
         proved_by=describe_proved_by(verdict),

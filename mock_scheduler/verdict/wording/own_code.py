@@ -32,3 +32,13 @@ def describe_own_code(candidate: CandidateResult) -> str:
     if candidate.verdict.kind is VerdictKind.IDENTICAL:
         parts.append("it acted, and every bit is equal to the baseline's")
     return "; ".join(parts)
+
+
+def remark_on_own_code(candidate: CandidateResult) -> str:
+    """What a verdict of equal bits must say beside it of code that never ran, or ran for nothing; empty else."""
+    if not candidate.entry or candidate.run is None or candidate.verdict.kind is not VerdictKind.IDENTICAL:
+        return ""
+    calls = candidate.run.own_calls.values()
+    if not calls:
+        return f"although it has an entry, {candidate.entry}"
+    return "although its own code was called" if any(calls) else "but its own code was never called"

@@ -8,7 +8,7 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.verdict.reasons import BitEqual, WithinBounds
 from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import Verdict, VerdictKind
-from mock_scheduler.verdict.wording.own_code import describe_own_code
+from mock_scheduler.verdict.wording.own_code import describe_own_code, remark_on_own_code
 
 IDENTICAL = Verdict(kind=VerdictKind.IDENTICAL, why=BitEqual(by_fingerprints=False))
 ROUNDING = Verdict(kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=False))
@@ -50,5 +50,21 @@ def test_it_is_said_whether_own_code_acted(calls: dict[str, int], verdict: Verdi
     assert describe_own_code(candidate(calls, verdict=verdict)) == text
 
 
+@pytest.mark.parametrize(
+    ("calls", "verdict", "remark"),
+    [
+        ({"torch.gelu": 0}, IDENTICAL, "but its own code was never called"),
+        ({"torch.gelu": 3, "torch.silu": 0}, IDENTICAL, "although its own code was called"),
+        ({}, IDENTICAL, "although it has an entry, my.kernel"),
+        ({"torch.gelu": 3}, ROUNDING, ""),
+    ],
+)
+def test_equal_bits_are_not_said_without_a_word_on_own_code(
+    calls: dict[str, int], verdict: Verdict, remark: str
+) -> None:
+    assert remark_on_own_code(candidate(calls, verdict=verdict)) == remark
+
+
 def test_nothing_is_said_of_a_candidate_without_code_of_its_own() -> None:
     assert describe_own_code(candidate({}, entry="")) == ""
+    assert remark_on_own_code(candidate({}, entry="")) == ""
