@@ -47,7 +47,7 @@ def check_kills(folder: Path, *, num_kills: int) -> None:
     assert found["left"] == []
     assert found["problems"] == []
     assert found["kills"] == num_kills
-    assert found["torn"] > num_kills // 3, found
+    assert found["torn"] > num_kills // 4, found  # of six, where each falls is chance
     assert found["whole"] > 0
 
 

@@ -119,7 +119,9 @@ def test_more_than_a_kernel_rounds_behind_equal_inputs_is_diverged_whatever_the_
     assert (kind, found["equal inputs"]) == (VerdictKind.DIVERGED, "refuted")
     verdict = judge(evidence)
     assert verdict.first is not None
-    assert (verdict.first.name, verdict.first.value, verdict.first.bound) == (KEY.name, 0.05, 0.015)
+    # Beyond its noise at the same place, it keeps the figures of the direct comparison.
+    figures = (0.01, 1e-6) if direct is DIVERGED else (0.05, 0.015)
+    assert (verdict.first.name, verdict.first.value, verdict.first.bound) == (KEY.name, *figures)
     assert describe_reason(verdict).startswith(
         f"all inputs of the {KEY.describe()} are equal to the last bit, and it differs by 5.0e-02 of its size, and one "
         "kernel's rounding by 1.5e-02 at most"
