@@ -139,7 +139,8 @@ class CommandConfig(ConfigSection):
         used = set(list_fields(self._texts()))
         names = {key, *(field for field, own in LAYOUT_FIELDS.items() if own == key)}
         # Replicas have no argument in Megatron: they are the processes that no other axis takes.
-        return bool(used & (names | set(SIZE_FIELDS) if key == LAYOUT_FIELDS["dp"] else names))
+        sizes = {*SIZE_FIELDS, RANKS_FIELD} if key == LAYOUT_FIELDS["dp"] else set()
+        return bool(used & (names | sizes))
 
     def words_for(self, key: str) -> list[str] | None:
         """Returns a key's arguments, fields open; ``None`` where its value has none."""

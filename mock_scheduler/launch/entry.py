@@ -62,7 +62,8 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     """Runs a file as ``python FILE`` does: its own folder comes first in the import path."""
     sys.path.insert(0, str(Path(path).absolute().parent))
     sys.argv = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
+    # Python gives a script its absolute path as ``__file__``, by which many find what lies beside it.
+    runpy.run_path(str(Path(path).absolute()), run_name="__main__")
 
 
 def _find_elsewhere(top: str) -> ModuleSpec | None:

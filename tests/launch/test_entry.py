@@ -13,7 +13,7 @@ import pytest
 import pipelines.agentic
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launch.entry import check_entry, find_module
+from mock_scheduler.launch.entry import check_entry, find_module, run_script
 from mock_scheduler.launch.ranks import Place, ranks_command
 
 RAN = "import os, pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()\nraise ImportError('not this one')\n"
@@ -119,3 +119,18 @@ def test_a_replay_of_actions_starts_as_safely(tmp_path: Path, monkeypatch: pytes
     source = ConfigSource(config_name="x", config_path=str(tmp_path))
     assert run_replay_actions(source, "recording", steps=None, json_path=None, entry="plays") == 3
     assert list(tmp_path.rglob("*.ran")) == []
+
+
+def test_a_script_has_its_absolute_path_as_python_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script finds what lies beside it by ``Path(__file__).parents``, which a relative path has not."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "train.py").write_text(
+        "import sys; from pathlib import Path\n"
+        "Path('said').write_text(repr((__file__, str(Path(__file__).parents[1]), sys.argv[1:])))\n"
+    )
+    monkeypatch.chdir(tmp_path / "inner")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run_script("train.py", ["--lr", "1"])
+    expected = (str(tmp_path / "inner" / "train.py"), str(tmp_path), ["--lr", "1"])
+    assert (tmp_path / "inner" / "said").read_text() == repr(expected)
