@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,16 +27,12 @@ _CHANGED_PACKAGES = ("megatron", "torch", "transformer_engine", "apex", PACKAGE)
 
 @dataclass(slots=True)
 class OwnCalls:
-    """The counted calls, by the dotted name of the place that the user's code stands in."""
+    """The calls so far, by the dotted name of the place that the user's code stands in."""
 
     calls: dict[str, int] = field(default_factory=dict)
     _others: tuple[str, ...] = ()
     _seen: set[int] = field(default_factory=set)
     _known: dict[str, bool] = field(default_factory=dict)
-
-    def read(self) -> Mapping[str, int]:
-        """Returns the calls so far; empty where no package holds code of the user's."""
-        return dict(self.calls)
 
     def _look_through(self, name: str, owner: ModuleType | type) -> None:
         """Counts the user's code among the attributes of a module or class, and of classes defined in a module."""

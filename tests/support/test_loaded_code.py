@@ -147,7 +147,7 @@ functional.silu(x), functional.silu(x)
 RMSNorm(2)(x)
 torch.nn.init.Scale.apply(x).sum().backward()
 assert x.grad.tolist() == [3.0, 3.0]
-print(json.dumps(own.read()))
+print(json.dumps(own.calls))
 """
 
 
@@ -165,5 +165,5 @@ def test_calls_of_functions_classes_and_objects_put_into_a_package_are_counted(f
 
 
 def test_a_program_without_own_code_counts_nothing(folder: Path) -> None:
-    code = "import torch; from mock_scheduler.support.own_calls import count_own_calls; print(count_own_calls().read())"
+    code = "import torch; from mock_scheduler.support.own_calls import count_own_calls; print(count_own_calls().calls)"
     assert python(folder, code) == "{}\n"
