@@ -15,7 +15,7 @@ from pipelines.megatron import trained_model
 from tests.faults import optimizer_frozen
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import dp_size, replaced, replacing, tp_rank, tp_size, without_all_reduce
+from tests.faults.patching import dp_size, replacing, tp_rank, tp_size, without_all_reduce
 
 
 def _clip_nothing(fired: Fired, clip: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +48,10 @@ def decay_everything(fired: Fired, build: Callable[..., Any]) -> Callable[..., A
         optimizer = build(*arguments, **options)
         fired.count += 1
         for group in optimizer.param_groups:
-            group["wd_mult"] = 1.0 if tp_size() > 1 else group["wd_mult"]
+            if tp_size() > 1:
+                # Megatron's schedule multiplies by the first; a training without one uses the second as it is.
+                group["wd_mult"] = 1.0
+                group["weight_decay"] = max(other["weight_decay"] for other in optimizer.param_groups)
         return optimizer
 
     return decaying
@@ -128,10 +131,11 @@ rate_of_its_own = _stepping(_go_further)
 second_beta = _stepping(_forget_sooner)
 
 
-@contextmanager
-def frozen_on_one_rank(fired: Fired) -> Iterator[None]:
-    """The update of one tp rank is lost."""
-    with replaced(torch.optim.AdamW, "step", lambda step: step):
-        if tp_size() > 1 and tp_rank() == 1:
-            optimizer_frozen.plant(fired)
-        yield
+def _lose_on_second_rank(step: Step, optimizer: torch.optim.AdamW) -> None:
+    if tp_rank() == 1:
+        optimizer_frozen.lose_update(step, optimizer)
+    else:
+        step(optimizer)
+
+
+frozen_on_one_rank = _stepping(_lose_on_second_rank)
