@@ -48,10 +48,7 @@ def decay_everything(fired: Fired, build: Callable[..., Any]) -> Callable[..., A
         optimizer = build(*arguments, **options)
         fired.count += 1
         for group in optimizer.param_groups:
-            if tp_size() > 1:
-                # Megatron's schedule multiplies by the first; a training without one uses the second as it is.
-                group["wd_mult"] = 1.0
-                group["weight_decay"] = max(other["weight_decay"] for other in optimizer.param_groups)
+            group["wd_mult"] = 1.0 if tp_size() > 1 else group["wd_mult"]
         return optimizer
 
     return decaying
