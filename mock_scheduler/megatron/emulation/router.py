@@ -103,6 +103,7 @@ def _router_of_rank(router: TopKRouter, modules: EmulatedModules, counts: _Count
             num_experts=experts,
             moe_aux_loss_coeff=coefficient,
         )
+        # ``_apply_seq_aux_loss`` lays rows side by side as more experts, and divides by their number at the end.
         loss = loss / rows if kind == "seq_aux_loss" else loss
         return router.attach_and_log_load_balancing_loss(
             probs,
