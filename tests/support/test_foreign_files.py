@@ -157,7 +157,7 @@ BESIDE = {
     "support/files.py": "writes; opens what it made itself",
     "recording/storage/file_lock.py": "opens lock files to hold them, and never follows a link",
     "run_folder/command_folder.py": "opens a folder to sync it",
-    "trace/full/opening.py": "gives safetensors a descriptor of the door",
+    "trace/full/part.py": "gives safetensors a descriptor of the door",
     "adapters/nexrl/pt_files.py": "gives torch a copy of entries that came through the door",
     "config/number_traps.py": "the user's configuration",
     "alignment/extract/entry.py": "the user's code",

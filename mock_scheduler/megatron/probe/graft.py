@@ -28,13 +28,7 @@ from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.graft_source import GraftSource, Reference
 from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs
-from mock_scheduler.megatron.probe.shares import (
-    Share,
-    ShareBook,
-    TokenIndex,
-    element_places,
-    gradient_scale,
-)
+from mock_scheduler.megatron.probe.shares import Share, ShareBook, TokenIndex, element_places, gradient_scale
 from mock_scheduler.megatron.probe.watches import Gather, See
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens

@@ -21,8 +21,8 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import DimName, RowTable, TraceKey
-from mock_scheduler.trace.full.header import DAMAGED, Piece, describe_wrong_digest, has_sha256
 from mock_scheduler.trace.full.memory import MemoryPool
+from mock_scheduler.trace.full.pieces import DAMAGED, Piece, describe_wrong_digest, has_sha256
 from mock_scheduler.trace.geometry import blocks_hold, count_cells, element_places, fill_local_tensor, unflatten
 from mock_scheduler.trace.replicas import ConflictTally, ReplicaConflict
 from mock_scheduler.trace.shards import place_shard
