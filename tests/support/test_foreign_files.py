@@ -162,7 +162,7 @@ BESIDE = {
     "config/number_traps.py": "the user's configuration",
     "alignment/extract/entry.py": "the user's code",
     "alignment/extract/extraction.py": "a log that this process writes",
-    "alignment/runs/run_store.py": "/proc/cpuinfo",
+    "alignment/runs/run_cache.py": "/proc/cpuinfo",
     "alignment/runs/cache.py": "the sources of this program",
     "determinism/environment.py": "/proc/self/environ",
     "determinism/probes.py": "libraries of this process, and the driver's version",
