@@ -21,12 +21,10 @@ from mock_scheduler.alignment.runs.cache import (
     NotReusable,
     Reusable,
     compute_fingerprint,
-    digest_checkpoint,
-    digest_folder,
-    digest_sources,
     find_cached,
     save_fingerprint,
 )
+from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder, digest_sources
 from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import is_documented, is_per_node, recorded_names

@@ -18,9 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.cache import (
-    Reusable,
-)
+from mock_scheduler.alignment.runs.cache import Reusable
 from mock_scheduler.alignment.runs.execution import LaunchRuns, execute_runs
 from mock_scheduler.alignment.runs.progress import OnDone, Outcome
 from mock_scheduler.alignment.runs.run_cache import RunCache
