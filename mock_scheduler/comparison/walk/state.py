@@ -107,6 +107,7 @@ def _compare_update(
     before: TensorPair, after: TensorPair, gradient: TensorPair | None, rules: StateRules
 ) -> TensorDifference:
     pairs = [before, after, *([gradient] if gradient is not None else [])]
+    # An element that one of the tensors lacks has no change, or nothing that tells whether its change has a say.
     present = all_of([pair.present for pair in pairs])
     old, new, *rest = (_kept(pair, present) for pair in pairs)
     figures = after.sums.figures
@@ -122,8 +123,10 @@ def _compare_update(
         significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
         bound=bound,
         figures=figures,
+        # Bits that differ may lie in elements left out here: then it is found out for the others.
         is_same_before=before.is_equal or None,
     )
+    # Only an update that no gradient makes can be of decisions, and an exact bound allows none to be other.
     if rules.has_gradient or difference.bit_equal or bound.is_exact:
         return difference
     decisions = read_decisions(old, new)

@@ -272,4 +272,5 @@ class RoundingPools:
     def mean_square(self, pool: Pool) -> float:
         """Returns Σa² / n over all tensors of a pool."""
         total, count = self._squares[pool]
+        # By elements and not by tensors: a small bias must not make a large matrix's rounding coarse.
         return total / max(count, 1)
