@@ -1,7 +1,8 @@
 """Says a configuration's problems key by key, with the remedy of each.
 
-Contract: all problems of one stage are in one ``ConfigError``, or of very many the first ones; unknown keys come with the nearest known one. A
-validator of a whole section raises its problems with ``raise_keyed``, so each is shown at its own key.
+Contract: all problems of one stage are in one ``ConfigError``, or the first of very many; unknown keys come with the
+nearest known one. A validator of a whole section raises its problems with ``raise_keyed``, so each is shown at its own
+key.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def raise_keyed(title: str, problems: Sequence[Problem], values: Mapping[str, ob
 def raise_problems(
     origin: str, problems: Sequence[Problem], *, source_of: Callable[[str], str | None] = lambda key: None
 ) -> NoReturn:
-    """Raises the ``ConfigError`` with all of them, or the first of very many; ``source_of``: from a key to the override that set it, if any."""
+    """Raises the ``ConfigError`` with all of them, or the first of very many.
+
+    ``source_of``: from a key to the override that set it, if any.
+    """
     lines = [f"{origin} has {count_of(len(problems), 'problem')}:"]
     for key, text in problems[:MAX_LISTED]:
         given = source_of(key) if key else None
