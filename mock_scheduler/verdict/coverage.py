@@ -178,7 +178,7 @@ def find_unseen(
         modules=hidden,
         module_share=inside / total if total else 0.0,
         parameters=missed,
-        parameter_share=num_missed / (total + num_missed) if all(missed.values()) else None,
+        parameter_share=num_missed / max(total + num_missed, 1) if all(missed.values()) else None,
     )
 
 
