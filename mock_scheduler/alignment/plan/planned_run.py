@@ -90,9 +90,9 @@ class PlannedRun:
     ``program``: the owner of the run. ``entry``: the Python module of its processes. ``python``: its interpreter,
     ``env`` the variables over the launcher's, ``versions`` of Python and of the packages with an effect on bits,
     ``packages`` of all that are installed, ``sources`` the folders of the project's packages under it.
-    ``version_changes``: versions other than the baseline's. ``changes``: keys with values other than the baseline's.
-    ``exact``: as its candidate states. ``begins_from``: the trace whose initial state it begins with; ``None``: it
-    begins by itself.
+    ``has_other_code``: its entry is not the baseline's. ``version_changes``: versions other than the baseline's.
+    ``changes``: keys with values other than the baseline's. ``exact``: as its candidate states. ``begins_from``: the
+    trace whose initial state it begins with; ``None``: it begins by itself.
     """
 
     name: str
@@ -107,6 +107,7 @@ class PlannedRun:
     versions: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[Path, ...] = ()
+    has_other_code: bool = False
     version_changes: tuple[str, ...] = ()
     changes: Changes = _NO_CHANGES
     exact: bool | None = None
@@ -118,9 +119,9 @@ class PlannedRun:
         return self.config.parallel.describe()
 
     @property
-    def has_own_code(self) -> bool:
-        """True where its processes run another module than the program's own."""
-        return self.entry != self.program.entry
+    def own_module(self) -> str:
+        """The module that its processes run in the program's place; empty where they run the program's own."""
+        return self.entry if self.entry != self.program.entry else ""
 
     @property
     def log_path(self) -> Path:
@@ -135,7 +136,10 @@ class PlannedRun:
         """
         if self.exact is not None:
             return self.exact
-        return not self.has_own_code and not self.version_changes and self.changes.kind != "other"
+        if self.has_other_code or self.version_changes or self.changes.kind == "other":
+            return False
+        # The order in which code of the user's own adds is nobody's to follow; without another one it repeats itself.
+        return self.changes.kind == "nothing" or not self.own_module
 
 
 def initial_state_overrides(program: Program, trace: Path | None) -> tuple[str, ...]:
@@ -191,7 +195,7 @@ def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGro
     """
     groups: dict[tuple[object, ...], list[PlannedRun]] = {}
     for position, run in enumerate(runs):
-        is_alone = not share or run.has_own_code or run.program.session_entry is None
+        is_alone = not share or run.own_module or run.program.session_entry is None
         key: tuple[object, ...] = (position,) if is_alone else _process_key(run)
         groups.setdefault(key, []).append(run)
     return [RunGroup(runs=tuple(members)) for members in groups.values()]

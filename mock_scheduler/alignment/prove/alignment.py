@@ -332,6 +332,7 @@ class AlignmentRunner:
             recording_dir=self.plan.recording_dir,
             bounds=StatedBounds(tolerance=self.plan.tolerance, otherwise=self._noise or EXACT),
             baseline=baseline,
+            module=self.plan.baseline.own_module,
             candidates=tuple(item.to_result() for item in self._candidates),
             times=self.store.times() if has_ended else None,
         )

@@ -63,11 +63,6 @@ class CandidateState:
         return self.run.must_be_exact and self.run.changes.kind == "nothing"
 
     @property
-    def own_entry(self) -> str:
-        """The module of its processes; empty where it is the baseline's."""
-        return self.run.entry if self.run.entry != self.baseline.entry else ""
-
-    @property
     def same_order(self) -> tuple[PlannedRun, Verdict] | None:
         """The reference that adds in the candidate's order, with the comparison to it; ``None`` without one."""
         if self.emulated_run is not None and self.emulated is not None:
@@ -140,7 +135,7 @@ class CandidateState:
     def _own_changes(self) -> OwnChanges:
         return OwnChanges(
             keys=(*self.run.changes.layout, *self.run.changes.other),
-            entry=self.own_entry,
+            entry=self.run.entry if self.run.has_other_code else "",
             versions=tuple(self.run.version_changes),
         )
 
@@ -155,7 +150,8 @@ class CandidateState:
             run=self.summary,
             start=self.start,
             verdict=self.verdict,
-            entry=self.own_entry,
+            entry=self._own_changes.entry,
+            module=run.own_module,
             changes=(*run.changes.layout, *run.changes.other),
             emulated=self.emulated,
             localisation=self.localisation,

@@ -23,12 +23,10 @@ _NUM_ORDERLESS = 2
 _MOCK = ("rollout_mock.mode=mock",)
 
 
-def derive_run(
-    run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path, entry: str | None = None
-) -> PlannedRun:
+def derive_run(run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path) -> PlannedRun:
     """Plans the run again with further overrides, named ``name``, in ``{root}/{name}``.
 
-    ``entry``: another module in the place of the run's own. Raises ``ConfigError`` where the overrides do not fit.
+    Raises ``ConfigError`` where the overrides do not fit.
     """
     run_dir = root / name
     begins_from = run.begins_from
@@ -45,7 +43,6 @@ def derive_run(
     return replace(
         run,
         name=name,
-        entry=run.entry if entry is None else entry,
         overrides=complete,
         config=load(complete),
         output_dir=run_dir,
@@ -67,12 +64,11 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
         f"order.emulate={_to_hydra(emulated)}",
         "order.ordered_reductions=false",  # it concerns ranks, and the reference has one
     ]
-    run = derive_run(
-        candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
-    )
+    run = derive_run(candidate, f"emulated-{candidate.name}", overrides, load=load, root=root)
     # The baseline's code: a candidate's own module or packages must not vouch for themselves.
     return replace(
         run,
+        entry=baseline.entry,
         python=baseline.python,
         env=baseline.env,
         versions=baseline.versions,
