@@ -11,8 +11,10 @@ from typing import Literal
 
 from mock_scheduler.comparison.residuals import Residual, Side
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.replicas import SketchConflict
+from mock_scheduler.trace.stated_steps import AbsenceReason
 
 DifferenceKind = TraceKind | Literal["metric", "step", "rows", "ledger", "recording"]
 """What differs: a traced tensor of a kind; a metric; a whole step; the rows of a batch; a sequence of calls; a step of
@@ -31,6 +33,15 @@ class OnlyIn:
     """One side alone has the tensor or the step."""
 
     side: Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbsentSteps:
+    """Steps that ``side`` does not have, as it was configured; the other one has them."""
+
+    side: Side
+    why: AbsenceReason
+    steps: StepRanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

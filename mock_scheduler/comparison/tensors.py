@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, NotCompared, Note, Unmatched
+from mock_scheduler.comparison.findings import AbsentSteps, Finding, NotCompared, Note, Unmatched
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND
 from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
@@ -261,6 +261,7 @@ class TensorComparison:
         num_exact: Tensors of which every bit must be as expected, and is: initial parameters and rounded weights.
         unmatched: Chosen kinds and patterns without a tensor, or ledger, of both sides.
         is_by_content: Nobody told a side's training its rows: it has data of its own, and no rollouts.
+        absent_steps: Steps of one side alone that the other one says it does not have, or not trace.
     """
 
     steps: tuple[int, ...]
@@ -279,6 +280,7 @@ class TensorComparison:
     num_exact: int = 0
     unmatched: tuple[Unmatched, ...] = ()
     is_by_content: bool = False
+    absent_steps: tuple[AbsentSteps, ...] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -229,10 +229,10 @@ class Verdict:
             return f"{self.kind.value}: first in {self.first}"
         compared = [] if self.metrics is None else [f"{len(self.metrics.differences):,} metrics"]
         compared += [] if self.tensors is None else [f"{len(self.tensors.differences):,} tensors"]
-        missed = (
-            []
-            if self.unseen is None
-            else [f"{len(self.unseen.modules):,} modules", f"{len(self.unseen.parameters):,} parameters"]
-        )
+        missed = []
+        if self.unseen is not None and (self.unseen.modules or self.unseen.parameters):
+            missed = [f"{len(self.unseen.modules):,} modules", f"{len(self.unseen.parameters):,} parameters"]
+        if self.unseen is not None:
+            missed += [f"steps {item.steps}" for item in self.unseen.steps]
         not_seen = f", not {' and '.join(missed)}" if missed else ""
         return f"{self.kind.value}: compared {' and '.join(compared) or 'nothing'}{not_seen}"

@@ -26,7 +26,7 @@ from mock_scheduler.verdict.reasons import (
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
-from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, describe_unseen
+from mock_scheduler.verdict.wording.coverage import describe_begin, describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
@@ -150,7 +150,7 @@ def write_headline(
         emulated: The comparison with the reference in the candidate's order of sums, where there is one.
         localisation: Where the divergence begins, by further runs.
     """
-    finding = _write_finding(verdict, emulated, localisation)
+    finding = ": ".join(filter(None, (describe_begin(verdict.unseen), _write_finding(verdict, emulated, localisation))))
     unseen = describe_unseen(verdict.unseen) if verdict.passes else ""
     return f"{finding}; {NOT_LOOKED_AT}: {unseen}" if unseen else finding
 
