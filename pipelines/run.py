@@ -292,6 +292,7 @@ class AgenticPipeline:
                 "world_size": self._training.world_size,
                 "num_steps": num_steps,
                 "steps": steps.as_json(),
+                "precision": self._config.precision,
                 "wall_s": wall_s,
                 "rollout_s": rollout_s,
                 "validation_s": validation_s,

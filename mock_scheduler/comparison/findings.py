@@ -124,6 +124,21 @@ class CopiesDiffer:
     conflict: SketchConflict
 
 
+RoundingRule = Literal["towards zero", "to a neighbour", "other values"]
+"""How values were rounded that are not the nearest ones: cut off, one of the two neighbours, or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundedOtherwise:
+    """The start of ``side``, which computes in ``dtype``, is not the other side's, rounded to nearest."""
+
+    side: Side
+    dtype: str
+    num_different: int
+    num_elements: int
+    how: RoundingRule
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherStart:
     """The runs start from other weights.
@@ -131,10 +146,12 @@ class OtherStart:
     Args:
         residual: Explains the difference.
         same_as: The parameter of the baseline the candidate has in its place.
+        rounded: How the narrower side of two precisions rounded the other's; ``None`` of one precision.
     """
 
     residual: Residual | None = None
     same_as: str | None = None
+    rounded: RoundedOtherwise | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ class RunSummary:
     were left as they are where it followed another order. ``assumed``: sums that it followed as they usually are.
 
     ``own_calls``: how often each function or class of the user's in the place of a package's was called. ``steps``: the
-    steps that it was to have.
+    steps that it was to have. ``precision``: that it computed in; empty where it does not say so.
     """
 
     name: str
@@ -66,6 +66,7 @@ class RunSummary:
     assumed: tuple[str, ...] = ()
     own_calls: Mapping[str, int] = field(default_factory=dict)
     steps: StatedSteps = field(default_factory=StatedSteps)
+    precision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             "not_followed": _TEXTS,
             "assumed": _TEXTS,
             "steps": _STEPS,
+            "precision": _TEXT,
         },
     )
     ledger = _load(output_dir / LEDGER_FILE, {"built": _COUNTS})
@@ -118,6 +120,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         assumed=tuple(stated.get("assumed", ())),
         own_calls=_load_own_calls(output_dir),
         steps=load_stated_steps(stated.get("steps", {})),
+        precision=stated.get("precision", ""),
     )
 
 

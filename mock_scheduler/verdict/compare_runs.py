@@ -69,7 +69,11 @@ def judge_runs(
     other_draws = _find_other_draws(baseline, candidate)
     if other_draws is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
-    selection = replace(selection, stated=(baseline.steps, candidate.steps))
+    selection = replace(
+        selection,
+        stated=(baseline.steps, candidate.steps),
+        precisions=(baseline.precision, candidate.precision),
+    )
     try:
         verdict = compare_runs(
             baseline.output_dir,

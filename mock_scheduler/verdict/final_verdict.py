@@ -48,6 +48,11 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
+    if evidence.rounds_in and isinstance(direct.why, WithinBounds):
+        direct = replace(direct, why=replace(direct.why, precision=evidence.rounds_in))
+    # Equal to the baseline's own code in the candidate's precision: all that is left is the rounding of one of the two.
+    if emulation == "proved" and evidence.rounds_in and noise == "proved":
+        return direct
     if emulation == "proved":
         # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
         vouched_by: Literal["noise", "referee"] | None = None
@@ -100,7 +105,11 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
 def _graver(evidence: Evidence) -> Verdict | None:
     """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
     direct, emulated = evidence.direct, evidence.emulated
-    if emulated is None or evidence.must_be_exact or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
+    if (
+        emulated is None
+        or evidence.is_held_to_reference
+        or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT)
+    ):
         return None
     is_graver = emulated.kind is VerdictKind.DIVERGED or (
         emulated.kind is VerdictKind.SUSPECT and direct.kind is VerdictKind.ROUNDING

@@ -120,9 +120,13 @@ class BitEqual:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithinBounds:
-    """Nothing is beyond its bound; ``is_estimated``: the differences are, from sketches."""
+    """Nothing is beyond its bound; ``is_estimated``: the differences are, from sketches.
+
+    ``precision``: whose rounding it is, where the two runs compute in different ones; else empty.
+    """
 
     is_estimated: bool = False
+    precision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,6 +310,7 @@ class NotTriedCause(StrEnum):
     RUN_FAILED = "run failed"
     CANNOT_RUN = "cannot run"
     FLOAT64_ALREADY = "float64 already"
+    ONE_RUN = "one run"
     NOTHING_MAY_ROUND = "nothing may round"
     NOTHING_COMPARED = "nothing compared"
     NOT_DETERMINISTIC = "not deterministic"

@@ -115,11 +115,12 @@ class EmulationFacts:
     """The layout in whose order the reference adds; ``may_round`` as in ``EqualityFacts``.
 
     ``not_followed``: sums that the reference left in an order of their own. ``assumed``: sums that it made as they
-    usually are.
+    usually are. ``precision``: the coarser one of baseline and candidate, where they are two; else empty.
     """
 
     layout: str
     may_round: bool
+    precision: str = ""
     not_followed: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 

@@ -28,6 +28,10 @@ _MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSID
 _MAY_CALL_OTHERWISE = _MAY_ROUND | Decides.ORDER | Decides.EXECUTION
 
 
+#: Every program's key of the precision that a run computes in.
+PRECISION_KEY = "precision"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """The dotted keys with different values in two configurations, each in one of three classes.
@@ -39,6 +43,11 @@ class Changes:
     layout: tuple[str, ...]
     other: tuple[str, ...]
     has_other_calls: bool = False
+
+    @property
+    def beside_precision(self) -> tuple[str, ...]:
+        """The keys that may round and are not the precision: with these alone nobody knows what equal bits would be."""
+        return tuple(key for key in self.other if key != PRECISION_KEY)
 
     @property
     def kind(self) -> ChangeKind:
@@ -136,10 +145,23 @@ class PlannedRun:
         """
         if self.exact is not None:
             return self.exact
-        if self.has_other_code or self.version_changes or self.changes.kind == "other":
+        return self._is_alike and self.changes.kind != "other"
+
+    @property
+    def must_equal_reference(self) -> bool:
+        """True where it must equal, to the last bit, the baseline's code that adds in its order and in its precision.
+
+        Unlike the baseline, such a reference rounds as it does.
+        """
+        return self.must_be_exact or (self.exact is None and self._is_alike and not self.changes.beside_precision)
+
+    @property
+    def _is_alike(self) -> bool:
+        """Whether neither code nor versions are another, and the order of its sums is known."""
+        if self.has_other_code or self.version_changes:
             return False
         # The order in which code of the user's own adds is nobody's to follow; without another one it repeats itself.
-        return self.changes.kind == "nothing" or not self.own_module
+        return not self.own_module or not (self.changes.layout or self.changes.other)
 
 
 def initial_state_overrides(program: Program, trace: Path | None) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ class Selection:
         patterns: Globs of canonical names, one of which must match.
         has_other_calls: The two runs may issue other collectives by design, so that theirs are not compared.
         stated: The steps that each side states to have: no other one is missing there.
+        precisions: That each side states to compute in; empty texts where they are not known.
     """
 
     steps: StepRanges | None = None
@@ -52,6 +53,7 @@ class Selection:
     has_other_calls: bool = False
     # What the runs say is no choice of the user's.
     stated: tuple[StatedSteps, StatedSteps] = field(default=(StatedSteps(), StatedSteps()), compare=False)
+    precisions: tuple[str, str] = field(default=("", ""), compare=False)
 
     def has_step(self, step: int) -> bool:
         """Whether a step is compared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
@@ -38,6 +38,9 @@ from mock_scheduler.trace.full.reader import ReplicaConflict
 
 OnKey = Callable[[int, int], None]
 """Called with how many tensors are done, of how many."""
+
+# A model in float32, or a float32 island in a narrower one: its parameter was compared.
+_NO_WEIGHT = "the model computes with the parameter itself"
 
 Pool = tuple[str, int, str]
 """Tensors whose rounding is taken together: kind, update, and of an optimizer which moment."""
@@ -217,6 +220,8 @@ class StepSides:
             # One side has it, or the key would not be walked.
             place = present.index(False)
             absence = explain_absence(key, SIDES[place], self.footers[place], is_partial=self.is_partial[place])
+            if key.kind == "weight" and replace(key, kind="parameter") in self.keys[place]:
+                absence = replace(absence, reason=NotShown(reason=_NO_WEIGHT))
             self.found.absences.append(absence)
         return all(present)
 

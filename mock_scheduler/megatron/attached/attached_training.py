@@ -293,6 +293,7 @@ class AttachedTraining(TrainingHandle):
         facts: dict[str, JSON] = {
             "num_steps": self._num_steps,
             "steps": StatedSteps.of(self._run.trace, first=self._run.first_step, last=self._run.last_step).as_json(),
+            "precision": self._run.precision,
             "train_s": self._clock.total.get("train", 0.0),
             "trace_s": self._clock.total.get("trace", 0.0),
             "batches": dict(self._batches),

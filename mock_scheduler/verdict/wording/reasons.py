@@ -274,7 +274,8 @@ def _list_within(
     level = "its bounds" if verdict.bounds is None else describe_bounds_level(verdict.bounds)
     estimated = ", as estimated from sketches" if why.is_estimated else ""
     limits = [*describe_limits(tensors), *describe_unexercised(verdict.metrics)]
-    within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *limits]
+    whose = f"the rounding of {why.precision}, " if isinstance(why, WithinBounds) and why.precision else ""
+    within = [f"{whose}within {level}{estimated}: {coverage}", describe_nearest(tensors), *limits]
     if isinstance(why, NotExplainedByNoise):
         listed = [describe_suspicion(item) for item in verdict.suspicions[:_NUM_LISTED]]
         rest = len(verdict.suspicions) - _NUM_LISTED

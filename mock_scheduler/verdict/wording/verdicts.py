@@ -23,6 +23,7 @@ from mock_scheduler.verdict.reasons import (
     StaysInFloat64,
     Uncalibrated,
     VanishesInFloat64,
+    WithinBounds,
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
@@ -166,7 +167,7 @@ def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Loc
         case VerdictKind.ROUNDING:
             worst = find_nearest(verdict.tensors)
             nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
-            return f"differs by no more than rounding does{nearest}"
+            return f"differs by no more than {_name_rounding(verdict)} does{nearest}"
         case VerdictKind.SUSPECT:
             return _write_suspect(verdict)
         case VerdictKind.DIVERGED:
@@ -185,6 +186,16 @@ def describe_smallest_error(verdict: Verdict) -> str:
     if verdict.kind is not VerdictKind.ROUNDING or verdict.tensors is None:
         return ""
     return describe_smallest_tensor(verdict.tensors)
+
+
+def _name_rounding(verdict: Verdict) -> str:
+    """``rounding``, or of two runs in different precisions whose, and whether nothing else differs."""
+    why, emulation = verdict.why, verdict.proof("emulation")
+    if not isinstance(why, WithinBounds) or not why.precision:
+        return "rounding"
+    is_all = emulation is not None and emulation.outcome == "proved"
+    equal = " (every bit is equal to the baseline's code in the candidate's precision)" if is_all else ""
+    return f"the rounding of {why.precision}{equal}"
 
 
 def _write_suspect(verdict: Verdict) -> str:
