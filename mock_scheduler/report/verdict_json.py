@@ -22,7 +22,8 @@ Contract: numbers are numbers, but NaN and infinities, unknown to JSON, are the 
 - ``unseen``: null where the comparison looked at all modules, parameters and steps, or ``modules`` (``name``,
   ``reason``) and ``module_share`` (of the compared parameters' elements), ``parameters`` (``name``, ``num_elements``)
   and ``parameter_share`` (of all elements, or null), ``steps`` (``side`` that was not to have them, ``why``: before,
-  after, untraced; and ``steps``, as in ``0-1``), with ``text``;
+  after, untraced; and ``steps``, as in ``0-1``) and ``last_state`` (whether the optimizer's moments behind the last
+  update were not compared), with ``text``;
 - ``limits``: null, or ``num_not_compared``, ``num_flipped_tokens``, ``turned``, ``hidden_from_step``;
 - ``smallest_error``: ``bounds`` (by kind, the smallest relative error in sight as a divergence),
   ``num_without_size``, ``nearest_metric``;
@@ -217,6 +218,7 @@ def _unseen(unseen: Unseen | None) -> JSON:
         ),
         "parameter_share": unseen.parameter_share,
         "steps": [{"side": item.side, "why": item.why, "steps": str(item.steps)} for item in unseen.steps],
+        "last_state": unseen.last_state,
     }
 
 

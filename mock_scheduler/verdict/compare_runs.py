@@ -90,6 +90,8 @@ def judge_runs(
         modules={**baseline.unobserved_modules, **candidate.unobserved_modules},
         parameters={**baseline.untraced_parameters, **candidate.untraced_parameters},
         metrics=verdict.metrics,
+        # Runs of earlier releases, which state no precision, could not show it.
+        asks_last_state=bool(baseline.precision and candidate.precision),
         selection=selection,
     )
     verdict = replace(verdict, unseen=unseen)

@@ -126,6 +126,7 @@ class Unseen:
         parameters: Parameters without a compared gradient or value, and their numbers of elements; 0 is not known.
         parameter_share: Their share of all elements; ``None`` where a number is not known.
         steps: Steps of one side alone that the other one says it does not have, or not trace.
+        last_state: The optimizer's moments as the last update left them, which no later update shows.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class Unseen:
     parameters: Mapping[str, int] = field(default_factory=dict)
     parameter_share: float | None = 0.0
     steps: tuple[AbsentSteps, ...] = ()
+    last_state: bool = False
 
     @property
     def begins(self) -> AbsentSteps | None:
@@ -146,6 +148,7 @@ def find_unseen(
     modules: Mapping[str, str],
     parameters: Mapping[str, int],
     metrics: MetricComparison | None = None,
+    asks_last_state: bool = False,
     selection: Selection = EVERYTHING,
 ) -> Unseen | None:
     """What a comparison did not look at; ``None`` where it looked at everything that was chosen.
@@ -154,6 +157,7 @@ def find_unseen(
         modules: As the two runs state them: modules whose output nothing can show, with the reason.
         parameters: Parameters that neither run traced, with their numbers of elements.
         metrics: Of the same comparison.
+        asks_last_state: Both runs can show the state at their end.
         selection: The compared choice; what was not chosen is not missed.
     """
     steps = dict.fromkeys(step for item in (tensors, metrics) if item is not None for step in item.absent_steps)
@@ -179,7 +183,11 @@ def find_unseen(
     shown = {item.key.name for item in tensors.differences if item.key.kind in _OUTPUT_KINDS}
     hidden = {name: why for name, why in hidden.items() if name not in shown and selection.has_name(name)}
     missed = {name: size for name, size in missed.items() if selection.has_name(name)}
-    if not hidden and not missed and not steps:
+    last = max(tensors.steps, default=None)
+    moments = any(item.key.kind == "optimizer" and item.key.step == last for item in tensors.differences)
+    is_whole = selection.steps is None and selection.patterns == EVERYTHING.patterns
+    is_lost = asks_last_state and is_whole and not moments and last is not None
+    if not hidden and not missed and not steps and not is_lost:
         return None
     total = sum(compared.values())
     inside = sum(size for name, size in compared.items() if any(name.startswith(f"{module}.") for module in hidden))
@@ -190,6 +198,7 @@ def find_unseen(
         parameters=missed,
         parameter_share=_share(num_missed, total + num_missed) if all(missed.values()) else None,
         steps=tuple(steps),
+        last_state=is_lost,
     )
 
 

@@ -235,5 +235,6 @@ class Verdict:
             missed = [f"{len(self.unseen.modules):,} modules", f"{len(self.unseen.parameters):,} parameters"]
         if self.unseen is not None:
             missed += [f"steps {item.steps}" for item in self.unseen.steps]
+            missed += ["last moments"] if self.unseen.last_state else []
         not_seen = f", not {' and '.join(missed)}" if missed else ""
         return f"{self.kind.value}: compared {' and '.join(compared) or 'nothing'}{not_seen}"

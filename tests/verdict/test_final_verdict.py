@@ -29,7 +29,7 @@ from mock_scheduler.verdict.reasons import (
 )
 from mock_scheduler.verdict.verdict import EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.proofs import describe_proof
-from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason
+from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason, write_headline
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
@@ -302,3 +302,32 @@ def test_every_proof_has_its_place_on_the_ladder_and_a_reason_where_it_was_not_t
     ladder = complete_ladder(Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=1, error="it fell")))
     assert [(proof.name, proof.outcome) for proof in ladder] == [(name, "not tried") for name in PROOF_NAMES]
     assert {describe_proof(proof) for proof in ladder} == {"nothing could be compared"}
+
+
+PRECISION = replace(
+    OTHER, changes=OwnChanges(keys=("precision",)), must_equal_reference=True, rounds_in="bfloat16", num_processes=1
+)
+
+
+def test_another_precision_is_the_rounding_of_the_coarser_one_where_the_code_is_the_baselines() -> None:
+    """It was ``diverged: both runs must start from the same weights``."""
+    verdict = judge(replace(PRECISION, emulated=IDENTICAL))
+    assert (verdict.kind, verdict.why) == (VerdictKind.ROUNDING, WithinBounds(precision="bfloat16"))
+    assert write_headline(verdict).startswith(
+        "differs by no more than the rounding of bfloat16 does, and every bit is equal to the baseline's code in its "
+        "own precision; nearest is"
+    )
+    assert describe_reason(verdict).startswith("the rounding of bfloat16, within its bounds: ")
+    # Without a reference noise alone says so, and not that the code is the same.
+    alone = judge(PRECISION)
+    assert write_headline(alone).startswith("differs by no more than the rounding of bfloat16 does; nearest is")
+
+
+def test_another_precision_excuses_no_difference_from_the_baselines_code_in_it() -> None:
+    verdict = judge(replace(PRECISION, emulated=DIVERGED))
+    assert (verdict.kind, verdict.why) == (VerdictKind.DIVERGED, RefutedBy(proof="emulation"))
+    # With code of its own it may round elsewhere too, and the graver comparison counts.
+    own = judge(replace(PRECISION, emulated=DIVERGED, must_equal_reference=False))
+    assert (own.kind, own.why) == (VerdictKind.DIVERGED, ApartFromReference(is_refuted=True))
+    # Equal code whose rounding is more than this precision's noise: nobody vouches for it.
+    assert judge(replace(PRECISION, direct=DIVERGED, emulated=IDENTICAL)).kind is VerdictKind.SUSPECT

@@ -42,6 +42,8 @@ OnKey = Callable[[int, int], None]
 # A model in float32, or a float32 island in a narrower one: its parameter was compared.
 _NO_WEIGHT = "the model computes with the parameter itself"
 
+_NOT_LAST = "it is not the last step there"
+
 Pool = tuple[str, int, str]
 """Tensors whose rounding is taken together: kind, update, and of an optimizer which moment."""
 
@@ -222,6 +224,10 @@ class StepSides:
             absence = explain_absence(key, SIDES[place], self.footers[place], is_partial=self.is_partial[place])
             if key.kind == "weight" and replace(key, kind="parameter") in self.keys[place]:
                 absence = replace(absence, reason=NotShown(reason=_NO_WEIGHT))
+            # A run traces its moments at its end, whatever kinds it was to trace.
+            is_untold = key.kind == "optimizer" and key.kind not in self.footers[place].kinds
+            if is_untold and self.selection.stated[place].last != key.step:
+                absence = replace(absence, reason=NotShown(reason=_NOT_LAST))
             self.found.absences.append(absence)
         return all(present)
 

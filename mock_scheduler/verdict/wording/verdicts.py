@@ -167,7 +167,7 @@ def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Loc
         case VerdictKind.ROUNDING:
             worst = find_nearest(verdict.tensors)
             nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
-            return f"differs by no more than {_name_rounding(verdict)} does{nearest}"
+            return f"differs by no more than {_name_rounding(verdict)}{nearest}"
         case VerdictKind.SUSPECT:
             return _write_suspect(verdict)
         case VerdictKind.DIVERGED:
@@ -189,13 +189,13 @@ def describe_smallest_error(verdict: Verdict) -> str:
 
 
 def _name_rounding(verdict: Verdict) -> str:
-    """``rounding``, or of two runs in different precisions whose, and whether nothing else differs."""
+    """``rounding does``; of two runs in different precisions whose, and whether nothing else differs."""
     why, emulation = verdict.why, verdict.proof("emulation")
     if not isinstance(why, WithinBounds) or not why.precision:
-        return "rounding"
+        return "rounding does"
     is_all = emulation is not None and emulation.outcome == "proved"
-    equal = " (every bit is equal to the baseline's code in the candidate's precision)" if is_all else ""
-    return f"the rounding of {why.precision}{equal}"
+    equal = ", and every bit is equal to the baseline's code in its own precision" if is_all else ""
+    return f"the rounding of {why.precision} does{equal}"
 
 
 def _write_suspect(verdict: Verdict) -> str:
