@@ -19,8 +19,10 @@ from mock_scheduler.verdict.divergences import from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
+    BeyondBounds,
     EqualToReference,
     RefutedBy,
+    RoundingOfPrecision,
     StaysInFloat64,
     Uncalibrated,
     VanishesInFloat64,
@@ -48,11 +50,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
-    if evidence.rounds_in and isinstance(direct.why, WithinBounds):
-        direct = replace(direct, why=replace(direct.why, precision=evidence.rounds_in))
-    # Equal to the baseline's own code in the candidate's precision: all that is left is the rounding of one of the two.
-    if emulation == "proved" and evidence.rounds_in and noise == "proved":
-        return direct
+    if emulation == "proved" and evidence.rounds_in:
+        return _judge_precision(evidence)
     if emulation == "proved":
         # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
         vouched_by: Literal["noise", "referee"] | None = None
@@ -77,6 +76,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
             why=RefutedBy(proof="equal inputs"),
             first=direct.first if is_same else shown,
         )
+    if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
+        return _judge_precision(evidence)
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:
@@ -100,6 +101,25 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
         return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))
     return direct
+
+
+def _judge_precision(evidence: Evidence) -> Verdict:
+    """The verdict on a candidate that computes as the baseline's code does in its precision.
+
+    Up to the first update the two precisions are held to the noise of the coarser one. Behind it each has stored the
+    update in its own type, of which no bound was measured, and the comparison in one precision stands alone.
+    """
+    direct, emulated = evidence.direct, evidence.emulated
+    assert emulated is not None
+    is_measured = isinstance(direct.why, BeyondBounds) and not direct.why.is_estimated
+    if is_measured or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT) or direct.suspicions:
+        return direct
+    why = RoundingOfPrecision(
+        precision=evidence.rounds_in,
+        is_equal=emulated.kind is VerdictKind.IDENTICAL,
+        otherwise=direct.why,
+    )
+    return replace(direct, kind=VerdictKind.ROUNDING, why=why, first=None)
 
 
 def _graver(evidence: Evidence) -> Verdict | None:

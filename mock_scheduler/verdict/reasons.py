@@ -120,13 +120,9 @@ class BitEqual:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithinBounds:
-    """Nothing is beyond its bound; ``is_estimated``: the differences are, from sketches.
-
-    ``precision``: whose rounding it is, where the two runs compute in different ones; else empty.
-    """
+    """Nothing is beyond its bound; ``is_estimated``: the differences are, from sketches."""
 
     is_estimated: bool = False
-    precision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +238,19 @@ class EqualToReference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoundingOfPrecision:
+    """The two sides compute in different precisions, and the coarser one's rounding is all that is between them.
+
+    is_equal: every bit is equal to the baseline's code in the candidate's precision; else it is within the noise of it.
+    otherwise: the reason of the comparison with the baseline.
+    """
+
+    precision: str
+    is_equal: bool
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ApartFromReference:
     """The reference in the candidate's order shows more than the baseline; ``is_refuted``: beyond every bound."""
 
@@ -289,6 +298,7 @@ Reason = (
     | NoCommonStep
     | RefutedBy
     | EqualToReference
+    | RoundingOfPrecision
     | ApartFromReference
     | VanishesInFloat64
     | StaysInFloat64

@@ -20,6 +20,7 @@ from mock_scheduler.comparison.findings import (
 )
 from mock_scheduler.comparison.pairing.ledgers import compare_ledgers
 from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.pairing.precision import are_other
 from mock_scheduler.comparison.pairing.selection import (
     Absence,
     Selection,
@@ -73,6 +74,7 @@ class Found:
     is_by_content: bool = False
     unmatched: tuple[Unmatched, ...] = ()
     absent_steps: tuple[AbsentSteps, ...] = ()
+    has_two_precisions: bool = False
 
     def sort(self) -> None:
         """Puts the differences in the order training computes them."""
@@ -101,6 +103,7 @@ class Found:
             is_by_content=self.is_by_content,
             unmatched=self.unmatched,
             absent_steps=self.absent_steps,
+            has_two_precisions=self.has_two_precisions,
         )
 
 
@@ -119,6 +122,7 @@ def walk_steps(
         TraceError: A file is damaged.
     """
     ours, theirs = (source.steps for source in sources)
+    found.has_two_precisions = are_other(selection.precisions)
     # Steps of one side alone are findings and no reason to stop.
     steps = tuple(step for step in sorted(set(ours) & set(theirs)) if selection.has_step(step))
     missing, found.absent_steps = split_missing_steps(ours, theirs, selection, is_traced=True)

@@ -30,6 +30,7 @@ from mock_scheduler.verdict.reasons import (
     OtherRecordings,
     OtherRollouts,
     Reason,
+    RoundingOfPrecision,
     RunFailed,
     StaysInFloat64,
     StillOpen,
@@ -115,7 +116,7 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
         case OtherRecordings():
             said = [f"first divergence: {first}"] if first else []
             return [*said, f"{count_of(why.num_equal_steps, 'step')} bit-equal"]
-        case StaysInFloat64():
+        case StaysInFloat64() | RoundingOfPrecision():
             return _list_clauses(verdict, why.otherwise, first)
         case _:
             return _list_incomparable(verdict, why)
@@ -274,8 +275,7 @@ def _list_within(
     level = "its bounds" if verdict.bounds is None else describe_bounds_level(verdict.bounds)
     estimated = ", as estimated from sketches" if why.is_estimated else ""
     limits = [*describe_limits(tensors), *describe_unexercised(verdict.metrics)]
-    whose = f"the rounding of {why.precision}, " if isinstance(why, WithinBounds) and why.precision else ""
-    within = [f"{whose}within {level}{estimated}: {coverage}", describe_nearest(tensors), *limits]
+    within = [f"within {level}{estimated}: {coverage}", describe_nearest(tensors), *limits]
     if isinstance(why, NotExplainedByNoise):
         listed = [describe_suspicion(item) for item in verdict.suspicions[:_NUM_LISTED]]
         rest = len(verdict.suspicions) - _NUM_LISTED

@@ -20,10 +20,10 @@ from mock_scheduler.verdict.reasons import (
     EqualToReference,
     ProofName,
     RefutedBy,
+    RoundingOfPrecision,
     StaysInFloat64,
     Uncalibrated,
     VanishesInFloat64,
-    WithinBounds,
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
@@ -112,6 +112,8 @@ def describe_reason(verdict: Verdict) -> str:
             return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
         case StaysInFloat64():
             return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
+        case RoundingOfPrecision():
+            return f"{_describe_named(verdict, 'emulation')}; {_AGAINST}{_describe_direct(verdict)}"
         case _:
             return describe_comparison(verdict)
 
@@ -165,9 +167,11 @@ def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Loc
             extent = _describe_extent(compared or verdict.tensors)
             return f"every bit is equal to a reference that adds in its order{extent}"
         case VerdictKind.ROUNDING:
+            if isinstance(verdict.why, RoundingOfPrecision):
+                return _write_precision(verdict, verdict.why)
             worst = find_nearest(verdict.tensors)
             nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
-            return f"differs by no more than {_name_rounding(verdict)}{nearest}"
+            return f"differs by no more than rounding does{nearest}"
         case VerdictKind.SUSPECT:
             return _write_suspect(verdict)
         case VerdictKind.DIVERGED:
@@ -188,14 +192,24 @@ def describe_smallest_error(verdict: Verdict) -> str:
     return describe_smallest_tensor(verdict.tensors)
 
 
-def _name_rounding(verdict: Verdict) -> str:
-    """``rounding does``; of two runs in different precisions whose, and whether nothing else differs."""
-    why, emulation = verdict.why, verdict.proof("emulation")
-    if not isinstance(why, WithinBounds) or not why.precision:
-        return "rounding does"
-    is_all = emulation is not None and emulation.outcome == "proved"
-    equal = ", and every bit is equal to the baseline's code in its own precision" if is_all else ""
-    return f"the rounding of {why.precision} does{equal}"
+def _write_precision(verdict: Verdict, why: RoundingOfPrecision) -> str:
+    """Whose rounding is between two precisions, and from where on it grows beyond what was measured."""
+    how = "every bit is equal to" if why.is_equal else "within the noise of"
+    text = f"differs by the rounding of {why.precision}: {how} the baseline's code in the candidate's precision"
+    tensors = verdict.tensors
+    if tensors is None or tensors.last_measured is None:
+        return text
+    step, update = tensors.last_measured
+    before = [item for item in tensors.differences if (item.key.step, item.key.update) <= (step, update)]
+    within = f"{count_of(len(before), 'tensor')} of the first update within the noise of {why.precision}"
+    beyond = [item for item in tensors.exceeding if (item.key.step, item.key.update) > (step, update)]
+    if not beyond:
+        return f"{text}, {within}"
+    largest = max(beyond, key=lambda item: item.relative / item.tolerance if item.tolerance else 0.0)
+    return (
+        f"{text}, {within}; from the next update on, where the update itself is stored in another type, "
+        f"{count_of(len(beyond), 'tensor')} beyond it, {largest.key.describe()} by {describe_ratio(largest)}"
+    )
 
 
 def _write_suspect(verdict: Verdict) -> str:
