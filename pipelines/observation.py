@@ -72,7 +72,10 @@ class StepObservation:
     @contextmanager
     def _traced(self, step: int, graft: GraftProbe | None) -> Iterator[StepProbe]:
         config = self._config
-        with StepProbe(self._runtime, self._trace_dir, step=step, config=config.trace, clock=self._clock) as probe:
+        is_last = step == config.max_steps - 1
+        with StepProbe(
+            self._runtime, self._trace_dir, step=step, config=config.trace, clock=self._clock, is_last=is_last
+        ) as probe:
             yield probe
             probe.end_step()
             self._check_fired(graft)

@@ -40,6 +40,7 @@ from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import Clock, MetricsWriter, prepare_output_dir, remove_unfinished_files
 from mock_scheduler.support.versions import read_package_versions
 from mock_scheduler.trace.selection import check_trace_ranks
+from mock_scheduler.trace.stated_steps import StatedSteps
 from pipelines.batch_metrics import (
     compute_batch_metrics,
     compute_success_by_length,
@@ -253,6 +254,7 @@ class AgenticPipeline:
         validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
         rollout_s = total.get("rollout", 0.0) + validation_s
         num_steps = self._config.max_steps - self._first_step
+        steps = StatedSteps.of(self._config.trace, first=self._first_step, last=self._config.max_steps - 1)
         self._ledger.save(self._output_dir / LEDGER_FILE)
         save_json(
             self._output_dir / RUN_FILE,
@@ -262,6 +264,8 @@ class AgenticPipeline:
                 "layout": self._training.layout,
                 "world_size": self._training.world_size,
                 "num_steps": num_steps,
+                "steps": steps.as_json(),
+                "precision": self._config.precision,
                 "wall_s": wall_s,
                 "rollout_s": rollout_s,
                 "validation_s": validation_s,

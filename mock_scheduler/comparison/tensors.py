@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, NotCompared, Note, Unmatched
+from mock_scheduler.comparison.findings import AbsentSteps, Finding, NotCompared, Note, Unmatched
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND
 from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
@@ -263,6 +263,8 @@ class TensorComparison:
         num_exact: Tensors of which every bit must be as expected, and is: initial parameters and rounded weights.
         unmatched: Chosen kinds and patterns without a tensor, or ledger, of both sides.
         is_by_content: Nobody told a side's training its rows: it has data of its own, and no rollouts.
+        absent_steps: Steps of one side alone that the other one says it does not have, or not trace.
+        has_two_precisions: The two runs state different ones.
     """
 
     steps: tuple[int, ...]
@@ -281,6 +283,19 @@ class TensorComparison:
     num_exact: int = 0
     unmatched: tuple[Unmatched, ...] = ()
     is_by_content: bool = False
+    absent_steps: tuple[AbsentSteps, ...] = ()
+    has_two_precisions: bool = False
+
+    @property
+    def last_measured(self) -> tuple[int, int] | None:
+        """Step and update behind which no bound was measured; ``None`` where all bounds hold.
+
+        Rounding has turned a decision there, or weights were stored in two types: each rounds the update itself, which
+        no perturbed run of one type shows.
+        """
+        turned = [(item.key.step, item.key.update) for item in self.flipped_decisions]
+        first = [(self.steps[0], 0)] if self.has_two_precisions and self.steps else []
+        return min([*turned, *first], default=None)
 
     @property
     def is_empty(self) -> bool:

@@ -1,7 +1,8 @@
 """A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
 
-The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a finished
-recording. Each candidate is the same plus its own overrides, in mock on the same recording. A program that takes no
+The baseline is the user's command line plus ``align.baseline``, run by ``align.entry``, in mode dump, or in mock on a
+finished recording. Each candidate is the same plus its own overrides, run by its own entry where it has one, in mock on
+the same recording. A program that takes no
 rollouts from a scheduler has neither mode nor recording. Where runs do not begin alike by themselves, each begins with
 the initial state in the baseline's trace. An alignment decides mode, recording, trace, initial state, folders and
 proofs itself, and nobody else may: an override without effect is an error.
@@ -173,7 +174,7 @@ class _Planner:
             complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
             config = self.load(complete)
         check_settings(config.system_envs)
-        entry = candidate.entry or self.program.entry
+        entry = candidate.entry or config.align.entry or self.program.entry
         check_entry(entry)
         interpreter = self.read_interpreter(candidate.python)
         return PlannedRun(
@@ -250,6 +251,7 @@ def _plan_candidates(
         planned.append(
             replace(
                 run,
+                has_other_code=run.entry != baseline.entry,
                 changes=find_changes(
                     _values_of(baseline.config), _values_of(run.config), run.program.effects(run.config).of
                 ),

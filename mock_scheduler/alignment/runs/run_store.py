@@ -113,7 +113,7 @@ class RunStore:
         """Returns the summary of a completed run, or how it failed."""
         if isinstance(outcome, RunFailure):
             return outcome
-        if run.has_own_code and not (run.output_dir / RUN_FILE).exists():
+        if run.own_module and not (run.output_dir / RUN_FILE).exists():
             message = (
                 f"the module {run.entry} ended without running the program (no {RUN_FILE}); "
                 f"it must call {run.program.entry}.main, as docs/align.md says"

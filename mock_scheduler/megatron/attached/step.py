@@ -88,7 +88,8 @@ class StepInstruments:
         self.trace: StepProbe | None = None
         if run.trace.is_due(step):
             trace_dir = Path(run.output_dir) / TRACE_FOLDER
-            self.trace = StepProbe(model.ranks, trace_dir, step=step, config=run.trace, clock=clock)
+            is_last = step == run.last_step
+            self.trace = StepProbe(model.ranks, trace_dir, step=step, config=run.trace, clock=clock, is_last=is_last)
         self._model = model
         self._probe = combine(self.graft, self.trace)
         self._update = 0
