@@ -141,6 +141,38 @@ class OtherWeight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NormCount:
+    """A sum of squares that makes the stated norm of gradients.
+
+    Args:
+        form: ``copies``: what ranks of ``place``, an axis, hold as copies is added once for each of them. ``part``: the
+            ranks at ``place``, as ``tp0``, have added what they hold, and nobody else. ``without``: tensors are left
+            out.
+        place: An axis, or a place on one; empty for ``without``.
+        names: Tensors that this is done with, their numbers as ``*``; empty for all.
+    """
+
+    form: Literal["copies", "part", "without"]
+    place: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherNorm:
+    """The candidate's norm of gradients is not the norm of its own gradients, and the baseline's is.
+
+    Args:
+        stated: The candidate's own.
+        made: Of its merged gradients, in float64; the mean over the updates of a metric's step.
+        count: A mistake that makes the stated one; ``None`` where none was found.
+    """
+
+    stated: float
+    made: float
+    count: NormCount | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NotTraced:
     """A side was told not to trace a tensor: ``values`` of its ``trace.kinds``, ``patterns`` or ``exclude``."""
 
@@ -241,6 +273,7 @@ Fact = (
     | OtherStart
     | LacksParameter
     | OtherWeight
+    | OtherNorm
     | NotSelected
     | RowsOnlyIn
     | OtherLengths

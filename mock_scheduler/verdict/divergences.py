@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.comparison.findings import DifferenceKind, Finding
+from mock_scheduler.comparison.findings import DifferenceKind, Finding, OtherNorm
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
@@ -147,7 +147,9 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
         # Rows and contracts come before all of their step; metrics and calls stand with its last update.
         if item.update is not None:
             return item.step, item.update
-        return item.step, 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
+        # A metric of a step does not tell which update's norm is wrong; the first's clip would be by it.
+        is_norm = isinstance(item.evidence, Finding) and isinstance(item.evidence.fact, OtherNorm)
+        return item.step, 0 if item.kind in _FIRST_IN_STEP or is_norm else last_update.get(item.step, 0)
 
     flipped = () if tensors is None else tensors.flipped_decisions
     if flipped:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from mock_scheduler.comparison.findings import OtherWeight
+from mock_scheduler.comparison.findings import OtherNorm, OtherWeight
 from mock_scheduler.verdict.divergences import from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
@@ -109,9 +109,13 @@ def _graver(evidence: Evidence) -> Verdict | None:
 
 
 def _breaks_invariant(direct: Verdict) -> bool:
-    """Whether the model computes with other weights than its rounded parameters, in the candidate's own run."""
-    findings = () if direct.tensors is None else direct.tensors.findings
-    return any(isinstance(item.fact, OtherWeight) and item.fact.side == "candidate" for item in findings)
+    """Whether the candidate's own run contradicts itself: its weights are not its parameters rounded, or its norm is
+    not that of its gradients.
+    """
+    facts = [] if direct.tensors is None else [item.fact for item in direct.tensors.findings]
+    return any(
+        isinstance(fact, OtherNorm) or (isinstance(fact, OtherWeight) and fact.side == "candidate") for fact in facts
+    )
 
 
 def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape, OtherWeight
+from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherNorm, OtherShape, OtherWeight
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
@@ -224,6 +224,13 @@ def test_float64_does_not_acquit_other_weights_than_the_rounded_parameters() -> 
     in_baseline = replace(finding, fact=replace(fact, side="baseline"))
     direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(in_baseline,)))
     assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
+
+
+def test_float64_does_not_acquit_a_norm_that_is_not_of_its_gradients() -> None:
+    finding = Finding(kind="metric", step=0, update=None, name="grad_norm", fact=OtherNorm(stated=2.0, made=1.0))
+    assert DIVERGED.tensors is not None
+    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(finding,)))
+    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.DIVERGED
 
 
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:

@@ -44,6 +44,7 @@ from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import Locality
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
+from mock_scheduler.comparison.walk.norms import GradientSquare
 from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
 from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
 from mock_scheduler.support.tensor_bytes import view_as_bits
@@ -218,6 +219,10 @@ class FullStep:
         key = pair.key
         bound = self._bounds.tensor(key)
         difference = measure(key, pair.baseline, pair.candidate, bound=bound, present=pair.present, sums=pair.sums)
+        # Of a tensor that a side has in part, no square is known.
+        if key.kind == "gradient" and pair.present is None:
+            square = GradientSquare(key=key, baseline=pair.sums.norm**2, candidate=pair.sums.other_norm**2)
+            self._found.squares.append(square)
         unit = rounding_unit(pair.baseline)
         if unit:
             self._pools.add(

@@ -23,6 +23,7 @@ from mock_scheduler.comparison.pairing.sources import StepSource
 from mock_scheduler.comparison.pairing.tokens import find_row_differences
 from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.comparison.tensors import ExpertFlips, LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.norms import GradientSquare
 from mock_scheduler.trace.entries import StepFooter, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -57,6 +58,8 @@ class Found:
     num_exact: int = 0
     is_by_content: bool = False
     unmatched: tuple[Unmatched, ...] = ()
+    squares: list[GradientSquare] = field(default_factory=list)
+    keys: dict[int, tuple[frozenset[TraceKey], frozenset[TraceKey]]] = field(default_factory=dict)
 
     def sort(self) -> None:
         """Puts the differences in the order training computes them."""
@@ -106,7 +109,7 @@ def walk_steps(
     steps = tuple(step for step in sorted(set(ours) & set(theirs)) if selection.has_step(step))
     found.findings += find_missing_steps(ours, theirs, selection)
     # All keys first: progress needs their number before the first is compared.
-    keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
+    keys = found.keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
     for step in steps:
         sides = StepSides.read(sources, step, keys[step], selection, found, is_first=step == steps[0])

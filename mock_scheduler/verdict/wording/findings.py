@@ -14,6 +14,7 @@ from mock_scheduler.comparison.findings import (
     LacksTokens,
     LedgerNotCompared,
     NonFinite,
+    NormCount,
     NotCompared,
     Note,
     NotFinite,
@@ -27,6 +28,7 @@ from mock_scheduler.comparison.findings import (
     OtherDtype,
     OtherInput,
     OtherLengths,
+    OtherNorm,
     OtherNumUpdates,
     OtherPlaces,
     OtherShape,
@@ -134,7 +136,7 @@ def describe_unmatched(unmatched: Sequence[Unmatched]) -> str:
 def _name_subject(finding: Finding) -> str:
     kind = next((kind for kind in TRACE_KINDS if kind == finding.kind), None)
     if kind is None or finding.update is None:
-        return finding.name
+        return f"metric {finding.name} at step {finding.step}" if finding.kind == "metric" else finding.name
     return TraceKey(step=finding.step, update=finding.update, kind=kind, name=finding.name).describe()
 
 
@@ -164,6 +166,8 @@ def _describe_fact(fact: Fact) -> str:
             return "was traced without the parameter that it is rounded from"
         case OtherWeight(side=side):
             return f"is not the rounded parameter in the {side}: the model computes with other weights"
+        case OtherNorm() as norm:
+            return _describe_norm(norm)
     raise TypeError(f"{type(fact).__name__} is no fact of one tensor")
 
 
@@ -172,6 +176,27 @@ def _describe_places(places: OtherPlaces) -> str:
     return (
         f"is defined at other {places.what}s: {mine} only in the baseline, {places.num_candidate} only in the candidate"
     )
+
+
+def _describe_norm(norm: OtherNorm) -> str:
+    times = f"{norm.stated / norm.made:.6g} times it" if norm.made else "not 0"
+    said = (
+        f"is {norm.stated:.7g} in the candidate, whose own gradients have the norm {norm.made:.7g} ({times}); the "
+        "baseline's is the norm of its gradients"
+    )
+    return said if norm.count is None else f"{said}. {_describe_count(norm.count)}"
+
+
+def _describe_count(count: NormCount) -> str:
+    names = list_some(list(count.names), _NUM_NAMED)
+    match count.form:
+        case "copies":
+            which = names or "what they hold as copies"
+            return f"It counts {which} once for each of the {count.place} ranks"
+        case "part":
+            return f"It is the norm of what the ranks at {count.place} hold: nothing was added over the others"
+        case "without":
+            return f"It leaves out {names}"
 
 
 def _describe_broken(broken: NotFinite) -> str:
