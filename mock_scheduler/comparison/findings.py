@@ -141,6 +141,20 @@ class OtherWeight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NarrowedState:
+    """The candidate keeps state in fewer bits than its type and the baseline have; from one tensor on, all of a kind.
+
+    Args:
+        num_bits: Of mantissa, in the candidate; ``baseline_bits`` likewise.
+        num_tensors: Tensors of the kind, step and update that this holds of.
+    """
+
+    num_bits: int
+    baseline_bits: int
+    num_tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NormCount:
     """A sum of squares that makes the stated norm of gradients.
 
@@ -274,6 +288,7 @@ Fact = (
     | LacksParameter
     | OtherWeight
     | OtherNorm
+    | NarrowedState
     | NotSelected
     | RowsOnlyIn
     | OtherLengths
@@ -396,12 +411,31 @@ class KindNotCompared:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FewerBits:
+    """The candidate's gradients are sums of coarser numbers, or of fewer, than the baseline's.
+
+    Args:
+        step: Of the first such update.
+        update: Likewise.
+        divisor: What they are multiplied by to be short numbers.
+        num_bits: The median bits of mantissa that they then have in the candidate; ``baseline_bits`` likewise.
+    """
+
+    step: int
+    update: int
+    divisor: int
+    num_bits: float
+    baseline_bits: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputsNotCompared:
     """No input is in both traces: rows are known to be the same by their identities alone."""
 
 
 Note = (
-    InputsNotCompared
+    FewerBits
+    | InputsNotCompared
     | LedgerNotCompared
     | PartlyWritten
     | SketchTokensNotCompared

@@ -212,6 +212,47 @@ FEWEST_PLACE_ELEMENTS = _define(
     unit="elements",
     reason="more than FEWEST_ELEMENTS: a place is the most extreme of many, and its median needs some of its own",
 )
+LEAST_NARROWING = _define(
+    "LEAST_NARROWING",
+    4,
+    unit="bits of mantissa, fewer than the baseline's",
+    reason="FEWEST_ELEMENTS different numbers all end in four zeros once in 2^64; bfloat16 from float32 is 16, float8 "
+    "from bfloat16 is 4",
+    source="arithmetic",
+)
+NARROWED_SAMPLE = _define(
+    "NARROWED_SAMPLE", 4096, unit="elements", reason="among these FEWEST_ELEMENTS must be different, if any are"
+)
+SHORT_BITS = _define(
+    "SHORT_BITS",
+    12,
+    unit="bits of mantissa",
+    reason="a sum of two numbers of bfloat16 has at most so many where the larger is at most 16 times the smaller; a "
+    "number that was not rounded has them once in 2^11",
+)
+DIVISION_ROUNDINGS = _define(
+    "DIVISION_ROUNDINGS", 1.5, unit="unit roundoffs of float32", reason="of a division and its product, and a margin"
+)
+LARGEST_DIVISOR = _define(
+    "LARGEST_DIVISOR",
+    4096,
+    unit="tokens, or whatever gradients are divided by",
+    reason="half of FEWEST_NARROWED numbers are short at one of so many divisors by chance less than once in 1e100",
+)
+FEWEST_NARROWED = _define(
+    "FEWEST_NARROWED", 128, unit="elements of all gradients of an update", reason="of which half are short"
+)
+NARROWED_GRADIENT = _define(
+    "NARROWED_GRADIENT", 32, unit="elements of one gradient", reason="so that large ones do not outweigh all others"
+)
+FEWER_BITS = _define(
+    "FEWER_BITS",
+    1.5,
+    unit="bits, the median of the elements",
+    reason="sums of four numbers of bfloat16 have 9.5 in the median, of two rounded ones 7.5; the same sums in another "
+    "order have the same",
+    source="measured: a gradient buffer that is rounded before its reduction",
+)
 FEWEST_EQUIVALENT = _define(
     "FEWEST_EQUIVALENT",
     8.0,

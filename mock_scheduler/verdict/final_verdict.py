@@ -3,7 +3,8 @@
 Contract: pure; ``_decide`` goes down the ladder. ``suspect`` is made
 
 - of ``diverged``, where float64 shows no difference, or where the candidate equals a reference of doubtful standing;
-- of ``rounding``, where the reference in the candidate's order shows more than the baseline does;
+- of ``rounding``, where the reference in the candidate's order shows more than the baseline does, or its gradients are
+  sums of finer numbers;
 
 ``rounding`` is made of ``suspect`` where nobody measured the noise, and float64 shows that both compute the same.
 """
@@ -14,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from mock_scheduler.comparison.findings import OtherNorm, OtherWeight
-from mock_scheduler.verdict.divergences import from_tensor
+from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherWeight
+from mock_scheduler.verdict.divergences import Divergence, from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
+    CoarserGradients,
     EqualToReference,
     RefutedBy,
     StaysInFloat64,
@@ -45,6 +47,9 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # Unequal copies within the candidate's own run refute it, whatever else holds.
     if replicas == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="replicas"))
+    # A law of the candidate's own run is no matter of noise or precision, and copies of parameters are not in float64.
+    if direct.kind is VerdictKind.DIVERGED and _breaks_invariant(direct.first):
+        return direct
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
@@ -88,9 +93,12 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         return replace(direct, kind=VerdictKind.SUSPECT, why=why_apart, suspicions=sharper.suspicions)
     # Suspect and not diverged: both compute one function, and either this precision alone is wrong, or the noise was
     # larger than measured.
-    # An invariant of the candidate's own run is no matter of precision, and copies of parameters are not in float64.
-    if direct.kind is VerdictKind.DIVERGED and referee == "proved" and not _breaks_invariant(direct):
+    if direct.kind is VerdictKind.DIVERGED and referee == "proved":
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
+    # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
+    fewer = _find_fewer_bits(emulated)
+    if fewer is not None and direct.kind is VerdictKind.ROUNDING:
+        return replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Float64 has shown that both compute one function, which theory alone cannot.
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
         return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))
@@ -108,14 +116,18 @@ def _graver(evidence: Evidence) -> Verdict | None:
     return emulated if is_graver else None
 
 
-def _breaks_invariant(direct: Verdict) -> bool:
-    """Whether the candidate's own run contradicts itself: its weights are not its parameters rounded, or its norm is
-    not that of its gradients.
+def _breaks_invariant(item: Divergence | None) -> bool:
+    """Whether the candidate's own run contradicts itself there: a weight is not its parameter rounded, a norm is not
+    that of its gradients, or state has not the bits of its type.
     """
-    facts = [] if direct.tensors is None else [item.fact for item in direct.tensors.findings]
-    return any(
-        isinstance(fact, OtherNorm) or (isinstance(fact, OtherWeight) and fact.side == "candidate") for fact in facts
-    )
+    fact = item.evidence.fact if item is not None and isinstance(item.evidence, Finding) else None
+    return isinstance(fact, OtherNorm | NarrowedState) or (isinstance(fact, OtherWeight) and fact.side == "candidate")
+
+
+def _find_fewer_bits(emulated: Verdict | None) -> FewerBits | None:
+    """The candidate's gradients as sums of coarser numbers than those of as many sums in the same order."""
+    notes = () if emulated is None or emulated.tensors is None else emulated.tensors.notes
+    return next((note for note in notes if isinstance(note, FewerBits)), None)
 
 
 def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:

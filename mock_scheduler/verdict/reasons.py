@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, Unmatched
+from mock_scheduler.comparison.findings import FewerBits, Finding, Unmatched
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
@@ -250,6 +250,13 @@ class VanishesInFloat64:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CoarserGradients:
+    """Gradients are within their bounds, and sums of coarser numbers than those of the reference in the same order."""
+
+    note: FewerBits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StaysInFloat64:
     """The difference is within its bounds, and in float64 it does not shrink as rounding does."""
 
@@ -287,6 +294,7 @@ Reason = (
     | EqualToReference
     | ApartFromReference
     | VanishesInFloat64
+    | CoarserGradients
     | StaysInFloat64
 )
 """Why a verdict is what it is."""

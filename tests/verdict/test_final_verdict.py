@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherNorm, OtherShape, OtherWeight
+from mock_scheduler.comparison.findings import (
+    Fact,
+    FewerBits,
+    Finding,
+    NarrowedState,
+    OnlyIn,
+    OtherNorm,
+    OtherShape,
+    OtherWeight,
+)
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
@@ -48,6 +57,11 @@ def first_at(value: float, *, name: str = KEY.name, fact: Fact = HERE) -> Diverg
     """A first divergence of this size."""
     finding = Finding(kind="gradient", step=0, update=0, name=name, fact=fact)
     return Divergence(step=0, update=0, kind="gradient", name=name, evidence=finding, value=value, bound=1e-6)
+
+
+def first_with(fact: Fact) -> Verdict:
+    """Diverged, first by a finding."""
+    return replace(DIVERGED, first=first_at(1.0, fact=fact))
 
 
 def compared(kind: VerdictKind, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Verdict:
@@ -217,20 +231,33 @@ def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
 def test_float64_does_not_acquit_other_weights_than_the_rounded_parameters() -> None:
     """An optimizer wrote what it updated into its neighbour's shard; in float64 no weight is a copy."""
     fact = OtherWeight(side="candidate")
-    finding = Finding(kind="weight", step=0, update=0, name=KEY.name, fact=fact)
-    assert DIVERGED.tensors is not None
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(finding,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.DIVERGED
-    in_baseline = replace(finding, fact=replace(fact, side="baseline"))
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(in_baseline,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
+    assert judge(replace(OTHER, direct=first_with(fact), wide=IDENTICAL)).kind is VerdictKind.DIVERGED
+    in_baseline = first_with(replace(fact, side="baseline"))
+    assert judge(replace(OTHER, direct=in_baseline, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
 
 
-def test_float64_does_not_acquit_a_norm_that_is_not_of_its_gradients() -> None:
-    finding = Finding(kind="metric", step=0, update=None, name="grad_norm", fact=OtherNorm(stated=2.0, made=1.0))
-    assert DIVERGED.tensors is not None
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(finding,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.DIVERGED
+@pytest.mark.parametrize(
+    "fact", [OtherNorm(stated=2.0, made=1.0), NarrowedState(num_bits=7, baseline_bits=23, num_tensors=1)]
+)
+def test_laws_of_the_candidates_own_run_decide_before_float64_and_the_reference(fact: Fact) -> None:
+    direct = first_with(fact)
+    verdict = judge(replace(OTHER, direct=direct, wide=IDENTICAL, emulated=DIVERGED))
+    assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, direct.first)
+
+
+def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
+    """A buffer was rounded to bfloat16 before its reduction, which the noise of bfloat16 hides."""
+    note = FewerBits(step=0, update=0, divisor=39, num_bits=7.0, baseline_bits=9.0)
+    assert ROUNDING.tensors is not None
+    emulated = replace(ROUNDING, tensors=replace(ROUNDING.tensors, notes=(note,)))
+    verdict = judge(replace(OTHER, direct=ROUNDING, emulated=emulated))
+    assert verdict.kind is VerdictKind.SUSPECT
+    assert describe_reason(verdict) == (
+        "within the bounds, but gradients of step 0, update 0 times 39 have 7 bits of mantissa in the median, in the "
+        "baseline 9: they are sums of coarser numbers, as where a buffer is rounded to a narrower type before its "
+        "reduction, or of fewer"
+    )
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:

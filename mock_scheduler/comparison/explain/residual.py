@@ -18,11 +18,20 @@ from itertools import combinations
 import torch
 
 from mock_scheduler.comparison.explain.moves import find_move
+from mock_scheduler.comparison.explain.narrowing import count_bits, find_narrowing
 from mock_scheduler.comparison.explain.permutations import Holders
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_ratio, only_enough
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.measure.large_tensors import FlatPair, flatten, spread, square_of
-from mock_scheduler.comparison.residuals import ElementBlock, OneElement, PartialSums, Residual, ResidualKind, Side
+from mock_scheduler.comparison.residuals import (
+    ElementBlock,
+    Narrowed,
+    OneElement,
+    PartialSums,
+    Residual,
+    ResidualKind,
+    Side,
+)
 from mock_scheduler.comparison.tensors import Figures
 from mock_scheduler.comparison.thresholds import (
     ENOUGH,
@@ -73,6 +82,8 @@ def classify_residual(
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
     sample = [spread(item.expand(baseline.shape), pair.stride, pair.present) for item in parts]
     before = None if previous is None else spread(previous, pair.stride, pair.present)
+    if present is None and (narrowed := _find_narrowed(baseline, candidate, figures)) is not None:
+        return narrowed
     # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
     ratio_of = partial(find_ratio, pair, bound=bound, common=common)
@@ -95,6 +106,17 @@ def classify_residual(
     # Orders are tried last, since they cost a pass over the tensor each.
     degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
     return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
+
+
+def _find_narrowed(baseline: torch.Tensor, candidate: torch.Tensor, figures: Figures) -> Residual | None:
+    """Finds that rounding to fewer bits of mantissa makes a difference of this size."""
+    bits = find_narrowing(baseline, candidate)
+    # A larger difference has another cause, whatever its type.
+    if bits is None or not figures.relative <= 2.0**-bits:
+        return None
+    num_bits = count_bits(baseline)
+    assert num_bits is not None
+    return Residual(kind="narrowed", value=float(bits), explained=1.0, detail=Narrowed(num_bits=num_bits))
 
 
 def _best(*found: Residual | None) -> Residual | None:

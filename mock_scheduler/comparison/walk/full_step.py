@@ -20,6 +20,7 @@ from mock_scheduler.comparison.explain.explanation import boundaries_of, dims_of
 from mock_scheduler.comparison.explain.locality import find_localities
 from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
 from mock_scheduler.comparison.findings import (
+    FewerBits,
     Finding,
     LacksTokens,
     OtherDtype,
@@ -44,6 +45,7 @@ from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import Locality
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
+from mock_scheduler.comparison.walk.narrowed import NarrowedValues
 from mock_scheduler.comparison.walk.norms import GradientSquare
 from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
 from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
@@ -68,6 +70,7 @@ class FullStep:
         # In both runs: a gradient that one run lacks is a finding, and its parameter no decision.
         self._without_gradient = find_without_gradient(sides.keys[0]) & find_without_gradient(sides.keys[1])
         self._num_initial = 0
+        self._narrowed = NarrowedValues()
         self._pools = RoundingPools()
         self._found.absences += sides.find_unobserved()
 
@@ -81,6 +84,11 @@ class FullStep:
                     self._walk(key)
             yield len(group)
         self._add_rounding()
+        self._found.findings += self._narrowed.findings()
+        note = self._narrowed.note()
+        # Of the first such update: what follows has the same reason.
+        if note is not None and not any(isinstance(item, FewerBits) for item in self._found.notes):
+            self._found.notes[note] = None
 
     def _groups(self) -> list[list[TraceKey]]:
         """Groups tensors that are walked together: the state of one name; choices of experts before all else."""
@@ -145,7 +153,8 @@ class FullStep:
             moved_experts=self._moved_experts,
         )
         pairs = (self._pair(key, is_reported=selection.has_kind(key.kind)) for key in keys)
-        for pair, outcome in compare_state((pair for pair in pairs if pair is not None), rules):
+        read = self._narrowed.watch(pair for pair in pairs if pair is not None)
+        for pair, outcome in compare_state(read, rules):
             if outcome == "exact":
                 self._found.num_exact += bool(pair.sums.figures.num_elements)
             elif isinstance(outcome, TensorDifference):
@@ -234,6 +243,8 @@ class FullStep:
                 size=pair.sums.norm,
                 count=difference.num_elements,
             )
+        if key.kind == "optimizer":
+            self._narrowed.add(pair)
         localities = self._find_places(pair, bound) if not difference.bit_equal else ()
         self._add(replace(difference, num_flipped_tokens=num_flipped_tokens, localities=localities), pair)
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from mock_scheduler.comparison.findings import (
     CopiesDiffer,
     Fact,
+    FewerBits,
     Finding,
     InputsNotCompared,
     KindNotCompared,
     LacksParameter,
     LacksTokens,
     LedgerNotCompared,
+    NarrowedState,
     NonFinite,
     NormCount,
     NotCompared,
@@ -47,7 +49,7 @@ from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
-from mock_scheduler.verdict.wording.residuals import describe_residual
+from mock_scheduler.verdict.wording.residuals import describe_narrowing, describe_residual
 
 _NUM_NAMED = 3
 _SAME_START = "both runs must start from the same weights, to the last bit"
@@ -85,6 +87,12 @@ def describe_note(note: Note) -> str:
             return f"the ledger of {kind} calls was not compared: {why}"
         case PartlyWritten(key=key, places=places):
             return f"{key.describe()} {_describe_places(places)}, as some ranks wrote no trace"
+        case FewerBits() as fewer:
+            return (
+                f"gradients of step {fewer.step}, update {fewer.update} times {fewer.divisor} have {fewer.num_bits:g} "
+                f"bits of mantissa in the median, in the baseline {fewer.baseline_bits:g}: they are sums of coarser "
+                "numbers, as where a buffer is rounded to a narrower type before its reduction, or of fewer"
+            )
         case SketchTokensNotCompared(step=step):
             return f"step {step}: sketches of tokens were not compared, as the rows are not in the same order"
         case SketchWeightsNotCompared():
@@ -168,6 +176,9 @@ def _describe_fact(fact: Fact) -> str:
             return f"is not the rounded parameter in the {side}: the model computes with other weights"
         case OtherNorm() as norm:
             return _describe_norm(norm)
+        case NarrowedState(num_bits=bits, baseline_bits=mine, num_tensors=count):
+            more = f", as are {count - 1} more of its kind" if count > 1 else ""
+            return f"is {describe_narrowing(bits)} in the candidate{more}; the baseline has {mine} bits"
     raise TypeError(f"{type(fact).__name__} is no fact of one tensor")
 
 

@@ -17,6 +17,7 @@ from mock_scheduler.verdict.reasons import (
     ApartFromReference,
     BeyondBounds,
     BitEqual,
+    CoarserGradients,
     EqualToReference,
     ProofName,
     RefutedBy,
@@ -28,6 +29,7 @@ from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, Ver
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
 from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
 from mock_scheduler.verdict.wording.reasons import NOT_MEASURED, describe_comparison, describe_rest
@@ -109,6 +111,8 @@ def describe_reason(verdict: Verdict) -> str:
             return f"{order}: {shown}; {_describe_direct(verdict)}"
         case VanishesInFloat64():
             return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
+        case CoarserGradients(note=note):
+            return f"within the bounds, but {describe_note(note)}"
         case StaysInFloat64():
             return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
         case _:
