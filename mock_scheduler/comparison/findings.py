@@ -418,7 +418,7 @@ class FewerBits:
         step: Of the first such update.
         update: Likewise.
         divisor: What they are multiplied by to be short numbers.
-        num_bits: The median bits of mantissa that they then have in the candidate; ``baseline_bits`` likewise.
+        num_bits: The mean bits of mantissa that they then have in the candidate; ``baseline_bits`` likewise.
     """
 
     step: int

@@ -37,7 +37,7 @@ class ShortSums:
     Args:
         divisor: Whole; 1 where nothing was divided.
         short: The part of the elements that are short, 0 to 1.
-        bits: The median of the elements' bits; the type's own for those that are not short.
+        bits: The mean of the elements' bits; one more than short ones have for those that are not.
     """
 
     divisor: int
@@ -94,10 +94,10 @@ def find_sums(sample: torch.Tensor, *, divisor: int | None = None) -> ShortSums 
     # The smallest of equally good ones: multiples by a power of two are as good.
     best = int(share.argmax())
     multiplied = values * divisors[best]
-    bits = np.full(len(values), stored_bits(torch.float32))
+    bits = np.full(len(values), SHORT_BITS + 1)
     for count in range(SHORT_BITS, -1, -1):
         bits[_is_short(multiplied, count)] = count
-    return ShortSums(divisor=int(divisors[best]), short=float(share[best]), bits=float(np.median(bits)))
+    return ShortSums(divisor=int(divisors[best]), short=float(share[best]), bits=float(np.mean(bits)))
 
 
 def _is_short(values: npt.NDArray[np.float64], bits: int) -> npt.NDArray[np.bool_]:

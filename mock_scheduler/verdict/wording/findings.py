@@ -89,8 +89,8 @@ def describe_note(note: Note) -> str:
             return f"{key.describe()} {_describe_places(places)}, as some ranks wrote no trace"
         case FewerBits() as fewer:
             return (
-                f"gradients of step {fewer.step}, update {fewer.update} times {fewer.divisor} have {fewer.num_bits:g} "
-                f"bits of mantissa in the median, in the baseline {fewer.baseline_bits:g}: they are sums of coarser "
+                f"gradients of step {fewer.step}, update {fewer.update}, times {fewer.divisor}, have a mantissa of "
+                f"{fewer.num_bits:.1f} bits in the mean, in the baseline {fewer.baseline_bits:.1f}: they are sums of coarser "
                 "numbers, as where a buffer is rounded to a narrower type before its reduction, or of fewer"
             )
         case SketchTokensNotCompared(step=step):

@@ -69,10 +69,10 @@ def test_sums_of_rounded_gradients_are_found_by_their_divisor() -> None:
     faulty = (parts[:2].sum(0).bfloat16().float() + parts[2:].sum(0).bfloat16().float()) / 39
     found = find_sums(faulty)
     assert found is not None
-    assert (found.divisor % 39, found.bits) == (0, 8.0)
+    assert found.divisor % 39 == 0
     same = find_sums(honest, divisor=found.divisor)
     assert same is not None
-    assert same.bits == 9.0
+    assert same.bits - found.bits > 1.0
     full = find_sums(draw(4096))
     assert full is not None
     assert full.short < 0.1
