@@ -254,8 +254,8 @@ def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
     assert verdict.kind is VerdictKind.SUSPECT
     assert describe_reason(verdict) == (
         "within the bounds, but gradients of step 0, update 0, times 39, have a mantissa of 7.0 bits in the mean, "
-        "in the baseline 9.0: they are sums of coarser numbers, as where a buffer is rounded to a narrower type before its "
-        "reduction, or of fewer"
+        "in the baseline 9.0: they are sums of coarser numbers, as where a buffer is rounded to a narrower type "
+        "before its reduction, or of fewer"
     )
     assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 

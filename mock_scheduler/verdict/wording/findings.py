@@ -90,8 +90,8 @@ def describe_note(note: Note) -> str:
         case FewerBits() as fewer:
             return (
                 f"gradients of step {fewer.step}, update {fewer.update}, times {fewer.divisor}, have a mantissa of "
-                f"{fewer.num_bits:.1f} bits in the mean, in the baseline {fewer.baseline_bits:.1f}: they are sums of coarser "
-                "numbers, as where a buffer is rounded to a narrower type before its reduction, or of fewer"
+                f"{fewer.num_bits:.1f} bits in the mean, in the baseline {fewer.baseline_bits:.1f}: they are sums of "
+                "coarser numbers, as where a buffer is rounded to a narrower type before its reduction, or of fewer"
             )
         case SketchTokensNotCompared(step=step):
             return f"step {step}: sketches of tokens were not compared, as the rows are not in the same order"
