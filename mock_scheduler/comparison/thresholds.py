@@ -549,6 +549,13 @@ MOST_NORM_GROUPS = _define(
     "MOST_NORM_GROUPS", 8, unit="kinds of tensors", reason="each subset of them is tried, and more would fit by chance"
 )
 
+REPEATED_SHARE = _define(
+    "REPEATED_SHARE",
+    0.1,
+    unit="of the distance from the baseline",
+    reason="a candidate that is this far from itself may be as far from the baseline by the same chance",
+)
+
 # --- What grew --------------------------------------------------------------------------------------------------------
 
 NEARLY_BEYOND = _define(

@@ -16,12 +16,15 @@ from dataclasses import replace
 from typing import Literal
 
 from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherWeight
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.thresholds import REPEATED_SHARE
 from mock_scheduler.verdict.divergences import Divergence, from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
     CoarserGradients,
     EqualToReference,
+    NotRepeated,
     RefutedBy,
     StaysInFloat64,
     Uncalibrated,
@@ -37,6 +40,34 @@ def judge(evidence: Evidence) -> Verdict:
         return evidence.direct
     proofs = judge_proofs(evidence)
     return replace(_decide(evidence, proofs), proofs=proofs)
+
+
+def withdraw(verdict: Verdict, repeated: TensorComparison | None) -> Verdict:
+    """The verdict on a candidate of which two runs were compared; unverified where they differ.
+
+    A divergence that is far larger than what the candidate's own runs are apart stands, and so do laws of one run.
+
+    Args:
+        verdict: On the first of them.
+        repeated: The first run with the second; ``None`` where there was no second.
+    """
+    apart = () if repeated is None else repeated.differences
+    first = next((item for item in apart if not item.bit_equal), None)
+    if first is None or verdict.kind in (*WITHOUT_COMPARISON, VerdictKind.IDENTICAL):
+        return verdict
+    if verdict.kind is VerdictKind.DIVERGED and not _is_as_large(verdict.first, apart):
+        return verdict
+    why = NotRepeated(first=first, otherwise=verdict.why)
+    return replace(verdict, kind=VerdictKind.UNVERIFIED, why=why)
+
+
+def _is_as_large(first: Divergence | None, apart: Sequence[TensorDifference]) -> bool:
+    """Whether two runs of one candidate are about as far apart in a tensor as the candidate and the baseline."""
+    difference = None if first is None else first.difference
+    if difference is None:
+        return False
+    own = next((item for item in apart if item.key == difference.key), None)
+    return own is not None and own.distance >= REPEATED_SHARE * difference.distance > 0.0
 
 
 def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:

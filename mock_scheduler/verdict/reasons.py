@@ -11,6 +11,7 @@ from typing import Literal
 
 from mock_scheduler.comparison.findings import FewerBits, Finding, Unmatched
 from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -201,6 +202,14 @@ class NotDeterministic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NotRepeated:
+    """Two runs of the candidate itself differ, first in ``first``; ``otherwise``: the reason that there would be."""
+
+    first: TensorDifference
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EqualRecordings:
     """All steps of two recordings are equal to the last bit."""
 
@@ -287,6 +296,7 @@ Reason = (
     | RunFailed
     | StillOpen
     | NotDeterministic
+    | NotRepeated
     | EqualRecordings
     | OtherRecordings
     | NoCommonStep

@@ -19,8 +19,8 @@ from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.divergences import Divergence, from_tensor
+from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
@@ -263,6 +263,33 @@ def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
     verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
     assert (verdict, found["referee"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+def test_a_candidate_that_does_not_repeat_itself_is_unverified() -> None:
+    """Its own runs differ by as much as noise: rounding would be said of chance."""
+    again = compared(VerdictKind.DIVERGED, relative=1e-3).tensors
+    assert again is not None
+    verdict = withdraw(ROUNDING, again)
+    assert verdict.kind is VerdictKind.UNVERIFIED
+    assert describe_reason(verdict).startswith(
+        f"the candidate does not repeat itself: two runs of it differ first in the {KEY.describe()} (0.001 of it), so "
+        "a difference from the baseline may be chance; mock-scheduler doctor with its overrides and its --entry names "
+        "the operation"
+    )
+    assert withdraw(ROUNDING, compared(VerdictKind.IDENTICAL).tensors) == ROUNDING
+    assert withdraw(ROUNDING, None) == ROUNDING
+
+
+def test_a_divergence_far_beyond_what_two_runs_are_apart_stands() -> None:
+    again = compared(VerdictKind.DIVERGED, relative=1e-3).tensors
+    assert again is not None
+    (apart,) = again.differences
+    for distance, kind in ((1e-3, VerdictKind.UNVERIFIED), (1.0, VerdictKind.DIVERGED)):
+        there = from_tensor(replace(apart, distance=distance))
+        own = replace(again, differences=(replace(apart, distance=1e-3),))
+        assert withdraw(replace(DIVERGED, first=there), own).kind is kind
+    # A law of one run is broken in each.
+    assert withdraw(first_with(OtherNorm(stated=2.0, made=1.0)), again).kind is VerdictKind.DIVERGED
 
 
 def test_without_determinism_nothing_is_proved() -> None:

@@ -19,6 +19,7 @@ from mock_scheduler.verdict.reasons import (
     BitEqual,
     CoarserGradients,
     EqualToReference,
+    NotRepeated,
     ProofName,
     RefutedBy,
     StaysInFloat64,
@@ -46,7 +47,8 @@ LEGEND: Mapping[VerdictKind, str] = {
     "noise was measured",
     VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
     VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
-    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
+    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, or two of a candidate differ, so a difference "
+    "proves nothing",
 }
 
 #: Whether a verdict is good news, on a page and in a terminal.
@@ -113,6 +115,8 @@ def describe_reason(verdict: Verdict) -> str:
             return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
         case CoarserGradients(note=note):
             return f"within the bounds, but {describe_note(note)}"
+        case NotRepeated():
+            return describe_rest(verdict)
         case StaysInFloat64():
             return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
         case _:
