@@ -135,9 +135,13 @@ class LacksParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherWeight:
-    """The weight the model computes with is not the rounded parameter in ``side``."""
+    """The weight the model computes with is not the rounded parameter in ``side``.
+
+    ``is_of_before``: it is that of before the update.
+    """
 
     side: Side
+    is_of_before: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,8 @@ ResidualKind = Literal[
     "constant",
     "one element",
     "narrowed",
+    "left over",
+    "decay",
 ]
 
 

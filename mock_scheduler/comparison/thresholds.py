@@ -212,6 +212,25 @@ FEWEST_PLACE_ELEMENTS = _define(
     unit="elements",
     reason="more than FEWEST_ELEMENTS: a place is the most extreme of many, and its median needs some of its own",
 )
+PARALLEL = _define(
+    "PARALLEL",
+    0.99,
+    unit="cosine",
+    reason="two tensors of one direction differ by a ratio; 0.99 leaves a rest of 14 % of the tensor, which no number "
+    "makes",
+)
+BETTER_REST = _define(
+    "BETTER_REST",
+    0.5,
+    unit="of the norm that a ratio leaves",
+    reason="of two explanations that both fit, the particular one must leave far less",
+)
+LARGEST_DECAY = _define(
+    "LARGEST_DECAY",
+    0.05,
+    unit="of a parameter, by one update",
+    reason="learning rate times weight decay; larger is no decay, and norms of equal weights would take any constant",
+)
 LEAST_NARROWING = _define(
     "LEAST_NARROWING",
     4,

@@ -172,6 +172,11 @@ def _describe_fact(fact: Fact) -> str:
             return "was traced without the parameter before it, so its update cannot be judged"
         case LacksParameter():
             return "was traced without the parameter that it is rounded from"
+        case OtherWeight(side=side, is_of_before=True):
+            return (
+                f"is the rounded parameter of before the update in the {side}: what the optimizer updated was not "
+                "copied to the model, or to another rank's shard of it"
+            )
         case OtherWeight(side=side):
             return f"is not the rounded parameter in the {side}: the model computes with other weights"
         case OtherNorm() as norm:

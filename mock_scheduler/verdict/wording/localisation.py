@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.tensors import Figures, TensorDifference
+from mock_scheduler.comparison.thresholds import ENOUGH, PARALLEL
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
@@ -35,8 +36,6 @@ _NOUNS: Mapping[TraceKind, str] = {
 }
 _NUM_NAMED = 3
 _NUM_AMPLIFIERS = 5
-#: A tensor is another one times a number where their cosine is this near to 1.
-_PARALLEL = 1e-9
 
 
 def describe_localisation(found: Localisation) -> str:
@@ -107,9 +106,14 @@ def _describe_problem(item: DifferingTensor) -> str:
 
 def _describe_size(difference: TensorDifference) -> str:
     figures = difference.figures
-    if figures is not None and abs(figures.cosine - 1.0) < _PARALLEL:
+    # The ratio must make most of the difference, and direction as well as size fit.
+    if figures is not None and (figures.slope - 1.0) ** 2 >= ENOUGH * figures.relative**2 and _is_parallel(figures):
         return f"candidate is {figures.slope:.6g} times the baseline (relative difference {difference.relative:.3g})"
     return f"differs by {difference.relative:.3g}"
+
+
+def _is_parallel(figures: Figures) -> bool:
+    return figures.cosine >= PARALLEL
 
 
 def _describe_subject(key: TraceKey) -> str:

@@ -48,7 +48,7 @@ def describe_residual(residual: Residual) -> str:
     text = f"{_describe_form(residual)}{_describe_sample(residual.sample)}"
     if not residual.is_of_change:
         return text
-    hint = ", as another learning rate makes it" if residual.kind == "ratio" else ""
+    hint = ", as another learning rate or count of updates makes it" if residual.kind == "ratio" else ""
     return f"of the change by the update: {text}{hint}"
 
 
@@ -126,6 +126,14 @@ def _describe_form(residual: Residual) -> str:
             return describe_reorder(reorder)
         case Narrowed(num_bits=num_bits):
             return f"candidate is {describe_narrowing(int(value))}, baseline has {num_bits} bits"
+        case None if residual.kind == "left over":
+            return (
+                f"candidate is the baseline plus {value:.4g} times the tensor of the update before, as a buffer that "
+                "was not cleared leaves it"
+            )
+        case None if residual.kind == "decay":
+            less = "less" if value > 0 else "more"
+            return f"candidate decays by {abs(value):.4g} of the parameter {less} than the baseline: weight decay"
         case None if residual.kind == "constant":
             return f"candidate is the baseline {'plus' if value > 0 else 'minus'} {abs(value):.6g}"
         case None:
