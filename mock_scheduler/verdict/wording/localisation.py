@@ -16,6 +16,7 @@ from mock_scheduler.verdict.localisation import (
     GraftEnd,
     GraftEndCause,
     Localisation,
+    module_kind,
     pass_of,
 )
 from mock_scheduler.verdict.wording.findings import describe_finding
@@ -41,13 +42,22 @@ _NUM_AMPLIFIERS = 5
 def describe_localisation(found: Localisation) -> str:
     """The one sentence: the place, the tensor, its look, and how far the rest follows from it."""
     place = [f"step {found.step}", *([f"update {found.update}"] if found.update else []), found.phase]
-    if len(found.causes) > 1:
+    if found.num_alike:
+        subject = _describe_alike(found)
+    elif len(found.causes) > 1:
         tensors = [cause.tensor for cause in found.causes if cause.tensor is not None]
         listed = " and ".join(f"{_describe_subject(item.key)} ({describe_look(item)})" for item in tensors)
         subject = f"{len(found.causes)} causes: {listed}"
     else:
         subject = f"{_describe_subject(found.origin.key)}: {describe_look(found.origin)}{_describe_maker(found)}"
     return f"{', '.join(place)}, {subject}; {'; '.join(_list_rest(found))}"
+
+
+def _describe_alike(found: Localisation) -> str:
+    """One cause of all modules of a kind: ``every norm (5), each by itself, first decoder.layers.0.… output``."""
+    kind, count = module_kind(found.name), len(found.causes)
+    which = f"every {kind} ({count})" if count == found.num_alike else f"{count} of {found.num_alike} {kind}s"
+    return f"{which}, each by itself, first {_describe_subject(found.origin.key)}: {describe_look(found.origin)}"
 
 
 def localisation_rows(found: Localisation | None) -> tuple[tuple[str, str], ...]:
