@@ -219,12 +219,6 @@ PARALLEL = _define(
     reason="two tensors of one direction differ by a ratio; 0.99 leaves a rest of 14 % of the tensor, which no number "
     "makes",
 )
-BETTER_REST = _define(
-    "BETTER_REST",
-    0.5,
-    unit="of the norm that a ratio leaves",
-    reason="of two explanations that both fit, the particular one must leave far less",
-)
 LARGEST_DECAY = _define(
     "LARGEST_DECAY",
     0.05,
