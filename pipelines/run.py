@@ -33,7 +33,7 @@ from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.proxy.build import build_scheduler
-from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
@@ -63,38 +63,11 @@ from pipelines.resuming import (
     read_resumed_state,
 )
 from pipelines.rollout.dumped import open_dumped_rollouts
-from pipelines.rollout.plan import first_episode
+from pipelines.rollout.plan import planned_requests
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")
-
-
-def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
-    """Lists every request of the run in order; known before anything is built.
-
-    Validation comes before the training of every step that ``eval_steps`` divides, and after the last step where it
-    divides ``max_steps``. So a shorter replay never asks for a validation that a longer recording lacks.
-    """
-    requests: list[RolloutRequest] = []
-    for step in range(first_step, config.max_steps + 1):
-        is_last = step == config.max_steps
-        if config.eval_steps and step % config.eval_steps == 0:
-            requests.append(_request(config, "val", step))
-        if not is_last:
-            requests.append(_request(config, "train", step))
-    return requests
-
-
-def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
-    return RolloutRequest(
-        global_step=step,
-        batch_size=config.batch_size(mode),
-        mode=mode,
-        policy_version=step,
-        group_size=config.env_manager(mode).group_size,
-        data_cursor={"first_episode": first_episode(config, mode, step)},
-    )
 
 
 class AgenticPipeline:

@@ -151,6 +151,7 @@ class TensorDifference:
     @property
     def is_undecided(self) -> bool:
         """Whether the tolerance lies within the error bar of a sketch."""
+        # "Not within" here too: an upper end that is NaN decides nothing.
         return self.high is not None and not self.exceeds and not self.high <= self.tolerance
 
     @property
@@ -173,6 +174,7 @@ class TensorDifference:
     @property
     def margin(self) -> float:
         """Tolerance / relative: how often the difference fits into the tolerance; inf for none, below 1 beyond it."""
+        # No difference fits into every tolerance, also into one of 0.
         return math.inf if self.relative == 0 else self.tolerance / self.relative
 
 
@@ -298,6 +300,7 @@ class TensorComparison:
     @property
     def is_empty(self) -> bool:
         """Whether not one element and not one call was compared, beside those of ``num_exact``."""
+        # A tensor of no elements is equal to any other one, and proves nothing.
         has_elements = any(difference.num_elements for difference in self.differences)
         return not has_elements and not any(ledger.num_calls or ledger.difference for ledger in self.ledgers)
 

@@ -65,7 +65,7 @@ from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.coverage import Unseen, find_limits, find_smallest_error, find_unexercised
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation
-from mock_scheduler.verdict.reasons import NotDeterministic, Reason, StaysInFloat64, TracedOtherThings
+from mock_scheduler.verdict.reasons import NotDeterministic, NotRepeated, Reason, StaysInFloat64, TracedOtherThings
 from mock_scheduler.verdict.verdict import Proof, ProofFacts, Verdict
 from mock_scheduler.verdict.wording.consequence import describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
@@ -149,6 +149,18 @@ def _why(why: Reason) -> dict[str, JSON]:
     match why:
         case NotDeterministic() | StaysInFloat64():
             return {"name": type(why).__name__, "otherwise": _why(why.otherwise)}
+        case NotRepeated(first=first):
+            place = {
+                "step": first.key.step,
+                "update": first.key.update,
+                "kind": first.key.kind,
+                "tensor": first.key.name,
+            }
+            return {
+                "name": type(why).__name__,
+                "first": {**place, "relative": first.relative},
+                "otherwise": _why(why.otherwise),
+            }
         case TracedOtherThings():
             return {"name": type(why).__name__, **bounded("findings", why.findings)}
         case _:

@@ -129,15 +129,16 @@ def compare_runs(
     Raises:
         AlignmentError, TraceError: The files cannot be read.
     """
-    metrics = None
+    metrics, logs = None, None
     if has_metrics:
-        logs = [load_run_metrics(folder) for folder in (baseline_dir, candidate_dir)]
-        metrics = compare_metrics(logs[0], logs[1], bounds=bounds, selection=selection)
+        logs = load_run_metrics(baseline_dir), load_run_metrics(candidate_dir)
+        metrics = compare_metrics(*logs, bounds=bounds, selection=selection)
     tensors = compare_trace_folders(
         baseline_dir / TRACE_FOLDER,
         candidate_dir / TRACE_FOLDER,
         bounds=bounds,
         selection=selection,
+        logs=logs,
         on_key=on_key,
     )
     # Whoever chooses kinds or names asks about them alone; without a choice gradients and parameters must be there.

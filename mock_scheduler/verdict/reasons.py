@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, Unmatched
+from mock_scheduler.comparison.findings import FewerBits, Finding, Unmatched
 from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -201,6 +202,14 @@ class NotDeterministic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NotRepeated:
+    """Two runs of the candidate itself differ, first in ``first``; ``otherwise``: the reason that there would be."""
+
+    first: TensorDifference
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EqualRecordings:
     """All steps of two recordings are equal to the last bit."""
 
@@ -263,6 +272,13 @@ class VanishesInFloat64:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CoarserGradients:
+    """Gradients are within their bounds, and sums of coarser numbers than those of the reference in the same order."""
+
+    note: FewerBits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StaysInFloat64:
     """The difference is within its bounds, and in float64 it does not shrink as rounding does."""
 
@@ -293,6 +309,7 @@ Reason = (
     | RunFailed
     | StillOpen
     | NotDeterministic
+    | NotRepeated
     | EqualRecordings
     | OtherRecordings
     | NoCommonStep
@@ -301,6 +318,7 @@ Reason = (
     | RoundingOfPrecision
     | ApartFromReference
     | VanishesInFloat64
+    | CoarserGradients
     | StaysInFloat64
 )
 """Why a verdict is what it is."""

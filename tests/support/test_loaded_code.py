@@ -80,6 +80,14 @@ def test_a_run_of_unknown_code_is_not_taken_for_the_same(folder: Path) -> None:
     assert reason.startswith("the record of the files that it loaded cannot be read: ")
 
 
+@pytest.mark.parametrize("name", ["a" * 5_000, "d/" * 3_000, "a\0b", "/dev/zero", "."])
+def test_a_record_of_what_is_no_file_ends_nothing(folder: Path, name: str) -> None:
+    """A name longer than the system's ended an alignment, in place of having the run made anew."""
+    (folder / "run" / "code").mkdir()
+    (folder / "run" / "code" / "x.json").write_text(json.dumps({"files": {name: "0" * 64}, "calls": {}}))
+    assert find_changed_code(folder / "run") == [f"{name}, which it loaded, cannot be read"]
+
+
 def test_a_file_written_while_the_run_went_on_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit = "import os; os.utime('flat_kernel.py')\n"
     python(folder, _RECORD.replace("save_loaded_code(Path", f"{edit}save_loaded_code(Path"), "run", "0")

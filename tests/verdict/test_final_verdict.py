@@ -4,15 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape, OtherWeight
+from mock_scheduler.comparison.findings import (
+    Fact,
+    FewerBits,
+    Finding,
+    NarrowedState,
+    OnlyIn,
+    OtherNorm,
+    OtherShape,
+    OtherWeight,
+)
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.direct_verdict import decide
-from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.divergences import Divergence, from_tensor
+from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
@@ -51,6 +60,11 @@ def first_at(value: float, *, name: str = KEY.name, fact: Fact = HERE) -> Diverg
     """A first divergence of this size."""
     finding = Finding(kind="gradient", step=0, update=0, name=name, fact=fact)
     return Divergence(step=0, update=0, kind="gradient", name=name, evidence=finding, value=value, bound=1e-6)
+
+
+def first_with(fact: Fact) -> Verdict:
+    """Diverged, first by a finding."""
+    return replace(DIVERGED, first=first_at(1.0, fact=fact))
 
 
 def compared(kind: VerdictKind, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Verdict:
@@ -220,18 +234,65 @@ def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
 def test_float64_does_not_acquit_other_weights_than_the_rounded_parameters() -> None:
     """An optimizer wrote what it updated into its neighbour's shard; in float64 no weight is a copy."""
     fact = OtherWeight(side="candidate")
-    finding = Finding(kind="weight", step=0, update=0, name=KEY.name, fact=fact)
-    assert DIVERGED.tensors is not None
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(finding,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.DIVERGED
-    in_baseline = replace(finding, fact=replace(fact, side="baseline"))
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(in_baseline,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
+    assert judge(replace(OTHER, direct=first_with(fact), wide=IDENTICAL)).kind is VerdictKind.DIVERGED
+    in_baseline = first_with(replace(fact, side="baseline"))
+    assert judge(replace(OTHER, direct=in_baseline, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
+
+
+@pytest.mark.parametrize(
+    "fact", [OtherNorm(stated=2.0, made=1.0), NarrowedState(num_bits=7, baseline_bits=23, num_tensors=1)]
+)
+def test_laws_of_the_candidates_own_run_decide_before_float64_and_the_reference(fact: Fact) -> None:
+    direct = first_with(fact)
+    verdict = judge(replace(OTHER, direct=direct, wide=IDENTICAL, emulated=DIVERGED))
+    assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, direct.first)
+
+
+def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
+    """A buffer was rounded to bfloat16 before its reduction, which the noise of bfloat16 hides."""
+    note = FewerBits(step=0, update=0, divisor=39, num_bits=7.0, baseline_bits=9.0)
+    assert ROUNDING.tensors is not None
+    emulated = replace(ROUNDING, tensors=replace(ROUNDING.tensors, notes=(note,)))
+    verdict = judge(replace(OTHER, direct=ROUNDING, emulated=emulated))
+    assert verdict.kind is VerdictKind.SUSPECT
+    assert describe_reason(verdict) == (
+        "within the bounds, but gradients of step 0, update 0, times 39, have a mantissa of 7.0 bits in the mean, "
+        "in the baseline 9.0: they are sums of coarser numbers, as where a buffer is rounded to a narrower type "
+        "before its reduction, or of fewer"
+    )
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
     verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
     assert (verdict, found["referee"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+def test_a_candidate_that_does_not_repeat_itself_is_unverified() -> None:
+    """Its own runs differ by as much as noise: rounding would be said of chance."""
+    again = compared(VerdictKind.DIVERGED, relative=1e-3).tensors
+    assert again is not None
+    verdict = withdraw(ROUNDING, again)
+    assert verdict.kind is VerdictKind.UNVERIFIED
+    assert describe_reason(verdict).startswith(
+        f"the candidate does not repeat itself: two runs of it differ first in the {KEY.describe()} (0.001 of it), so "
+        "a difference from the baseline may be chance; mock-scheduler doctor with its overrides and its --entry names "
+        "the operation"
+    )
+    assert withdraw(ROUNDING, compared(VerdictKind.IDENTICAL).tensors) == ROUNDING
+    assert withdraw(ROUNDING, None) == ROUNDING
+
+
+def test_a_divergence_far_beyond_what_two_runs_are_apart_stands() -> None:
+    again = compared(VerdictKind.DIVERGED, relative=1e-3).tensors
+    assert again is not None
+    (apart,) = again.differences
+    for distance, kind in ((1e-3, VerdictKind.UNVERIFIED), (1.0, VerdictKind.DIVERGED)):
+        there = from_tensor(replace(apart, distance=distance))
+        own = replace(again, differences=(replace(apart, distance=1e-3),))
+        assert withdraw(replace(DIVERGED, first=there), own).kind is kind
+    # A law of one run is broken in each.
+    assert withdraw(first_with(OtherNorm(stated=2.0, made=1.0)), again).kind is VerdictKind.DIVERGED
 
 
 def test_without_determinism_nothing_is_proved() -> None:

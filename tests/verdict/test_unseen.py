@@ -161,6 +161,15 @@ def test_identical_is_not_said_without_what_the_runs_state(tmp_path: Path) -> No
     assert str(verdict) == "identical: compared 1 metrics and 2 tensors, not 1 modules and 1 parameters"
 
 
+def test_shares_of_nothing_are_0() -> None:
+    """Where no parameter was compared, a module without a shown output ended the comparison in a ZeroDivisionError."""
+    outputs = comparison(equal("activation", "a", 8))
+    for tensors in (comparison(), outputs, comparison(equal("gradient", "a.weight", 0))):
+        found = find_unseen(tensors, modules={"b": "why"}, parameters={})
+        assert found == Unseen(modules={"b": "why"}, module_share=0.0, parameters={}, parameter_share=0.0)
+        assert describe_unseen(found) == "the output of 1 module (b)"
+
+
 def test_a_comparison_begins_where_the_resumed_run_begins(tmp_path: Path) -> None:
     """It was ``diverged: step 0 was traced by the baseline`` for a right run and for a wrong one."""
     whole_run = write_run(tmp_path / "whole", steps=range(4))

@@ -335,6 +335,8 @@ class AlignmentRunner:
                 with self.store.timed("localisation"):
                     try:
                         item.localisation = closer.localise(item)
+                        # Its second run may show that it does not repeat itself.
+                        item.judge()
                     except (AlignmentError, ConfigError, TraceError) as error:
                         self._warn(f"{item.run.name} is not localised: {error}")
             self._save(baseline)

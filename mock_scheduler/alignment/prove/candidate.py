@@ -20,16 +20,21 @@ from mock_scheduler.alignment.prove.proof_runs import (
     plan_in_precision,
 )
 from mock_scheduler.alignment.runs.run_store import RunStore
-from mock_scheduler.comparison.bounds.bounds import Bounds, shrinking_factor
+from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, shrinking_factor
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
+from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, coarser_precision
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.divergences import from_tensor
-from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, NotTriedCause, StillOpen
@@ -42,7 +47,8 @@ class CandidateState:
     """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
     ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
-    reference in its order of sums. ``judged``: the verdict with its proofs. ``start``: what its run started from.
+    reference in its order of sums. ``repeated``: its run with another of the same. ``judged``: the verdict with its
+    proofs. ``start``: what its run started from.
     """
 
     run: PlannedRun
@@ -59,6 +65,7 @@ class CandidateState:
     no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
+    repeated: TensorComparison | None = None
     judged: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
@@ -103,7 +110,7 @@ class CandidateState:
         # Nothing was compared: the reason stands, and no proof could change it.
         if direct is None or direct.kind in WITHOUT_COMPARISON:
             return
-        self.judged = judge(
+        judged = judge(
             Evidence(
                 direct=direct,
                 num_processes=run.config.parallel.world_size,
@@ -124,6 +131,7 @@ class CandidateState:
                 shrinking=shrinking_factor(self.precision),
             )
         )
+        self.judged = withdraw(judged, self.repeated)
 
     def why_not_emulated(self, baseline: RunSummary) -> NotTried | None:
         """Say why no reference is run in its order of sums; ``None`` where one is."""
@@ -204,7 +212,9 @@ class CloserLook:
         # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
             bounds = self._measure_all_kinds(0 if first is None else first.step, item.precision)
-        return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+        found = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+        self._compare_repeated(item, found)
+        return found
 
     def judge_equal_inputs(self, item: CandidateState) -> EqualInputsFacts:
         """Judge the first differing tensors of a candidate, whose inputs are equal, by one kernel's rounding.
@@ -223,6 +233,7 @@ class CloserLook:
             run=self._run_further,
             max_grafts=_NUM_KERNEL_GRAFTS,
         )
+        self._compare_repeated(item, place)
         unit = UNIT_ROUNDOFFS[item.run.config.precision]
         causes = [place.origin, *(cause.tensor for cause in place.causes[1:] if cause.tensor is not None)]
         judged = [cause.difference for cause in causes if cause.difference is not None]
@@ -231,6 +242,14 @@ class CloserLook:
             judged=tuple(found.key for found in judged),
             excess=next(((found, excess) for found, excess in excesses if excess is not None), None),
             is_complete=bool(place.causes) and not place.remaining,
+        )
+
+    def _compare_repeated(self, item: CandidateState, found: Localisation) -> None:
+        """Compare the candidate's run with its second one, which localisation made to trace more of a step."""
+        assert item.summary is not None
+        folders = item.summary.output_dir / TRACE_FOLDER, found.trace_dirs[1]
+        item.repeated = compare_trace_folders(
+            *folders, bounds=EXACT, selection=Selection(steps=StepRanges.of([found.step]))
         )
 
     def _measure_all_kinds(self, step: int, precision: str) -> Bounds:

@@ -18,16 +18,26 @@ from itertools import combinations
 import torch
 
 from mock_scheduler.comparison.explain.moves import find_move
+from mock_scheduler.comparison.explain.narrowing import count_bits, find_narrowing
 from mock_scheduler.comparison.explain.permutations import Holders
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_ratio, only_enough
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.measure.large_tensors import FlatPair, flatten, spread, square_of
-from mock_scheduler.comparison.residuals import ElementBlock, OneElement, PartialSums, Residual, ResidualKind, Side
+from mock_scheduler.comparison.residuals import (
+    ElementBlock,
+    Narrowed,
+    OneElement,
+    PartialSums,
+    Residual,
+    ResidualKind,
+    Side,
+)
 from mock_scheduler.comparison.tensors import Figures
 from mock_scheduler.comparison.thresholds import (
     ENOUGH,
     EXPLAINED_ROUNDING_UNITS,
     FEWEST_ELEMENTS,
+    LARGEST_DECAY,
     MOST_PARTS,
     OUTLIER_SHARE,
     VERY_CLOSE,
@@ -48,6 +58,7 @@ def classify_residual(
     holders: Mapping[int, Holders] | None = None,
     bound: float = 0.0,
     common: CommonScale | None = None,
+    start: torch.Tensor | None = None,
 ) -> Residual | None:
     """Explains ``candidate`` in terms of ``baseline``; ``None`` where nothing explains most of the difference.
 
@@ -63,6 +74,7 @@ def classify_residual(
         holders: By dimension, what the candidate's ranks hold.
         bound: Of ||a - b|| / ||a||, of noise.
         common: The ratio of the gradients of the update.
+        start: Where both sides are changes by an update, the baseline's parameter before it.
     """
     figures = compute_figures(baseline, candidate, present=present)
     # Integers have no rounding, so that any difference of them may be explained.
@@ -73,12 +85,17 @@ def classify_residual(
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
     sample = [spread(item.expand(baseline.shape), pair.stride, pair.present) for item in parts]
     before = None if previous is None else spread(previous, pair.stride, pair.present)
+    if present is None and (narrowed := _find_narrowed(baseline, candidate, figures)) is not None:
+        return narrowed
+    decayed = None if start is None else spread(start, pair.stride, pair.present)
     # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
     ratio_of = partial(find_ratio, pair, bound=bound, common=common)
     tests: tuple[Callable[[], Residual | None], ...] = (
         # The most particular explanation first: a stale tensor is in part a ratio, and a ratio in part a constant.
         lambda: _find_stale(pair, before),
+        lambda: _find_left_over(pair, before),
+        lambda: _find_decay(pair, decayed),
         lambda: _best(ratio_of(layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),
         lambda: _find_block(pair),
@@ -95,6 +112,17 @@ def classify_residual(
     # Orders are tried last, since they cost a pass over the tensor each.
     degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
     return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
+
+
+def _find_narrowed(baseline: torch.Tensor, candidate: torch.Tensor, figures: Figures) -> Residual | None:
+    """Finds that rounding to fewer bits of mantissa makes a difference of this size."""
+    bits = find_narrowing(baseline, candidate)
+    # A larger difference has another cause, whatever its type.
+    if bits is None or not figures.relative <= 2.0**-bits:
+        return None
+    num_bits = count_bits(baseline)
+    assert num_bits is not None
+    return Residual(kind="narrowed", value=float(bits), explained=1.0, detail=Narrowed(num_bits=num_bits))
 
 
 def _best(*found: Residual | None) -> Residual | None:
@@ -129,6 +157,34 @@ def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | Non
     if pair.is_small and square_of(remainder) > pair.rounding**2 * square_of(previous):
         return None
     return only_enough(Residual(kind="stale", value=1.0, explained=pair.explained(remainder)))
+
+
+def _find_left_over(pair: FlatPair, previous: torch.Tensor | None) -> Residual | None:
+    """Finds that the candidate is the baseline and a multiple of the tensor of the update before."""
+    found = None if previous is None else _fit(pair, previous)
+    if found is None:
+        return None
+    # Where one update is like the next, both fit, and a ratio says less.
+    size = square_of(pair.baseline)
+    ratio = float(torch.dot(pair.baseline, pair.difference)) / size if size else 0.0
+    rest = square_of(torch.sub(pair.difference, pair.baseline, alpha=ratio))
+    return replace(found, kind="left over") if rest > (1.0 - ENOUGH) * pair.square else None
+
+
+def _find_decay(pair: FlatPair, start: torch.Tensor | None) -> Residual | None:
+    """Finds that the changes differ by a multiple of the parameter itself."""
+    found = None if start is None else _fit(pair, start)
+    return replace(found, kind="decay") if found is not None and abs(found.value) <= LARGEST_DECAY else None
+
+
+def _fit(pair: FlatPair, other: torch.Tensor) -> Residual | None:
+    """Fits the difference as a multiple of another tensor."""
+    size = square_of(other)
+    if pair.is_small or size == 0.0:
+        return None
+    multiple = float(torch.dot(other, pair.difference)) / size
+    explained = pair.explained(torch.sub(pair.difference, other, alpha=multiple))
+    return only_enough(Residual(kind="left over", value=multiple, explained=explained))
 
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:

@@ -73,19 +73,21 @@ class StateRules:
 def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tuple[TensorPair, Outcome]]:
     """Judges the tensors of one name, read one after another, and yields the outcome of each reported one.
 
-    Memory: the gradient, and the parameter before and after an update, of both sides.
+    Memory: the gradient, and the parameter before and after an update, and the weight, of both sides.
     """
     gradient: TensorPair | None = None
     parameter: TensorPair | None = None
+    last: TensorPair | None = None
     for pair in pairs:
         kind = pair.key.kind
         outcome: Outcome | None = None
         if kind == "gradient":
             gradient, outcome = pair, "any tensor"
         elif kind == "weight":
-            outcome = _check_weight(pair, parameter)
+            outcome = _check_weight(pair, parameter, last)
         else:
             before, parameter = parameter, pair
+            last = before
             if kind in rules.reported:
                 outcome = _judge(before, pair, gradient, rules)
             # A gradient belongs to the next update only.
@@ -118,6 +120,7 @@ def _compare_update(
     before: TensorPair, after: TensorPair, gradient: TensorPair | None, rules: StateRules
 ) -> TensorDifference:
     pairs = [before, after, *([gradient] if gradient is not None else [])]
+    # An element that one of the tensors lacks has no change, or nothing that tells whether its change has a say.
     present = all_of([pair.present for pair in pairs])
     old, new, *rest = (_kept(pair, present) for pair in pairs)
     figures = after.sums.figures
@@ -133,8 +136,10 @@ def _compare_update(
         significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
         bound=bound,
         figures=figures,
+        # Bits that differ may lie in elements left out here: then it is found out for the others.
         is_same_before=before.is_equal or None,
     )
+    # Only an update that no gradient makes can be of decisions, and an exact bound allows none to be other.
     if rules.has_gradient or difference.bit_equal or bound.is_exact:
         return difference
     decisions = read_decisions(old, new)
@@ -145,15 +150,19 @@ def _compare_update(
     return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
 
 
-def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParameter | OtherWeight | Literal["exact"]:
+def _check_weight(
+    pair: TensorPair, parameter: TensorPair | None, last: TensorPair | None
+) -> LacksParameter | OtherWeight | Literal["exact"]:
+    """Checks the weight of both runs; ``last``: the parameter before the update."""
     if parameter is None:
         return LacksParameter(needed_by="weight")
     present = all_of([pair.present, parameter.present])
     weights, parameters = _kept(pair, present), _kept(parameter, present)
-    for side, weight, value in zip(SIDES, weights, parameters, strict=True):
+    for place, (side, weight, value) in enumerate(zip(SIDES, weights, parameters, strict=True)):
         # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
         if not is_bit_equal(weight, value.to(weight.dtype)):
-            return OtherWeight(side=side)
+            old = None if last is None else _kept(last, present)[place].to(weight.dtype)
+            return OtherWeight(side=side, is_of_before=old is not None and is_bit_equal(weight, old))
     return "exact"
 
 

@@ -34,6 +34,7 @@ from mock_scheduler.comparison.pairing.selection import (
 from mock_scheduler.comparison.pairing.sources import StepSource
 from mock_scheduler.comparison.pairing.tokens import find_row_differences
 from mock_scheduler.comparison.tensors import ExpertFlips, LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.norms import GradientSquare
 from mock_scheduler.trace.entries import StepFooter, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -75,6 +76,8 @@ class Found:
     unmatched: tuple[Unmatched, ...] = ()
     absent_steps: tuple[AbsentSteps, ...] = ()
     has_two_precisions: bool = False
+    squares: list[GradientSquare] = field(default_factory=list)
+    keys: dict[int, tuple[frozenset[TraceKey], frozenset[TraceKey]]] = field(default_factory=dict)
 
     def sort(self) -> None:
         """Puts the differences in the order training computes them."""
@@ -131,7 +134,7 @@ def walk_steps(
         for step, side in missing
     ]
     # All keys first: progress needs their number before the first is compared.
-    keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
+    keys = found.keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
     for step in steps:
         sides = StepSides.read(sources, step, keys[step], selection, found, is_first=step == steps[0])
@@ -292,4 +295,5 @@ class RoundingPools:
     def mean_square(self, pool: Pool) -> float:
         """Returns Σa² / n over all tensors of a pool."""
         total, count = self._squares[pool]
+        # By elements and not by tensors: a small bias must not make a large matrix's rounding coarse.
         return total / max(count, 1)

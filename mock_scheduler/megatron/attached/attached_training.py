@@ -31,7 +31,7 @@ from mock_scheduler.megatron.attached.step import OperationLogs, StepInstruments
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
-from mock_scheduler.megatron.probe.graft import GraftSource
+from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.run_output import Clock

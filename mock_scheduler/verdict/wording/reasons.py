@@ -6,6 +6,7 @@ import re
 import shlex
 
 from mock_scheduler.comparison.findings import Finding, RowsOnlyIn
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_causes
 from mock_scheduler.verdict.divergences import Divergence
@@ -24,6 +25,7 @@ from mock_scheduler.verdict.reasons import (
     NothingJudged,
     NothingTrained,
     NotReadable,
+    NotRepeated,
     OtherBatches,
     OtherData,
     OtherDraws,
@@ -111,6 +113,8 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
         case NotDeterministic():
             clauses = _list_clauses(verdict, why.otherwise, first)
             return [f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {_join(clauses)}"]
+        case NotRepeated(first=apart):
+            return [_describe_not_repeated(apart), *_list_clauses(verdict, why.otherwise, first)]
         case EqualRecordings():
             return [f"bit-equal: {count_of(why.num_steps, 'step')}", "one changed bit would be found"]
         case OtherRecordings():
@@ -120,6 +124,14 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
             return _list_clauses(verdict, why.otherwise, first)
         case _:
             return _list_incomparable(verdict, why)
+
+
+def _describe_not_repeated(apart: TensorDifference) -> str:
+    return (
+        f"the candidate does not repeat itself: two runs of it differ first in the {apart.key.describe()} "
+        f"({apart.relative:.2g} of it), so a difference from the baseline may be chance; mock-scheduler doctor with "
+        "its overrides and its --entry names the operation"
+    )
 
 
 def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:

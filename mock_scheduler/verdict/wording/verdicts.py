@@ -17,7 +17,9 @@ from mock_scheduler.verdict.reasons import (
     ApartFromReference,
     BeyondBounds,
     BitEqual,
+    CoarserGradients,
     EqualToReference,
+    NotRepeated,
     ProofName,
     RefutedBy,
     RoundingOfPrecision,
@@ -29,6 +31,7 @@ from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, Ver
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
 from mock_scheduler.verdict.wording.coverage import describe_begin, describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
 from mock_scheduler.verdict.wording.reasons import NOT_MEASURED, describe_comparison, describe_rest
@@ -45,7 +48,8 @@ LEGEND: Mapping[VerdictKind, str] = {
     "noise was measured",
     VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
     VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
-    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
+    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, or two of a candidate differ, so a difference "
+    "proves nothing",
 }
 
 #: Whether a verdict is good news, on a page and in a terminal.
@@ -110,6 +114,10 @@ def describe_reason(verdict: Verdict) -> str:
             return f"{order}: {shown}; {_describe_direct(verdict)}"
         case VanishesInFloat64():
             return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
+        case CoarserGradients(note=note):
+            return f"within the bounds, but {describe_note(note)}"
+        case NotRepeated():
+            return describe_rest(verdict)
         case StaysInFloat64():
             return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
         case RoundingOfPrecision():
