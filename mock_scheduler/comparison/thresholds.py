@@ -89,6 +89,12 @@ THEORY_GROWTH = _define(
     reason="C: how a relative error grows from layer to layer",
     source="arXiv 2506.09280, Theorem 5.3 and its measurement",
 )
+THEORY_LAYERS = _define(
+    "THEORY_LAYERS",
+    500,
+    unit="layers",
+    reason="behind more the bound allows anything, and a float still holds it; a name may claim any number",
+)
 THEORY_FACTOR = _define(
     "THEORY_FACTOR",
     4.0,
@@ -218,12 +224,6 @@ PARALLEL = _define(
     unit="cosine",
     reason="two tensors of one direction differ by a ratio; 0.99 leaves a rest of 14 % of the tensor, which no number "
     "makes",
-)
-BETTER_REST = _define(
-    "BETTER_REST",
-    0.5,
-    unit="of the norm that a ratio leaves",
-    reason="of two explanations that both fit, the particular one must leave far less",
 )
 LARGEST_DECAY = _define(
     "LARGEST_DECAY",

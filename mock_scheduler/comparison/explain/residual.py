@@ -34,7 +34,6 @@ from mock_scheduler.comparison.residuals import (
 )
 from mock_scheduler.comparison.tensors import Figures
 from mock_scheduler.comparison.thresholds import (
-    BETTER_REST,
     ENOUGH,
     EXPLAINED_ROUNDING_UNITS,
     FEWEST_ELEMENTS,
@@ -164,8 +163,7 @@ def _find_left_over(pair: FlatPair, previous: torch.Tensor | None) -> Residual |
     size = square_of(pair.baseline)
     ratio = float(torch.dot(pair.baseline, pair.difference)) / size if size else 0.0
     rest = square_of(torch.sub(pair.difference, pair.baseline, alpha=ratio))
-    is_better = (1.0 - found.explained) * pair.square <= BETTER_REST**2 * rest
-    return replace(found, kind="left over") if is_better else None
+    return replace(found, kind="left over") if rest > (1.0 - ENOUGH) * pair.square else None
 
 
 def _find_decay(pair: FlatPair, start: torch.Tensor | None) -> Residual | None:

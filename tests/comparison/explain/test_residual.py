@@ -344,6 +344,10 @@ def test_what_the_update_before_left_in_a_buffer_is_named() -> None:
     assert ratio is not None
     assert ratio.kind == "ratio"
     assert classify_residual(gradient, gradient + 0.03 * values(1024, seed=3), previous=before) is None
+    # The same rows were trained on again: both fit to the last bit.
+    again = classify_residual(gradient, 2 * gradient, previous=gradient.clone())
+    assert again is not None
+    assert again.kind == "ratio"
 
 
 @pytest.mark.parametrize(("extra", "words"), [(1e-4, "less"), (-1e-4, "more")])
