@@ -1,4 +1,4 @@
-"""Forges checkpoints and seals them anew, as a stranger would: ``python -m tests.fuzz.checkpoint_worker FOLDER NUM SEED``.
+"""Forges checkpoints and seals them anew: ``python -m tests.fuzz.checkpoint_worker FOLDER NUM SEED``.
 
 A process of its own, since it builds a model. Prints what was wrong with the end of a load as JSON: anything but a load
 that succeeds, or a ``ConfigError`` that ends the resume.
