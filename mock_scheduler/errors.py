@@ -29,13 +29,16 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-_WORD = r"[\w.-]*(?:token|secret|passw|pwd|signature|credential|auth|key)[\w.-]*|sig"
+# Repetitions around a word are bounded, and the sign that ends an address is looked for once in each run of signs: a
+# hostile text of a megabyte takes no longer than its length asks for.
+_WORD = r"[\w.-]{0,64}(?:token|secret|passw|pwd|signature|credential|auth|key)[\w.-]{0,64}|sig"
 _KINDS = r"token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[-_]?key"
-_NAME = rf"(?:[A-Z0-9]+_)*(?:{_KINDS.upper()})(?:_[A-Z0-9]+)*"
+_NAME = rf"(?:[A-Z0-9]+_){{0,16}}(?:{_KINDS.upper()})(?:_[A-Z0-9]+){{0,16}}"
 _VALUE = r"""'[^']*'|"[^"]*"|[^\s'"]+"""
+# A password may hold any sign but white space; a number and the end of a host's name are a port.
+_RUN = re.compile(r"""[^\s'"]+""")
+_PASSWORD = re.compile(r"""(://[^/@:?#]*):(?!\d{1,5}[/?#,;)]).*""")
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
-    # A password may hold any sign but white space; a number and the end of a host's name are a port.
-    (re.compile(r"""(://[^\s/@:?#'"]*):(?!\d{1,5}(?:[/?#\s'",;)]|$))[^\s'"]*@"""), r"\1:***@"),
     (re.compile(r"""\b((?:https?|ftps?)://)[^\s/@:?#'"]+@""", re.IGNORECASE), r"\1***@"),
     (re.compile(rf"""([?&;#](?:{_WORD})=)[^&;\s#'"]+""", re.IGNORECASE), r"\1***"),
     (
@@ -63,9 +66,15 @@ def redact(text: str) -> str:
     """
     if not any(sign in text for sign in "@=:A-"):
         return text
+    text = _RUN.sub(lambda run: _hide_password(run[0]), text)
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _hide_password(run: str) -> str:
+    address, at, rest = run.rpartition("@")
+    return "".join([_PASSWORD.sub(r"\1:***", address), at, rest]) if at else run
 
 
 class ExitCode(IntEnum):

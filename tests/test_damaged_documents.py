@@ -56,6 +56,21 @@ def test_a_damaged_file_of_a_run_is_one_clear_error(name: str, content: str | by
     assert str(copy / "tp2" / name) in text
 
 
+@pytest.mark.parametrize(("rows", "key"), [("tensors", "slopes"), ("tensors", "relative"), ("metrics", "changes")])
+def test_noise_whose_square_no_float_holds_gives_a_verdict(rows: str, key: str, copy: Path) -> None:
+    """A slope of 1e300 in measured noise ended the comparison in an OverflowError."""
+
+    def apply(noise: dict[str, Any]) -> dict[str, Any]:
+        for row in noise[rows]:
+            row[key] = [1e300 for _ in row[key]]
+        return noise
+
+    change_document(copy / "noise.json", apply)
+    printed = command("compare", copy / "base", copy / "tp2")
+    printed.check()
+    assert printed.code == (3 if key == "relative" else 1)  # within such noise nothing is judged
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -11,8 +11,10 @@ from typing import Literal
 
 from mock_scheduler.comparison.residuals import Residual, Side
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.replicas import SketchConflict
+from mock_scheduler.trace.stated_steps import AbsenceReason
 
 DifferenceKind = TraceKind | Literal["metric", "step", "rows", "ledger", "recording"]
 """What differs: a traced tensor of a kind; a metric; a whole step; the rows of a batch; a sequence of calls; a step of
@@ -31,6 +33,15 @@ class OnlyIn:
     """One side alone has the tensor or the step."""
 
     side: Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbsentSteps:
+    """Steps that ``side`` does not have, as it was configured; the other one has them."""
+
+    side: Side
+    why: AbsenceReason
+    steps: StepRanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +124,21 @@ class CopiesDiffer:
     conflict: SketchConflict
 
 
+RoundingRule = Literal["towards zero", "to a neighbour", "other values"]
+"""How values were rounded that are not the nearest ones: cut off, one of the two neighbours, or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundedOtherwise:
+    """The start of ``side``, which computes in ``dtype``, is not the other side's, rounded to nearest."""
+
+    side: Side
+    dtype: str
+    num_different: int
+    num_elements: int
+    how: RoundingRule
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherStart:
     """The runs start from other weights.
@@ -120,10 +146,12 @@ class OtherStart:
     Args:
         residual: Explains the difference.
         same_as: The parameter of the baseline the candidate has in its place.
+        rounded: How the narrower side of two precisions rounded the other's; ``None`` of one precision.
     """
 
     residual: Residual | None = None
     same_as: str | None = None
+    rounded: RoundedOtherwise | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -493,6 +493,14 @@ LARGEST_Z = _define(
     reason="honest layouts stay below 3.1 for one tensor; one of 2e6 is beyond by chance",
     source=_HONEST,
 )
+CALIBRATED_RUNS = _define(
+    "CALIBRATED_RUNS",
+    5,
+    unit="perturbed runs",
+    reason="limits of slopes were set with as many; a deviation or a largest value of fewer, n, is too small by up to "
+    "the square root of 5 / n, by which the limit grows (2 runs: honest layouts reached 1.4 times the limit of two)",
+    source=_HONEST,
+)
 LARGEST_SIGMA = _define(
     "LARGEST_SIGMA",
     3.0,

@@ -1,7 +1,8 @@
 """Says a configuration's problems key by key, with the remedy of each.
 
-Contract: all problems of one stage are in one ``ConfigError``; unknown keys come with the nearest known one. A
-validator of a whole section raises its problems with ``raise_keyed``, so each is shown at its own key.
+Contract: all problems of one stage are in one ``ConfigError``, or the first of very many; unknown keys come with the
+nearest known one. A validator of a whole section raises its problems with ``raise_keyed``, so each is shown at its own
+key.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ Problem = tuple[str, str]
 """A dotted key, or ``""``, and what is wrong with it."""
 
 _KeyPath = tuple[str | int, ...]
+
+#: So many problems are listed; nobody's own configuration has more.
+MAX_LISTED = 200
 
 
 class KeyedError(ValueError):
@@ -62,18 +66,28 @@ def raise_keyed(title: str, problems: Sequence[Problem], values: Mapping[str, ob
 def raise_problems(
     origin: str, problems: Sequence[Problem], *, source_of: Callable[[str], str | None] = lambda key: None
 ) -> NoReturn:
-    """Raises the ``ConfigError`` with all of them; ``source_of``: from a key to the override that set it, if any."""
+    """Raises the ``ConfigError`` with all of them, or the first of very many.
+
+    ``source_of``: from a key to the override that set it, if any.
+    """
     lines = [f"{origin} has {count_of(len(problems), 'problem')}:"]
-    for key, text in problems:
+    for key, text in problems[:MAX_LISTED]:
         given = source_of(key) if key else None
         source = f" (given as {given!r})" if given else ""
         lines.append(f"  - {f'{key}: ' if key else ''}{text}{source}".replace("\n", "\n  "))
+    if len(problems) > MAX_LISTED:
+        lines.append(f"  - and {len(problems) - MAX_LISTED:,} more")
     raise ConfigError("\n".join(lines))
 
 
 def validation_problems(error: ValidationError, model: type[BaseModel], *, section: str = "") -> list[Problem]:
-    """Returns every problem found by pydantic; ``section``: the dotted key at which ``model`` stands."""
-    return [_describe(details, model, section) for details in error.errors(include_url=False)]
+    """Returns every problem found by pydantic; ``section``: the dotted key at which ``model`` stands.
+
+    Those beyond the listed ones are named alone, since it takes its time to look for the nearest key.
+    """
+    found = error.errors(include_url=False)
+    described = [_describe(details, model, section) for details in found[:MAX_LISTED]]
+    return described + [(_dotted(section, details["loc"]), details["msg"]) for details in found[MAX_LISTED:]]
 
 
 def _describe(details: ErrorDetails, model: type[BaseModel], section: str) -> Problem:

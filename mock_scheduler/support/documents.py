@@ -48,8 +48,8 @@ _WORDS = {
     "a valid array": "a list",
 }
 
-#: A whole number from 0 on.
-Count = Annotated[int, Field(ge=0)]
+#: A whole number from 0 on that 64 bits hold.
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class AsRow:

@@ -98,11 +98,15 @@ def find_changed_code(output_dir: Path) -> list[str]:
         return ["nobody knows which files it loaded"]
     reasons = [f"{name}, which it loaded, was changed while it ran" for name in loaded.changed_while_running]
     for name, digest in loaded.files.items():
-        path = Path(name)
-        if not path.is_file():
+        try:
+            has_changed = _digest(Path(name)) != digest
+        except FileNotFoundError:
             reasons.append(f"{name}, which it loaded, is gone")
-        elif _digest(path) != digest:
-            reasons.append(f"{name}, which it loaded, has changed")
+        except (OSError, ValueError):  # ValueError: no file has such a name
+            reasons.append(f"{name}, which it loaded, cannot be read")
+        else:
+            if has_changed:
+                reasons.append(f"{name}, which it loaded, has changed")
     return reasons
 
 

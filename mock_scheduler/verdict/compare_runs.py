@@ -69,6 +69,11 @@ def judge_runs(
     other_draws = _find_other_draws(baseline, candidate)
     if other_draws is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
+    selection = replace(
+        selection,
+        stated=(baseline.steps, candidate.steps),
+        precisions=(baseline.precision, candidate.precision),
+    )
     try:
         verdict = compare_runs(
             baseline.output_dir,
@@ -84,6 +89,9 @@ def judge_runs(
         verdict.tensors,
         modules={**baseline.unobserved_modules, **candidate.unobserved_modules},
         parameters={**baseline.untraced_parameters, **candidate.untraced_parameters},
+        metrics=verdict.metrics,
+        # Runs of earlier releases, which state no precision, could not show it.
+        asks_last_state=bool(baseline.precision and candidate.precision),
         selection=selection,
     )
     verdict = replace(verdict, unseen=unseen)

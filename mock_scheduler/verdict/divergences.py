@@ -1,9 +1,10 @@
 """Everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
 
-Once rounding has turned a decision (``expert_bias``), the two runs go on from parameters that are a whole step apart,
-and no bound was measured from there: later excesses are beyond an estimate only. Metrics are means over a step's
-updates and counters, which recomputation may count twice and one side alone may log: they stand behind all tensors of
-the step, from which nothing is computed. A norm stands where it is used, between gradients and parameters.
+Once rounding has turned a decision (``expert_bias``), the two runs go on from parameters that are a whole step apart;
+once two precisions have stored an update, from parameters that each rounded in its own way. No bound was measured from
+there: later excesses are beyond an estimate only. Metrics are means over a step's updates and counters, which
+recomputation may count twice and one side alone may log: they stand behind all tensors of the step, from which nothing
+is computed. A norm stands where it is used, between gradients and parameters.
 """
 
 from __future__ import annotations
@@ -152,10 +153,9 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
         # A metric of a step does not tell which update's norm is wrong; the first's clip would be by it.
         return item.step, 0 if item.kind in _FIRST_IN_STEP or _is_other_norm(item) else last_update.get(item.step, 0)
 
-    flipped = () if tensors is None else tensors.flipped_decisions
-    if flipped:
-        # From the update after the first turned decision on, no bound was measured for these parameters.
-        first = min((item.key.step, item.key.update) for item in flipped)
+    first = None if tensors is None else tensors.last_measured
+    if first is not None:
+        # From the update after it on, no bound was measured for these parameters.
         found = [replace(item, is_estimate=True) if _is_amount(item) and time(item) > first else item for item in found]
 
     def place(item: Divergence) -> tuple[int, int, int, int, str]:

@@ -22,10 +22,12 @@ from mock_scheduler.verdict.divergences import Divergence, from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
+    BeyondBounds,
     CoarserGradients,
     EqualToReference,
     NotRepeated,
     RefutedBy,
+    RoundingOfPrecision,
     StaysInFloat64,
     Uncalibrated,
     VanishesInFloat64,
@@ -84,6 +86,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
+    if emulation == "proved" and evidence.rounds_in:
+        return _judge_precision(evidence)
     if emulation == "proved":
         # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
         vouched_by: Literal["noise", "referee"] | None = None
@@ -108,6 +112,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
             why=RefutedBy(proof="equal inputs"),
             first=direct.first if is_same else shown,
         )
+    if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
+        return _judge_precision(evidence)
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:
@@ -136,10 +142,33 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     return direct
 
 
+def _judge_precision(evidence: Evidence) -> Verdict:
+    """The verdict on a candidate that computes as the baseline's code does in its precision.
+
+    Up to the first update the two precisions are held to the noise of the coarser one. Behind it each has stored the
+    update in its own type, of which no bound was measured, and the comparison in one precision stands alone.
+    """
+    direct, emulated = evidence.direct, evidence.emulated
+    assert emulated is not None
+    is_measured = isinstance(direct.why, BeyondBounds) and not direct.why.is_estimated
+    if is_measured or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT) or direct.suspicions:
+        return direct
+    why = RoundingOfPrecision(
+        precision=evidence.rounds_in,
+        is_equal=emulated.kind is VerdictKind.IDENTICAL,
+        otherwise=direct.why,
+    )
+    return replace(direct, kind=VerdictKind.ROUNDING, why=why, first=None)
+
+
 def _graver(evidence: Evidence) -> Verdict | None:
     """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
     direct, emulated = evidence.direct, evidence.emulated
-    if emulated is None or evidence.must_be_exact or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
+    if (
+        emulated is None
+        or evidence.is_held_to_reference
+        or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT)
+    ):
         return None
     is_graver = emulated.kind is VerdictKind.DIVERGED or (
         emulated.kind is VerdictKind.SUSPECT and direct.kind is VerdictKind.ROUNDING

@@ -247,6 +247,19 @@ class EqualToReference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoundingOfPrecision:
+    """The two sides compute in different precisions, and the coarser one's rounding is all that is between them.
+
+    is_equal: every bit is equal to the baseline's code in the candidate's precision; else it is within the noise of it.
+    otherwise: the reason of the comparison with the baseline.
+    """
+
+    precision: str
+    is_equal: bool
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ApartFromReference:
     """The reference in the candidate's order shows more than the baseline; ``is_refuted``: beyond every bound."""
 
@@ -302,6 +315,7 @@ Reason = (
     | NoCommonStep
     | RefutedBy
     | EqualToReference
+    | RoundingOfPrecision
     | ApartFromReference
     | VanishesInFloat64
     | CoarserGradients
@@ -324,6 +338,7 @@ class NotTriedCause(StrEnum):
     RUN_FAILED = "run failed"
     CANNOT_RUN = "cannot run"
     FLOAT64_ALREADY = "float64 already"
+    ONE_RUN = "one run"
     NOTHING_MAY_ROUND = "nothing may round"
     NOTHING_COMPARED = "nothing compared"
     NOT_DETERMINISTIC = "not deterministic"

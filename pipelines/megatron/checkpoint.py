@@ -38,6 +38,7 @@ from mock_scheduler.megatron.optimizer_state import (
     write_states,
 )
 from mock_scheduler.megatron.perturbation import Perturbation, perturb_weights
+from mock_scheduler.support.files import remove_leftovers
 from pipelines.megatron.file_seals import FileSeal, write_sealed
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.old_checkpoint import load_old_states
@@ -75,6 +76,7 @@ def _write(folder: Path, learner: Learner, state: RunState) -> None:
         for name in (*learner.models, _RANDOM_STATES):
             # Left by a run that ended while it saved: without its last file it is no checkpoint.
             shutil.rmtree(folder / name, ignore_errors=True)
+        remove_leftovers(folder)
     dist.barrier()
     seals: dict[str, FileSeal] = {}
     counters: dict[str, ModelCounters] = {}

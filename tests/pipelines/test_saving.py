@@ -42,6 +42,24 @@ def test_everything_is_on_the_disk_before_the_last_file_has_its_name(tmp_path: P
     assert ("fsync", folder) in events[commit:]
 
 
+def test_a_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    """A killed save's hidden ``run_state.json`` stayed for ever beside the whole one of the next save."""
+    left = (
+        ".run_state.json.1.0a.tmp",
+        "policy/.rank_00000.safetensors.1.0a.tmp",
+        "random_states/rank_00007.safetensors",
+    )
+    for name in left:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{")
+    run_worker("trace", str(tmp_path))
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == [
+        "policy/rank_00000.safetensors",
+        "random_states/rank_00000.safetensors",
+        "run_state.json",
+    ]
+
+
 def check_kills(folder: Path, *, num_kills: int) -> None:
     found = run_worker("kill", str(folder / "checkpoints"), str(num_kills), "7")
     assert found["left"] == []

@@ -80,6 +80,14 @@ def test_a_run_of_unknown_code_is_not_taken_for_the_same(folder: Path) -> None:
     assert reason.startswith("the record of the files that it loaded cannot be read: ")
 
 
+@pytest.mark.parametrize("name", ["a" * 5_000, "d/" * 3_000, "a\0b", "/dev/zero", "."])
+def test_a_record_of_what_is_no_file_ends_nothing(folder: Path, name: str) -> None:
+    """A name longer than the system's ended an alignment, in place of having the run made anew."""
+    (folder / "run" / "code").mkdir()
+    (folder / "run" / "code" / "x.json").write_text(json.dumps({"files": {name: "0" * 64}, "calls": {}}))
+    assert find_changed_code(folder / "run") == [f"{name}, which it loaded, cannot be read"]
+
+
 def test_a_file_written_while_the_run_went_on_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit = "import os; os.utime('flat_kernel.py')\n"
     python(folder, _RECORD.replace("save_loaded_code(Path", f"{edit}save_loaded_code(Path"), "run", "0")
@@ -138,12 +146,19 @@ functional.silu = functools.partial(around(functional.silu))
 RMSNorm.forward = around(RMSNorm.forward)
 torch.nn.Tanh.forward = around(torch.nn.Tanh.forward)
 torch.nn.init.Scale = Scale
+
+@torch.no_grad()
+def fill(tensor):
+    return tensor.fill_(4)
+
+torch.nn.init.ones_ = fill
 torch.nn.parameter.torch = Torch()
 
 own = count_own_calls()
 x = torch.ones(2, requires_grad=True)
 assert functional.gelu(x).tolist() == gelu(x).tolist()
 functional.silu(x), functional.silu(x)
+assert torch.nn.init.ones_(torch.zeros(1)).item() == 4
 RMSNorm(2)(x)
 torch.nn.init.Scale.apply(x).sum().backward()
 assert x.grad.tolist() == [3.0, 3.0]
@@ -159,6 +174,7 @@ def test_calls_of_functions_classes_and_objects_put_into_a_package_are_counted(f
         "torch.nn.functional.gelu": 1,
         "torch.nn.functional.silu": 2,
         "torch.nn.init.Scale": 2,
+        "torch.nn.init.ones_": 2,  # once by RMSNorm; the decorator around it is torch's
         "torch.nn.modules.activation.Tanh.forward": 0,
         "torch.nn.modules.normalization.RMSNorm.forward": 1,
     }

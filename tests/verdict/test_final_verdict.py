@@ -19,6 +19,7 @@ from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import Divergence, from_tensor
 from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
@@ -32,13 +33,15 @@ from mock_scheduler.verdict.reasons import (
     NotExplainedByNoise,
     Reason,
     RefutedBy,
+    RoundingOfPrecision,
     RunFailed,
     StaysInFloat64,
     WithinBounds,
 )
 from mock_scheduler.verdict.verdict import EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.proofs import describe_proof
-from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason
+from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason, write_headline
+from tests.comparison.stated import stated
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
@@ -363,3 +366,56 @@ def test_every_proof_has_its_place_on_the_ladder_and_a_reason_where_it_was_not_t
     ladder = complete_ladder(Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=1, error="it fell")))
     assert [(proof.name, proof.outcome) for proof in ladder] == [(name, "not tried") for name in PROOF_NAMES]
     assert {describe_proof(proof) for proof in ladder} == {"nothing could be compared"}
+
+
+PRECISION = replace(
+    OTHER, changes=OwnChanges(keys=("precision",)), must_equal_reference=True, rounds_in="bfloat16", num_processes=1
+)
+
+
+def test_another_precision_is_the_rounding_of_the_coarser_one_where_the_code_is_the_baselines() -> None:
+    """It was ``diverged: both runs must start from the same weights``."""
+    verdict = judge(replace(PRECISION, emulated=IDENTICAL))
+    why = RoundingOfPrecision(precision="bfloat16", is_equal=True, otherwise=WithinBounds())
+    assert (verdict.kind, verdict.why) == (VerdictKind.ROUNDING, why)
+    assert write_headline(verdict) == (
+        "differs by the rounding of bfloat16: every bit is equal to the baseline's code in the candidate's precision"
+    )
+    # Code of its own may round elsewhere, which the comparison in one precision is held to.
+    own = judge(replace(PRECISION, emulated=ROUNDING, must_equal_reference=False))
+    assert write_headline(own) == (
+        "differs by the rounding of bfloat16: within the noise of the baseline's code in the candidate's precision"
+    )
+
+
+def test_behind_the_first_update_of_two_precisions_no_bound_was_measured() -> None:
+    later = replace(apart(0.3), key=replace(KEY, update=1))
+    tensors = replace(two_precisions(apart(0.05), later), steps=(0,), has_two_precisions=True)
+    direct = decide(None, tensors, bounds=stated(), required=())
+    assert (direct.kind, direct.why) == (VerdictKind.SUSPECT, BeyondBounds(is_estimated=True))
+    verdict = judge(replace(PRECISION, direct=direct, emulated=IDENTICAL))
+    assert (verdict.kind, verdict.first) == (VerdictKind.ROUNDING, None)
+    assert write_headline(verdict) == (
+        "differs by the rounding of bfloat16: every bit is equal to the baseline's code in the candidate's precision, "
+        "1 tensor of the first update within the noise of bfloat16; from the next update on, where the update itself "
+        "is stored in another type, 1 tensor beyond it, gradient of decoder.final_layernorm.weight at step 0, update 1 "
+        "by 3.0 times its bound"
+    )
+    # In the first update the bound holds: one of the two sides computes something else in its precision.
+    early = decide(None, replace(tensors, differences=(apart(0.3),)), bounds=stated(), required=())
+    assert judge(replace(PRECISION, direct=early, emulated=IDENTICAL)).kind is VerdictKind.DIVERGED
+
+
+def two_precisions(*differences: TensorDifference) -> TensorComparison:
+    """A comparison of these tensors alone."""
+    return TensorComparison(
+        steps=(0,), differences=differences, findings=(), baseline_conflicts=(), candidate_conflicts=()
+    )
+
+
+def test_another_precision_excuses_no_difference_from_the_baselines_code_in_it() -> None:
+    verdict = judge(replace(PRECISION, emulated=DIVERGED))
+    assert (verdict.kind, verdict.why) == (VerdictKind.DIVERGED, RefutedBy(proof="emulation"))
+    # With code of its own it may round elsewhere too, and the graver comparison counts.
+    own = judge(replace(PRECISION, emulated=DIVERGED, must_equal_reference=False))
+    assert (own.kind, own.why) == (VerdictKind.DIVERGED, ApartFromReference(is_refuted=True))

@@ -12,7 +12,13 @@ from pathlib import Path
 from mock_scheduler.alignment.localise.localise import localise
 from mock_scheduler.alignment.localise.runs import full_overrides
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.proof_runs import derive_run, describe_order_limits, is_same_order
+from mock_scheduler.alignment.prove.proof_runs import (
+    derive_run,
+    describe_order_limits,
+    has_other_precision,
+    is_same_order,
+    plan_in_precision,
+)
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, shrinking_factor
 from mock_scheduler.comparison.noise.building import measure_noise
@@ -20,7 +26,7 @@ from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, coarser_precision
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
@@ -70,11 +76,6 @@ class CandidateState:
         return self.run.must_be_exact and self.run.changes.kind == "nothing"
 
     @property
-    def own_entry(self) -> str:
-        """The module of its processes; empty where it is the baseline's."""
-        return self.run.entry if self.run.entry != self.baseline.entry else ""
-
-    @property
     def same_order(self) -> tuple[PlannedRun, Verdict] | None:
         """The reference that adds in the candidate's order, with the comparison to it; ``None`` without one."""
         if self.emulated_run is not None and self.emulated is not None:
@@ -82,6 +83,11 @@ class CandidateState:
         if self.direct is not None and is_same_order(self.baseline, self.run):
             return self.baseline, self.direct
         return None
+
+    @property
+    def precision(self) -> str:
+        """The coarser precision of its baseline and its own: whose rounding the two are apart by."""
+        return coarser_precision(self.baseline.config.precision, self.run.config.precision)
 
     @property
     def is_open(self) -> bool:
@@ -111,6 +117,8 @@ class CandidateState:
                 changes=self._own_changes,
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
+                must_equal_reference=run.must_equal_reference,
+                rounds_in=self.precision if has_other_precision(self.baseline, run) else "",
                 emulated=self.emulated,
                 not_followed=self.not_followed,
                 assumed=self.assumed,
@@ -120,7 +128,7 @@ class CandidateState:
                 no_equal_inputs=self.no_equal_inputs,
                 wide=self.wide,
                 no_referee=self.no_referee,
-                shrinking=shrinking_factor(run.config.precision),
+                shrinking=shrinking_factor(self.precision),
             )
         )
         self.judged = withdraw(judged, self.repeated)
@@ -132,15 +140,16 @@ class CandidateState:
         if is_same_order(self.baseline, self.run):
             return NotTried(cause=NotTriedCause.SAME_ORDER)
         # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
-        if self.run.changes.other and not self.run.must_be_exact:
-            return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(self.run.changes.other))
+        more = self.run.changes.beside_precision
+        if more and not self.run.must_be_exact:
+            return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=more)
         problem = describe_order_limits(self.run) or "; ".join(self._find_stated_limits(baseline))
         return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
     def _find_stated_limits(self, baseline: RunSummary) -> list[str]:
         """List what finished runs themselves know to keep a reference from following the order: no run is spent."""
         # The reference is the baseline's training in one process, but for keys that the candidate changes besides.
-        is_alike = self.baseline.config.parallel.world_size == 1 and not self.run.changes.other
+        is_alike = self.baseline.config.parallel.world_size == 1 and not self.run.changes.beside_precision
         own = () if self.summary is None else self.summary.order_limits
         return list(dict.fromkeys((*(baseline.order_limits if is_alike else ()), *own)))
 
@@ -148,7 +157,7 @@ class CandidateState:
     def _own_changes(self) -> OwnChanges:
         return OwnChanges(
             keys=(*self.run.changes.layout, *self.run.changes.other),
-            entry=self.own_entry,
+            entry=self.run.entry if self.run.has_other_code else "",
             versions=tuple(self.run.version_changes),
         )
 
@@ -163,7 +172,8 @@ class CandidateState:
             run=self.summary,
             start=self.start,
             verdict=self.verdict,
-            entry=self.own_entry,
+            entry=self._own_changes.entry,
+            module=run.own_module,
             changes=(*run.changes.layout, *run.changes.other),
             emulated=self.emulated,
             localisation=self.localisation,
@@ -201,7 +211,7 @@ class CloserLook:
             reference = item.emulated_run
         # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
-            bounds = self._measure_all_kinds(0 if first is None else first.step)
+            bounds = self._measure_all_kinds(0 if first is None else first.step, item.precision)
         found = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
         self._compare_repeated(item, found)
         return found
@@ -242,15 +252,15 @@ class CloserLook:
             *folders, bounds=EXACT, selection=Selection(steps=StepRanges.of([found.step]))
         )
 
-    def _measure_all_kinds(self, step: int) -> Bounds:
-        """Measure the noise of every tensor of one step, traced or not in ordinary runs."""
+    def _measure_all_kinds(self, step: int, precision: str) -> Bounds:
+        """Measure the noise of every tensor of one step, traced or not in ordinary runs, in a precision."""
         # Anew, since ``noise.json`` knows only what ordinary runs trace.
-        overrides = full_overrides(self.plan.baseline, step, None)
-        whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
+        planned = plan_in_precision(self.plan.baseline, precision, load=self.load, root=self.plan.proofs_dir)
+        overrides = full_overrides(planned, step, None)
+        name = f"localise-step-{step}" if planned is self.plan.baseline else f"localise-{planned.name}-step-{step}"
+        whole = self._run_further(planned, overrides, name)
         folders = [
-            self._run_further(
-                self.plan.baseline, [*overrides, f"perturbation.seed={seed}"], f"localise-step-{step}-noise-{seed}"
-            )
+            self._run_further(planned, [*overrides, f"perturbation.seed={seed}"], f"{name}-noise-{seed}")
             for seed in range(_NUM_PERTURBATIONS)
         ]
         return measure_noise(whole, folders, seeds=range(len(folders)))

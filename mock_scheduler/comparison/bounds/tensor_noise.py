@@ -54,7 +54,7 @@ class TensorNoise:
     def slope_spread(self) -> float:
         """The standard deviation of the slopes about 1; 0 without slopes."""
         # About 1 rather than about their mean: honest runs have no reason to be larger or smaller.
-        return math.sqrt(sum((slope - 1.0) ** 2 for slope in self.slopes) / max(len(self.slopes), 1))
+        return math.hypot(*(slope - 1.0 for slope in self.slopes)) / math.sqrt(max(len(self.slopes), 1))
 
 
 def find_factors(

@@ -47,7 +47,7 @@ def measure_drift(series: Series) -> Drift:
     """Measures the drift of one series."""
     # The root mean square of the runs at the step, since noise grows over a training.
     units = [
-        max(math.sqrt(sum(run[place] ** 2 for run in series.noise) / len(series.noise)), series.smallest[place])
+        max(math.hypot(*(run[place] for run in series.noise)) / math.sqrt(len(series.noise)), series.smallest[place])
         for place in range(len(series.changes))
     ]
     # The same units for candidate and runs, so that their means can be held against each other.

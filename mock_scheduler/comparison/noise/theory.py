@@ -32,7 +32,9 @@ from mock_scheduler.comparison.walk.traces import find_epsilon, open_sources
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.sketch.sketch import difference
 
-_LAYER = re.compile(r"\blayers\.(\d+)\b")
+_LAYER = re.compile(r"\blayers\.(\d{1,9})\b")
+# Behind more layers the bound allows anything, and a float holds it still; a name may claim any number.
+_MOST_LAYERS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +89,8 @@ class TheoryBounds:
 
     def _error(self, step: int, update: int, depth: int) -> float:
         # Each layer multiplies an error by at most C, and rounding and distant weights enter it alike.
-        return SAFETY * THEORY_FACTOR * THEORY_GROWTH**depth * (self.epsilon + self.distances.get((step, update), 0.0))
+        growth = THEORY_GROWTH ** min(depth, _MOST_LAYERS)
+        return SAFETY * THEORY_FACTOR * growth * (self.epsilon + self.distances.get((step, update), 0.0))
 
     def _begins_equal(self, step: int, update: int) -> bool:
         """Whether both runs are known to begin an update with the same weights, as the first one of a run does."""
@@ -145,7 +148,8 @@ def _distances(
             before = 0 if key.kind == "initial" else key.update + 1
             apart, size = squares.get(before, (0.0, 0.0))
             distance, norm = measure(key)
-            squares[before] = (apart + distance**2, size + norm**2)
+            # Not ``**``, which raises for a float whose square no float holds.
+            squares[before] = (apart + distance * distance, size + norm * norm)
     # Of all parameters together: one small bias far apart does not move the forward pass.
     return {(step, update): math.sqrt(apart / size) if size else 0.0 for update, (apart, size) in squares.items()}
 

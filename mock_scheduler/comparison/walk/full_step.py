@@ -40,6 +40,7 @@ from mock_scheduler.comparison.pairing.pairs import (
     locate,
     pair_up,
 )
+from mock_scheduler.comparison.pairing.precision import Narrow, explains_dtypes, find_narrow
 from mock_scheduler.comparison.pairing.routing import find_flips
 from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import Locality
@@ -151,6 +152,7 @@ class FullStep:
             is_first=self._sides.is_first,
             has_gradient=keys[0].name not in self._without_gradient,
             moved_experts=self._moved_experts,
+            narrow=self._find_narrow(keys),
         )
         pairs = (self._pair(key, is_reported=selection.has_kind(key.kind)) for key in keys)
         read = self._narrowed.watch(pair for pair in pairs if pair is not None)
@@ -162,8 +164,18 @@ class FullStep:
             elif isinstance(outcome, str):
                 self._measure(pair)
             else:
-                fact = self._explain_start(pair) if isinstance(outcome, OtherStart) else outcome
+                is_unexplained = isinstance(outcome, OtherStart) and outcome.rounded is None
+                fact = self._explain_start(pair) if is_unexplained else outcome
                 self._found.findings.append(finding(pair.key, fact))
+
+    def _find_narrow(self, keys: Sequence[TraceKey]) -> Narrow | None:
+        """Finds the side that computes with narrower weights of a name than the other."""
+        weights = [key for key in keys if key.kind == "weight"]
+        dtypes = [
+            next((reader.dtype_and_shape(key)[0] for key in weights if key in present), None)
+            for reader, present in zip(self._traces.readers, self._sides.keys, strict=True)
+        ]
+        return find_narrow(dtypes, self._sides.selection.precisions)
 
     def _pair(self, key: TraceKey, *, is_reported: bool = True) -> TensorPair | None:
         """Reads a tensor of both sides for subtraction; ``None``, with a finding, where there is none."""
@@ -178,7 +190,9 @@ class FullStep:
             return None
         if paired.is_doubtful:
             self._traces.check_digests(key)
-        facts: list[OtherDtype | OtherPlaces | None] = [find_other_dtype(paired)]
+        dtypes = paired.baseline.dtype, paired.candidate.dtype
+        is_explained = explains_dtypes(key.kind, dtypes, self._sides.selection.precisions)
+        facts: list[OtherDtype | OtherPlaces | None] = [] if is_explained else [find_other_dtype(paired)]
         places = find_other_places(paired)
         if merged[1].missing:
             # Tokens that no rank holds are elements of one side alone too, which need not be said twice.
@@ -232,7 +246,7 @@ class FullStep:
         if key.kind == "gradient" and pair.present is None:
             square = GradientSquare(key=key, baseline=pair.sums.norm**2, candidate=pair.sums.other_norm**2)
             self._found.squares.append(square)
-        unit = rounding_unit(pair.baseline)
+        unit = max(rounding_unit(pair.baseline), rounding_unit(pair.candidate))
         if unit:
             self._pools.add(
                 key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mock_scheduler.comparison.findings import (
     CopiesDiffer,
@@ -38,6 +38,8 @@ from mock_scheduler.comparison.findings import (
     OtherUpdateRows,
     OtherWeight,
     PartlyWritten,
+    RoundedOtherwise,
+    RoundingRule,
     RowsOnlyIn,
     SketchTokensNotCompared,
     SketchWeightsNotCompared,
@@ -166,6 +168,8 @@ def _describe_fact(fact: Fact) -> str:
             return f"has copies in the {side} that differ: {conflict.describe()}"
         case OtherInput() as other:
             return _describe_input(other)
+        case OtherStart(rounded=RoundedOtherwise() as rounded):
+            return _describe_rounded(rounded)
         case OtherStart() as start:
             return f"differs: {_describe_start(start)}{_SAME_START}"
         case LacksParameter(needed_by="update"):
@@ -229,6 +233,22 @@ def _count_broken(side: NonFinite | None) -> str:
         return ""
     counts = (("NaN", side.num_nan), ("infinity", side.num_infinite))
     return " and ".join(f"{what} in {count} of {side.num_elements} elements" for what, count in counts if count)
+
+
+def _describe_rounded(rounded: RoundedOtherwise) -> str:
+    how = _ROUNDED[rounded.how]
+    count = f"{rounded.num_different:,} of {count_of(rounded.num_elements, 'element')}"
+    return (
+        f"is not the {other_side(rounded.side)}'s, rounded to {rounded.dtype}, in the {rounded.side}: {count} differ, "
+        f"{how}; a run in {rounded.dtype} must start from the same weights, rounded to nearest"
+    )
+
+
+_ROUNDED: Mapping[RoundingRule, str] = {
+    "towards zero": "all cut off towards zero",
+    "to a neighbour": "each by the spacing of two numbers",
+    "other values": "some by more than any rounding",
+}
 
 
 def _describe_start(start: OtherStart) -> str:

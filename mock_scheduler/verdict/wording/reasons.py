@@ -32,6 +32,7 @@ from mock_scheduler.verdict.reasons import (
     OtherRecordings,
     OtherRollouts,
     Reason,
+    RoundingOfPrecision,
     RunFailed,
     StaysInFloat64,
     StillOpen,
@@ -119,7 +120,7 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
         case OtherRecordings():
             said = [f"first divergence: {first}"] if first else []
             return [*said, f"{count_of(why.num_equal_steps, 'step')} bit-equal"]
-        case StaysInFloat64():
+        case StaysInFloat64() | RoundingOfPrecision():
             return _list_clauses(verdict, why.otherwise, first)
         case _:
             return _list_incomparable(verdict, why)

@@ -117,6 +117,25 @@ def test_a_whole_checkpoint_comes_back(checkpoint: Path) -> None:
     assert sorted(state.files) == ["policy/rank_00000.safetensors", "random_states/rank_00000.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"counters": {"policy": {"num_updates": 10**20, "lr_steps": 2}}}, "counters.policy.num_updates is 1000"),
+        ({"counters": {"policy": {"num_updates": 2, "lr_steps": 2**63}}}, "counters.policy.lr_steps is 9223"),
+        ({"next_step": 10**400}, "next_step is 1000"),
+    ],
+)
+def test_a_number_that_nothing_counts_to_is_refused(checkpoint: Path, change: dict[str, object], place: str) -> None:
+    """Sealed anew by a stranger, such a number of updates ended the resume in an OverflowError."""
+    path = checkpoint / "run_state.json"
+    document = json.loads(path.read_text())
+    del document["digest"]
+    path.write_bytes(encode_json(seal(document | change)))
+    with pytest.raises(ConfigError, match=place) as caught:
+        read_run_state(checkpoint)
+    assert str(caught.value).endswith("expected at most 9223372036854775807; resume from another checkpoint")
+
+
 @pytest.mark.parametrize(("old", "new"), [(b"1e-05", b"1E-05"), (b"\\u00df", b"\\u00DF"), (b'"dump"', b'"d\\u0075mp"')])
 def test_other_bytes_of_the_same_content_are_refused(checkpoint: Path, old: bytes, new: bytes) -> None:
     path = checkpoint / "run_state.json"
