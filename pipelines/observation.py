@@ -16,7 +16,8 @@ from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.determinism.operations import OperationLogHeader, recorder
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
+from mock_scheduler.megatron.probe.graft import GraftProbe
+from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.probe.interface import TrainingProbe, combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.run_files import TRACE_FOLDER
@@ -71,7 +72,10 @@ class StepObservation:
     @contextmanager
     def _traced(self, step: int, graft: GraftProbe | None) -> Iterator[StepProbe]:
         config = self._config
-        with StepProbe(self._runtime, self._trace_dir, step=step, config=config.trace, clock=self._clock) as probe:
+        is_last = step == config.max_steps - 1
+        with StepProbe(
+            self._runtime, self._trace_dir, step=step, config=config.trace, clock=self._clock, is_last=is_last
+        ) as probe:
             yield probe
             probe.end_step()
             self._check_fired(graft)

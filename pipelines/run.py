@@ -33,13 +33,14 @@ from mock_scheduler.layouts.rules import check_conflicts, find_conflicts
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.megatron.ordered_collectives import use_ordered_reductions
 from mock_scheduler.proxy.build import build_scheduler
-from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import Clock, MetricsWriter, prepare_output_dir, remove_unfinished_files
 from mock_scheduler.support.versions import read_package_versions
 from mock_scheduler.trace.selection import check_trace_ranks
+from mock_scheduler.trace.stated_steps import StatedSteps
 from pipelines.batch_metrics import (
     compute_batch_metrics,
     compute_success_by_length,
@@ -62,38 +63,11 @@ from pipelines.resuming import (
     read_resumed_state,
 )
 from pipelines.rollout.dumped import open_dumped_rollouts
-from pipelines.rollout.plan import first_episode
+from pipelines.rollout.plan import planned_requests
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.training import build_training
 
 logger = logging.getLogger("pipelines.run")
-
-
-def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
-    """Lists every request of the run in order; known before anything is built.
-
-    Validation comes before the training of every step that ``eval_steps`` divides, and after the last step where it
-    divides ``max_steps``. So a shorter replay never asks for a validation that a longer recording lacks.
-    """
-    requests: list[RolloutRequest] = []
-    for step in range(first_step, config.max_steps + 1):
-        is_last = step == config.max_steps
-        if config.eval_steps and step % config.eval_steps == 0:
-            requests.append(_request(config, "val", step))
-        if not is_last:
-            requests.append(_request(config, "train", step))
-    return requests
-
-
-def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
-    return RolloutRequest(
-        global_step=step,
-        batch_size=config.batch_size(mode),
-        mode=mode,
-        policy_version=step,
-        group_size=config.env_manager(mode).group_size,
-        data_cursor={"first_episode": first_episode(config, mode, step)},
-    )
 
 
 class AgenticPipeline:
@@ -280,6 +254,7 @@ class AgenticPipeline:
         validation_s, train_s = total.get("validation", 0.0), total.get("train", 0.0)
         rollout_s = total.get("rollout", 0.0) + validation_s
         num_steps = self._config.max_steps - self._first_step
+        steps = StatedSteps.of(self._config.trace, first=self._first_step, last=self._config.max_steps - 1)
         self._ledger.save(self._output_dir / LEDGER_FILE)
         save_json(
             self._output_dir / RUN_FILE,
@@ -289,6 +264,8 @@ class AgenticPipeline:
                 "layout": self._training.layout,
                 "world_size": self._training.world_size,
                 "num_steps": num_steps,
+                "steps": steps.as_json(),
+                "precision": self._config.precision,
                 "wall_s": wall_s,
                 "rollout_s": rollout_s,
                 "validation_s": validation_s,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.files import part_path
-from mock_scheduler.trace.full.header import RankStep
+from mock_scheduler.trace.full.pieces import RankStep
 from mock_scheduler.trace.full.writing import FullSink
 
 

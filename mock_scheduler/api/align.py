@@ -11,7 +11,8 @@ from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.alignment.prove.alignment import AlignmentRunner
 from mock_scheduler.alignment.prove.proof_runs import order_reductions
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.alignment.runs.run_store import RunCache, RunStore, open_folder
+from mock_scheduler.alignment.runs.run_cache import RunCache
+from mock_scheduler.alignment.runs.run_store import RunStore, open_folder
 from mock_scheduler.api.compare import Verdict
 from mock_scheduler.config.loading import locate_config
 from mock_scheduler.config.stored_code import Use

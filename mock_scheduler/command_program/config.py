@@ -175,10 +175,12 @@ def _iterate_problems(config: CommandConfig) -> Iterator[Problem]:
     world_size, share = config.parallel.world_size, config.processes_per_node
     if share is not None and world_size > share and world_size % share:
         yield "processes_per_node", f"is {share}, by which the {world_size} processes of the layout do not divide"
-    for number, candidate in enumerate(config.align.candidates):
-        if candidate.entry is not None:
+    entries = {"align.entry": config.align.entry}
+    entries |= {f"align.candidates.{number}.entry": item.entry for number, item in enumerate(config.align.candidates)}
+    for key, entry in entries.items():
+        if entry is not None:
             yield (
-                f"align.candidates.{number}.entry",
+                key,
                 "names a Python module, and a command has none of ours; change the command itself by an option, or by "
                 "an override of command",
             )

@@ -13,7 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mock_scheduler.alignment.runs.execution import MakeLaunch, execute_run, failed_run_error, make_process_launch
+from mock_scheduler.alignment.runs.execution import (
+    LaunchRuns,
+    MakeLaunch,
+    execute_run,
+    failed_run_error,
+    make_process_launch,
+)
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
@@ -71,13 +77,7 @@ def run_doctor(
     keep = None if plan.recorder else plan.recording_dir
     with claim_folder(plan.output_dir, marker=DOCTOR_MARKER):
         prepare_folder(plan.output_dir, marker=DOCTOR_MARKER, overwrite=True, keep=keep)
-        launch = make_launch(config_name, config_path)
-        for line in plan.describe().split("\n"):
-            console.print(line, highlight=False)
-        for run in plan.runs:
-            outcome = execute_run(run, launch=launch, console=console)
-            if isinstance(outcome, RunFailure):
-                raise failed_run_error(f"the {run.name} run", run, outcome, consequence="nothing was compared")
+        _run_all(plan, make_launch(config_name, config_path), console)
         with console.status("comparing operations"):
             diagnosis = diagnose(*(run.output_dir for run in plan.replays), step=step)
         print_diagnosis(diagnosis, console)
@@ -93,6 +93,16 @@ def run_doctor(
             console.print(f"result       {path}", highlight=False, soft_wrap=True)
         is_torn = replicas is not None and replicas.exit_code is ExitCode.DIVERGED
         return int(ExitCode.DIVERGED if is_torn and diagnosis.exit_code is ExitCode.ALIGNED else diagnosis.exit_code)
+
+
+def _run_all(plan: DoctorPlan, launch: LaunchRuns, console: Console) -> None:
+    """Run what was planned; raises ``AlignmentError`` where a run fails."""
+    for line in plan.describe().split("\n"):
+        console.print(line, highlight=False)
+    for run in plan.runs:
+        outcome = execute_run(run, launch=launch, console=console)
+        if isinstance(outcome, RunFailure):
+            raise failed_run_error(f"the {run.name} run", run, outcome, consequence="nothing was compared")
 
 
 def _check_replicas(plan: DoctorPlan, console: Console) -> ReplicaResult | None:

@@ -61,7 +61,10 @@ def run_extract(
         source=source,
         batch=load_train_step(source.reader, source.step),
         weights=choose_weights(source),
-        entry=find_entry_files(source.change.entry or source.program.entry, source.own_packages),
+        entries=tuple(
+            find_entry_files(entry, source.own_packages)
+            for entry in dict.fromkeys((source.baseline_entry, source.candidate_entry))
+        ),
         check=_choose_check(check, is_trusted=source.is_trusted) if is_checked else None,
         console=console,
     )

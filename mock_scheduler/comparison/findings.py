@@ -11,8 +11,10 @@ from typing import Literal
 
 from mock_scheduler.comparison.residuals import Residual, Side
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.replicas import SketchConflict
+from mock_scheduler.trace.stated_steps import AbsenceReason
 
 DifferenceKind = TraceKind | Literal["metric", "step", "rows", "ledger", "recording"]
 """What differs: a traced tensor of a kind; a metric; a whole step; the rows of a batch; a sequence of calls; a step of
@@ -31,6 +33,15 @@ class OnlyIn:
     """One side alone has the tensor or the step."""
 
     side: Side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AbsentSteps:
+    """Steps that ``side`` does not have, as it was configured; the other one has them."""
+
+    side: Side
+    why: AbsenceReason
+    steps: StepRanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +124,21 @@ class CopiesDiffer:
     conflict: SketchConflict
 
 
+RoundingRule = Literal["towards zero", "to a neighbour", "other values"]
+"""How values were rounded that are not the nearest ones: cut off, one of the two neighbours, or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundedOtherwise:
+    """The start of ``side``, which computes in ``dtype``, is not the other side's, rounded to nearest."""
+
+    side: Side
+    dtype: str
+    num_different: int
+    num_elements: int
+    how: RoundingRule
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherStart:
     """The runs start from other weights.
@@ -120,10 +146,12 @@ class OtherStart:
     Args:
         residual: Explains the difference.
         same_as: The parameter of the baseline the candidate has in its place.
+        rounded: How the narrower side of two precisions rounded the other's; ``None`` of one precision.
     """
 
     residual: Residual | None = None
     same_as: str | None = None
+    rounded: RoundedOtherwise | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +163,59 @@ class LacksParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherWeight:
-    """The weight the model computes with is not the rounded parameter in ``side``."""
+    """The weight the model computes with is not the rounded parameter in ``side``.
+
+    ``is_of_before``: it is that of before the update.
+    """
 
     side: Side
+    is_of_before: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NarrowedState:
+    """The candidate keeps state in fewer bits than its type and the baseline have; from one tensor on, all of a kind.
+
+    Args:
+        num_bits: Of mantissa, in the candidate; ``baseline_bits`` likewise.
+        num_tensors: Tensors of the kind, step and update that this holds of.
+    """
+
+    num_bits: int
+    baseline_bits: int
+    num_tensors: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormCount:
+    """A sum of squares that makes the stated norm of gradients.
+
+    Args:
+        form: ``copies``: what ranks of ``place``, an axis, hold as copies is added once for each of them. ``part``: the
+            ranks at ``place``, as ``tp0``, have added what they hold, and nobody else. ``without``: tensors are left
+            out.
+        place: An axis, or a place on one; empty for ``without``.
+        names: Tensors that this is done with, their numbers as ``*``; empty for all.
+    """
+
+    form: Literal["copies", "part", "without"]
+    place: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherNorm:
+    """The candidate's norm of gradients is not the norm of its own gradients, and the baseline's is.
+
+    Args:
+        stated: The candidate's own.
+        made: Of its merged gradients, in float64; the mean over the updates of a metric's step.
+        count: A mistake that makes the stated one; ``None`` where none was found.
+    """
+
+    stated: float
+    made: float
+    count: NormCount | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,6 +319,8 @@ Fact = (
     | OtherStart
     | LacksParameter
     | OtherWeight
+    | OtherNorm
+    | NarrowedState
     | NotSelected
     | RowsOnlyIn
     | OtherLengths
@@ -363,12 +443,31 @@ class KindNotCompared:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FewerBits:
+    """The candidate's gradients are sums of coarser numbers, or of fewer, than the baseline's.
+
+    Args:
+        step: Of the first such update.
+        update: Likewise.
+        divisor: What they are multiplied by to be short numbers.
+        num_bits: The mean bits of mantissa that they then have in the candidate; ``baseline_bits`` likewise.
+    """
+
+    step: int
+    update: int
+    divisor: int
+    num_bits: float
+    baseline_bits: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputsNotCompared:
     """No input is in both traces: rows are known to be the same by their identities alone."""
 
 
 Note = (
-    InputsNotCompared
+    FewerBits
+    | InputsNotCompared
     | LedgerNotCompared
     | PartlyWritten
     | SketchTokensNotCompared

@@ -24,7 +24,17 @@ ResidualKind = Literal[
     "zeroed",
     "constant",
     "one element",
+    "narrowed",
+    "left over",
+    "decay",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrowed:
+    """Every element of the candidate has at most ``Residual.value`` bits of mantissa; ``num_bits``: the baseline's."""
+
+    num_bits: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +187,16 @@ class Reorder:
 
 
 ResidualDetail = (
-    OneElement | Zero | Multiple | ElementBlock | PartialSums | UnreducedCopies | WrongCopies | Shift | Reorder
+    OneElement
+    | Zero
+    | Multiple
+    | ElementBlock
+    | PartialSums
+    | UnreducedCopies
+    | WrongCopies
+    | Shift
+    | Reorder
+    | Narrowed
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, NotCompared, Note, Unmatched
+from mock_scheduler.comparison.findings import AbsentSteps, Finding, NotCompared, Note, Unmatched
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND
 from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
@@ -151,6 +151,7 @@ class TensorDifference:
     @property
     def is_undecided(self) -> bool:
         """Whether the tolerance lies within the error bar of a sketch."""
+        # "Not within" here too: an upper end that is NaN decides nothing.
         return self.high is not None and not self.exceeds and not self.high <= self.tolerance
 
     @property
@@ -173,6 +174,7 @@ class TensorDifference:
     @property
     def margin(self) -> float:
         """Tolerance / relative: how often the difference fits into the tolerance; inf for none, below 1 beyond it."""
+        # No difference fits into every tolerance, also into one of 0.
         return math.inf if self.relative == 0 else self.tolerance / self.relative
 
 
@@ -261,6 +263,8 @@ class TensorComparison:
         num_exact: Tensors of which every bit must be as expected, and is: initial parameters and rounded weights.
         unmatched: Chosen kinds and patterns without a tensor, or ledger, of both sides.
         is_by_content: Nobody told a side's training its rows: it has data of its own, and no rollouts.
+        absent_steps: Steps of one side alone that the other one says it does not have, or not trace.
+        has_two_precisions: The two runs state different ones.
     """
 
     steps: tuple[int, ...]
@@ -279,10 +283,24 @@ class TensorComparison:
     num_exact: int = 0
     unmatched: tuple[Unmatched, ...] = ()
     is_by_content: bool = False
+    absent_steps: tuple[AbsentSteps, ...] = ()
+    has_two_precisions: bool = False
+
+    @property
+    def last_measured(self) -> tuple[int, int] | None:
+        """Step and update behind which no bound was measured; ``None`` where all bounds hold.
+
+        Rounding has turned a decision there, or weights were stored in two types: each rounds the update itself, which
+        no perturbed run of one type shows.
+        """
+        turned = [(item.key.step, item.key.update) for item in self.flipped_decisions]
+        first = [(self.steps[0], 0)] if self.has_two_precisions and self.steps else []
+        return min([*turned, *first], default=None)
 
     @property
     def is_empty(self) -> bool:
         """Whether not one element and not one call was compared, beside those of ``num_exact``."""
+        # A tensor of no elements is equal to any other one, and proves nothing.
         has_elements = any(difference.num_elements for difference in self.differences)
         return not has_elements and not any(ledger.num_calls or ledger.difference for ledger in self.ledgers)
 

@@ -35,7 +35,8 @@ class CandidateConfig(ConfigSection):
     """One candidate of an alignment run, by its differences from the baseline.
 
     ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the place of the program's own
-    (``None``), for a change of code: it puts another kernel in, say, and then calls the program's ``main``.
+    (``None``: the baseline's), for a change of code: it puts another kernel in, say, and then calls the program's
+    ``main``.
     ``python``: the interpreter of another environment, for a change of version; ``None`` is this one.
     ``exact``: whether it must equal the reference to the last bit, in its own order of sums where this is emulated;
     ``None``: exactly where its code is this one's and nothing but its layout differs, so nothing else may round.
@@ -82,14 +83,17 @@ class ProofsConfig(ConfigSection):
 class AlignConfig(ConfigSection):
     """``mock-scheduler align``: the overrides of the baseline and of each candidate, and how they are judged.
 
-    ``tolerance``: the user's bounds in the place of measured noise. ``share_processes``: candidates of one world size
-    run one after another in one process group. ``at_once``: how many groups of processes may run at a time.
+    ``entry``: the Python module that runs the baseline, and every candidate without one of its own; ``None``: the
+    program's own. ``tolerance``: the user's bounds in the place of measured noise. ``share_processes``: candidates of
+    one world size run one after another in one process group. ``at_once``: how many groups of processes may run at a
+    time.
     """
 
     # No run reads this section: it says how runs are made and judged.
     decides: ClassVar = Decides.LABEL
 
     output_dir: str | None = None
+    entry: str | None = None
     baseline: list[str] = Field(default=[])
     candidates: list[CandidateConfig] = Field(default=[])
     matrix: MatrixConfig = MatrixConfig()

@@ -105,6 +105,11 @@ class TraceConfig(ConfigSection):
 UNIT_ROUNDOFFS = {"bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
+def coarser_precision(one: str, other: str) -> str:
+    """Gives the precision that rounds more."""
+    return max(one, other, key=lambda name: UNIT_ROUNDOFFS[name])
+
+
 class OrderConfig(ConfigSection):
     """The order in which sums are made.
 

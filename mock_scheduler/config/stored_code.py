@@ -255,7 +255,9 @@ class _Finder:
                     yield _code("command", key, value, Use.RUN)
             case (*_, name) if len(name) > 2 and name.startswith("_") and name.endswith("_"):
                 yield _code("class", key, value, Use.LOAD)
-            case ("align", "candidates", _, "python" | "entry" as name) if value is not None:
+            case ("align", "entry" as name) | ("align", "candidates", _, "python" | "entry" as name) if (
+                value is not None
+            ):
                 yield _code(_KINDS_OF_CANDIDATES[name], key, value, Use.ALIGN)
             # Overrides of runs, each by itself.
             case ("align", "baseline", *_):

@@ -9,7 +9,7 @@ checkpoints and trackers are left out: they cost time and cannot differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mock_scheduler.alignment.plan.overrides import format_override, override_keys, quote_override
@@ -97,87 +97,71 @@ def plan_doctor(
         RecordingError: The recording has to be read for the step, and cannot be.
     """
     _check_overrides(overrides, program)
-    entry = entry or program.entry
     config = load(overrides)
-    if config.rollout_mock is None:
-        return _plan_without_rollouts(
-            load,
-            program=program,
-            overrides=overrides,
-            config=config,
-            root=((output_dir or Path(config.output_dir)) / FOLDER).resolve(),
-            step=step,
-            recording=recording,
-            entry=entry,
-        )
-    given = recording if recording is not None else _configured_recording(config)
-    _check_step(step, config, given)
-    check_settings(config.system_envs)
-    check_entry(entry)
-    root = ((output_dir or Path(config.output_dir)) / FOLDER).resolve()
-    recording_dir = root / RECORDING_NAME if given is None else given.resolve()
+    kept = {**program.quiet_keys, **program.folder_keys}
     planner = _Planner(
         load=load,
         program=program,
-        root=root,
+        root=((output_dir or Path(config.output_dir)) / FOLDER).resolve(),
         exp_name=config.exp_name,
-        shared=(
-            *overrides,
-            *(format_override(key, value) for key, value in {**program.quiet_keys, **program.folder_keys}.items()),
-            *(f"{key}={value}" for key, value in _SET_BY_DOCTOR.items()),
-            f"max_steps={step + 1}",
-            quote_override("rollout_mock.dump_dir", str(recording_dir)),
-        ),
+        entry=entry or program.entry,
+        shared=(*overrides, *(format_override(key, value) for key, value in kept.items())),
+    )
+    make_plan = _plan_replays if config.rollout_mock is not None else _plan_without_rollouts
+    return make_plan(planner, config, step=step, recording=recording)
+
+
+def _plan_replays(planner: _Planner, config: RunConfig, *, step: int, recording: Path | None) -> DoctorPlan:
+    """Plans two replays of a recording, and before them its own run where there is none."""
+    given = recording if recording is not None else _configured_recording(config)
+    _check_step(step, config, given)
+    _check_run(planner, config)
+    recording_dir = planner.root / RECORDING_NAME if given is None else given.resolve()
+    common = (
+        *(f"{key}={value}" for key, value in _SET_BY_DOCTOR.items()),
+        f"max_steps={step + 1}",
+        quote_override("rollout_mock.dump_dir", str(recording_dir)),
     )
     replay = ("rollout_mock.mode=mock", "trace.operations=true")
-    first, second = (planner.plan(name, *replay, entry=entry) for name in REPLAY_NAMES)
+    first, second = (planner.plan(name, common, replay) for name in REPLAY_NAMES)
     recorder = None
     if given is None:
-        recorder = planner.plan("recorder", "rollout_mock.mode=dump", "trace.operations=false", entry=program.entry)
+        recording_planner = replace(planner, entry=planner.program.entry)
+        recorder = recording_planner.plan("recorder", common, ("rollout_mock.mode=dump", "trace.operations=false"))
     return DoctorPlan(
-        step=step, output_dir=root, recording_dir=recording_dir, recorder=recorder, replays=(first, second)
+        step=step, output_dir=planner.root, recording_dir=recording_dir, recorder=recorder, replays=(first, second)
     )
 
 
-def _plan_without_rollouts(
-    load: ConfigLoader,
-    *,
-    program: Program,
-    overrides: Sequence[str],
-    config: RunConfig,
-    root: Path,
-    step: int,
-    recording: Path | None,
-    entry: str,
-) -> DoctorPlan:
+def _plan_without_rollouts(planner: _Planner, config: RunConfig, *, step: int, recording: Path | None) -> DoctorPlan:
     """Plans the same run twice."""
     if recording is not None:
         raise ConfigError(f"--recording is {recording}, and this program takes no rollouts: leave it out")
-    first_step = program.first_step(config)
+    first_step = planner.program.first_step(config)
     if not first_step <= step < config.max_steps:
         raise ConfigError(
             f"--step is {step}; the configuration has steps {first_step} to {config.max_steps - 1} "
             f"(max_steps={config.max_steps})"
         )
-    check_settings(config.system_envs)
-    check_entry(entry)
-    kept = {**program.quiet_keys, **program.folder_keys}
-    shared = (
-        *overrides,
-        *(format_override(key, value) for key, value in kept.items()),
+    _check_run(planner, config)
+    common = (
         *(f"{key}={value}" for key, value in _SET_IN_RUNS.items()),
-        *program.end_after(config, step),
+        *planner.program.end_after(config, step),
     )
-    planner = _Planner(load=load, program=program, root=root, exp_name=config.exp_name, shared=shared)
-    first, second = (planner.plan(name, entry=entry) for name in REPLAY_NAMES)
+    first, second = (planner.plan(name, common) for name in REPLAY_NAMES)
     return DoctorPlan(
         step=step,
-        output_dir=root,
+        output_dir=planner.root,
         recording_dir=None,
         recorder=None,
         replays=(first, second),
         first_step=first_step,
     )
+
+
+def _check_run(planner: _Planner, config: RunConfig) -> None:
+    check_settings(config.system_envs)
+    check_entry(planner.entry)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,12 +172,14 @@ class _Planner:
     program: Program
     root: Path
     exp_name: str
+    entry: str
     shared: tuple[str, ...]
 
-    def plan(self, name: str, *own: str, entry: str) -> PlannedRun:
+    def plan(self, name: str, common: Sequence[str], own: tuple[str, ...] = ()) -> PlannedRun:
         run_dir = self.root / name
         complete = (
             *self.shared,
+            *common,
             *own,
             quote_override("output_dir", str(run_dir)),
             quote_override("exp_name", f"{self.exp_name}-{FOLDER}-{name}"),
@@ -201,7 +187,7 @@ class _Planner:
         return PlannedRun(
             name=name,
             program=self.program,
-            entry=entry,
+            entry=self.entry,
             own_overrides=own,
             overrides=complete,
             config=self.load(complete),

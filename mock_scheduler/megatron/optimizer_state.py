@@ -85,10 +85,14 @@ def share_parameters(model: ObservedModel) -> None:
 
 def count_updates(model: ObservedModel, *, device: torch.device) -> int:
     """How many updates Adam has counted; the same on all ranks, also those that own no part. Collective."""
-    count = max((_count_own_updates(optimizer) for optimizer in model.optimizers), default=0)
-    total = torch.tensor([count], dtype=torch.int64, device=device)
+    total = torch.tensor([count_own_updates(model)], dtype=torch.int64, device=device)
     dist.all_reduce(total, op=dist.ReduceOp.MAX)
     return int(total)
+
+
+def count_own_updates(model: ObservedModel) -> int:
+    """How many updates Adam has counted on this rank; 0 where it owns no part."""
+    return max((_count_own_updates(optimizer) for optimizer in model.optimizers), default=0)
 
 
 def _count_own_updates(optimizer: MegatronOptimizer) -> int:

@@ -22,6 +22,9 @@ _TE_LINEAR = frozenset({"TELinear", "TEGroupedLinear"})
 _NORM = "layer_norm_"
 # The logit of each head's sink (softmax_type=learnable), in Megatron's attention and TransformerEngine's; unmarked.
 _ATTENTION, _SINK = "DotProductAttention", "softmax_offset"
+# Every rank has all of these, whatever their marks say: a wrong mark is found where it acts, in the norm of gradients.
+_WHOLE = ("Norm", "Router")
+_NOT_SPLIT = -1
 # Megatron-Bridge's (0.6.2): adapters of grouped experts that have the matrices of a rank's experts in one weight, one
 # after another; and DoRA's, with a length for each output of the layer that it wraps.
 _PACKED_EXPERTS = frozenset({"_GroupedExpertAdapterWeight", "PackedPerExpertLinear"})
@@ -56,6 +59,8 @@ def split_dim(module: torch.nn.Module, own_name: str, parameter: torch.nn.Parame
         TraceError: the mark of one of Megatron's layers contradicts the layer's type, or a mark says no dimension.
     """
     marked = partition_dim(parameter) if is_marked_split(parameter) else None
+    if marked == _NOT_SPLIT and any(part in kind for kind in _class_names(module) for part in _WHOLE):
+        return None
     is_bias = own_name.startswith("bias")
     if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
         by_type = None if isinstance(module, RowParallelLinear) and is_bias else 0

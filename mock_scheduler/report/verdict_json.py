@@ -19,9 +19,11 @@ Contract: numbers are numbers, but NaN and infinities, unknown to JSON, are the 
   comparison that the proof judges);
 - ``suspicions`` (``test``, ``step``, ``update``, ``name``, ``value``, ``limit``, ``text``) and ``tests`` (``test``,
   ``num_looked_at``, ``smallest``, ``text``): differences beyond any explanation by noise, and the tests for them;
-- ``unseen``: null where the comparison looked at all modules and parameters, or ``modules`` (``name``, ``reason``) and
-  ``module_share`` (of the compared parameters' elements), ``parameters`` (``name``, ``num_elements``) and
-  ``parameter_share`` (of all elements, or null), with ``text``;
+- ``unseen``: null where the comparison looked at all modules, parameters and steps, or ``modules`` (``name``,
+  ``reason``) and ``module_share`` (of the compared parameters' elements), ``parameters`` (``name``, ``num_elements``)
+  and ``parameter_share`` (of all elements, or null), ``steps`` (``side`` that was not to have them, ``why``: before,
+  after, untraced; and ``steps``, as in ``0-1``) and ``last_state`` (whether the optimizer's moments behind the last
+  update were not compared), with ``text``;
 - ``limits``: null, or ``num_not_compared``, ``num_flipped_tokens``, ``turned``, ``hidden_from_step``;
 - ``smallest_error``: ``bounds`` (by kind, the smallest relative error in sight as a divergence),
   ``num_without_size``, ``nearest_metric``;
@@ -63,7 +65,7 @@ from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.coverage import Unseen, find_limits, find_smallest_error, find_unexercised
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftedModule, Localisation
-from mock_scheduler.verdict.reasons import NotDeterministic, Reason, StaysInFloat64, TracedOtherThings
+from mock_scheduler.verdict.reasons import NotDeterministic, NotRepeated, Reason, StaysInFloat64, TracedOtherThings
 from mock_scheduler.verdict.verdict import Proof, ProofFacts, Verdict
 from mock_scheduler.verdict.wording.consequence import describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
@@ -147,6 +149,18 @@ def _why(why: Reason) -> dict[str, JSON]:
     match why:
         case NotDeterministic() | StaysInFloat64():
             return {"name": type(why).__name__, "otherwise": _why(why.otherwise)}
+        case NotRepeated(first=first):
+            place = {
+                "step": first.key.step,
+                "update": first.key.update,
+                "kind": first.key.kind,
+                "tensor": first.key.name,
+            }
+            return {
+                "name": type(why).__name__,
+                "first": {**place, "relative": first.relative},
+                "otherwise": _why(why.otherwise),
+            }
         case TracedOtherThings():
             return {"name": type(why).__name__, **bounded("findings", why.findings)}
         case _:
@@ -215,6 +229,8 @@ def _unseen(unseen: Unseen | None) -> JSON:
             "parameters", list(unseen.parameters.items()), lambda item: {"name": item[0], "num_elements": item[1]}
         ),
         "parameter_share": unseen.parameter_share,
+        "steps": [{"side": item.side, "why": item.why, "steps": str(item.steps)} for item in unseen.steps],
+        "last_state": unseen.last_state,
     }
 
 

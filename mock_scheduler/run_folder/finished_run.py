@@ -30,6 +30,7 @@ from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import CODE_FOLDER, ERROR_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.text import MAX_DIGITS, bullet_list, is_real, shorten
 from mock_scheduler.support.yaml_text import load_yaml
+from mock_scheduler.trace.stated_steps import StatedSteps, load_stated_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,8 @@ class RunSummary:
     keeps one process from adding in its order (of a run in one process: in any layout's). ``not_followed``: sums that
     were left as they are where it followed another order. ``assumed``: sums that it followed as they usually are.
 
-    ``own_calls``: how often each function or class of the user's in the place of a package's was called.
+    ``own_calls``: how often each function or class of the user's in the place of a package's was called. ``steps``: the
+    steps that it was to have. ``precision``: that it computed in; empty where it does not say so.
     """
 
     name: str
@@ -63,6 +65,8 @@ class RunSummary:
     not_followed: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     own_calls: Mapping[str, int] = field(default_factory=dict)
+    steps: StatedSteps = field(default_factory=StatedSteps)
+    precision: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +98,8 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             "order_limits": _TEXTS,
             "not_followed": _TEXTS,
             "assumed": _TEXTS,
+            "steps": _STEPS,
+            "precision": _TEXT,
         },
     )
     ledger = _load(output_dir / LEDGER_FILE, {"built": _COUNTS})
@@ -113,6 +119,8 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         not_followed=tuple(stated.get("not_followed", ())),
         assumed=tuple(stated.get("assumed", ())),
         own_calls=_load_own_calls(output_dir),
+        steps=load_stated_steps(stated.get("steps", {})),
+        precision=stated.get("precision", ""),
     )
 
 
@@ -177,6 +185,17 @@ _COUNTS = _Kind(
     is_valid=lambda value: isinstance(value, dict) and all(map(_is_integer, value.values())),
 )
 _DIGESTS = _Kind(text="an object of digests by step", is_valid=_is_digests)
+
+
+def _is_steps(value: object) -> bool:
+    try:
+        load_stated_steps(value)
+    except ValueError:
+        return False
+    return True
+
+
+_STEPS = _Kind(text="the steps that the run was to have", is_valid=_is_steps)
 _COMPLETED = _Kind(text="'completed'", is_valid=lambda value: value == "completed")
 
 

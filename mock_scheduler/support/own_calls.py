@@ -66,7 +66,7 @@ class OwnCalls:
             inner = self._counted(place, value.__func__)
             return value if inner is value.__func__ else type(value)(inner)
         function = value.func if isinstance(value, functools.partial) else value
-        if not isinstance(function, FunctionType) or not self._is_file_of_user(function.__code__.co_filename):
+        if not isinstance(function, FunctionType) or not self._is_function_of_user(function):
             return value
         calls = self.calls
         calls.setdefault(place, 0)
@@ -76,6 +76,17 @@ class OwnCalls:
             return value(*args, **kwargs)
 
         return functools.update_wrapper(counted, value)
+
+    def _is_function_of_user(self, function: FunctionType) -> bool:
+        """Whether its code is the user's, or the code in a package's decorator around it, as ``torch.no_grad``."""
+        seen: list[object] = []
+        inner: object = function
+        while isinstance(inner, FunctionType) and inner not in seen:
+            if self._is_file_of_user(inner.__code__.co_filename):
+                return True
+            seen.append(inner)
+            inner = vars(inner).get("__wrapped__")
+        return False
 
     def _is_class_of_user(self, value: type) -> bool:
         module = sys.modules.get(value.__module__)

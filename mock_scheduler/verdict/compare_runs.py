@@ -69,6 +69,11 @@ def judge_runs(
     other_draws = _find_other_draws(baseline, candidate)
     if other_draws is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
+    selection = replace(
+        selection,
+        stated=(baseline.steps, candidate.steps),
+        precisions=(baseline.precision, candidate.precision),
+    )
     try:
         verdict = compare_runs(
             baseline.output_dir,
@@ -84,6 +89,9 @@ def judge_runs(
         verdict.tensors,
         modules={**baseline.unobserved_modules, **candidate.unobserved_modules},
         parameters={**baseline.untraced_parameters, **candidate.untraced_parameters},
+        metrics=verdict.metrics,
+        # Runs of earlier releases, which state no precision, could not show it.
+        asks_last_state=bool(baseline.precision and candidate.precision),
         selection=selection,
     )
     verdict = replace(verdict, unseen=unseen)
@@ -91,10 +99,9 @@ def judge_runs(
     is_by_content = verdict.tensors is not None and verdict.tensors.is_by_content
     if verdict.passes and not is_by_content and not baseline.batches.keys() & candidate.batches.keys():
         return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=UnknownRollouts())
-    if verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
-        draws = baseline.draws or candidate.draws
-        if draws:
-            return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
+    draws = baseline.draws or candidate.draws
+    if draws and verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
+        return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
     # Other rows or tokens are read, not computed: no repetition would change them.
     if is_deterministic or verdict.kind is VerdictKind.IDENTICAL or isinstance(verdict.why, OtherData):
         return verdict
@@ -121,15 +128,16 @@ def compare_runs(
     Raises:
         AlignmentError, TraceError: The files cannot be read.
     """
-    metrics = None
+    metrics, logs = None, None
     if has_metrics:
-        logs = [load_run_metrics(folder) for folder in (baseline_dir, candidate_dir)]
-        metrics = compare_metrics(logs[0], logs[1], bounds=bounds, selection=selection)
+        logs = load_run_metrics(baseline_dir), load_run_metrics(candidate_dir)
+        metrics = compare_metrics(*logs, bounds=bounds, selection=selection)
     tensors = compare_trace_folders(
         baseline_dir / TRACE_FOLDER,
         candidate_dir / TRACE_FOLDER,
         bounds=bounds,
         selection=selection,
+        logs=logs,
         on_key=on_key,
     )
     # Whoever chooses kinds or names asks about them alone; without a choice gradients and parameters must be there.

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from mock_scheduler.comparison.findings import Note, NotShown
+from mock_scheduler.comparison.findings import AbsentSteps, Note, NotShown
 from mock_scheduler.comparison.noise.judging import first_hidden_step
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, ExpertFlips, TensorComparison, TensorDifference
@@ -125,12 +125,21 @@ class Unseen:
         module_share: The share of the compared parameters' elements that these modules hold.
         parameters: Parameters without a compared gradient or value, and their numbers of elements; 0 is not known.
         parameter_share: Their share of all elements; ``None`` where a number is not known.
+        steps: Steps of one side alone that the other one says it does not have, or not trace.
+        last_state: The optimizer's moments as the last update left them, which no later update shows.
     """
 
-    modules: Mapping[str, str]
-    module_share: float
-    parameters: Mapping[str, int]
-    parameter_share: float | None
+    modules: Mapping[str, str] = field(default_factory=dict)
+    module_share: float = 0.0
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    parameter_share: float | None = 0.0
+    steps: tuple[AbsentSteps, ...] = ()
+    last_state: bool = False
+
+    @property
+    def begins(self) -> AbsentSteps | None:
+        """The steps before the later one of two runs began; ``None`` where they begin together."""
+        return next((item for item in self.steps if item.why == "before"), None)
 
 
 def find_unseen(
@@ -138,17 +147,22 @@ def find_unseen(
     *,
     modules: Mapping[str, str],
     parameters: Mapping[str, int],
+    metrics: MetricComparison | None = None,
+    asks_last_state: bool = False,
     selection: Selection = EVERYTHING,
 ) -> Unseen | None:
-    """What a comparison did not look at; ``None`` where it looked at everything, or was to look at some kinds alone.
+    """What a comparison did not look at; ``None`` where it looked at everything that was chosen.
 
     Args:
         modules: As the two runs state them: modules whose output nothing can show, with the reason.
         parameters: Parameters that neither run traced, with their numbers of elements.
+        metrics: Of the same comparison.
+        asks_last_state: Both runs can show the state at their end.
         selection: The compared choice; what was not chosen is not missed.
     """
+    steps = dict.fromkeys(step for item in (tensors, metrics) if item is not None for step in item.absent_steps)
     if tensors is None or selection.kinds is not None:
-        return None
+        return Unseen(steps=tuple(steps)) if steps else None
     compared: dict[str, int] = {}
     absent: dict[str, int] = {}
     for item in tensors.differences:
@@ -169,17 +183,27 @@ def find_unseen(
     shown = {item.key.name for item in tensors.differences if item.key.kind in _OUTPUT_KINDS}
     hidden = {name: why for name, why in hidden.items() if name not in shown and selection.has_name(name)}
     missed = {name: size for name, size in missed.items() if selection.has_name(name)}
-    if not hidden and not missed:
+    last = max(tensors.steps, default=None)
+    moments = any(item.key.kind == "optimizer" and item.key.step == last for item in tensors.differences)
+    is_whole = selection.steps is None and selection.patterns == EVERYTHING.patterns
+    is_lost = asks_last_state and is_whole and not moments and last is not None
+    if not hidden and not missed and not steps and not is_lost:
         return None
     total = sum(compared.values())
     inside = sum(size for name, size in compared.items() if any(name.startswith(f"{module}.") for module in hidden))
     num_missed = sum(missed.values())
     return Unseen(
         modules=hidden,
-        module_share=inside / total if total else 0.0,
+        module_share=_share(inside, total),
         parameters=missed,
-        parameter_share=num_missed / max(total + num_missed, 1) if all(missed.values()) else None,
+        parameter_share=_share(num_missed, total + num_missed) if all(missed.values()) else None,
+        steps=tuple(steps),
+        last_state=is_lost,
     )
+
+
+def _share(part: int, total: int) -> float:
+    return part / total if total else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ beside the direct comparison; ``final_verdict`` promotes or demotes the direct v
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mock_scheduler.comparison.bounds.bounds import Bounds, is_calibrated
@@ -61,7 +61,7 @@ def decide(
     """
     divergences = find_divergences(metrics, tensors)
     noise = bounds.noise
-    tested = None if noise is None else judge_noise(metrics, tensors, noise)
+    tested = None if noise is None else _leave_unmeasured(judge_noise(metrics, tensors, noise), tensors)
     first = next((item for item in divergences if not item.is_selection), None)
     evidence = _Evidence(
         metrics=metrics,
@@ -86,6 +86,15 @@ def decide(
         tests=() if tested is None else tested.tests,
         full_dump=full_dump_overrides(tensors) if wants_dump and tensors is not None else (),
     )
+
+
+def _leave_unmeasured(tested: NoiseVerdict, tensors: TensorComparison | None) -> NoiseVerdict:
+    """Leaves out the suspicions behind the first update of two precisions: the noise of one says nothing of them."""
+    if tensors is None or not tensors.has_two_precisions or tensors.last_measured is None:
+        return tested
+    step, update = tensors.last_measured
+    kept = (item for item in tested.suspicions if (item.step, item.update) in ((step, update), (step, None)))
+    return replace(tested, suspicions=tuple(kept))
 
 
 def full_dump_overrides(tensors: TensorComparison) -> tuple[str, ...]:

@@ -1,8 +1,10 @@
 """Everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
 
-Once rounding has turned a decision (``expert_bias``), the two runs go on from parameters that are a whole step apart,
-and no bound was measured from there: later excesses are beyond an estimate only. Metrics are means over a step's
-updates, so they are placed with the last one, between its gradients and its parameters.
+Once rounding has turned a decision (``expert_bias``), the two runs go on from parameters that are a whole step apart;
+once two precisions have stored an update, from parameters that each rounded in its own way. No bound was measured from
+there: later excesses are beyond an estimate only. Metrics are means over a step's updates and counters, which
+recomputation may count twice and one side alone may log: they stand behind all tensors of the step, from which nothing
+is computed. A norm stands where it is used, between gradients and parameters.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mock_scheduler.comparison.findings import DifferenceKind, Finding
-from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.findings import DifferenceKind, Finding, OtherNorm
+from mock_scheduler.comparison.pairing.order import BOOKKEEPING, order_keys, phase_of
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
@@ -21,16 +23,17 @@ from mock_scheduler.recording.inspection.comparison import ContractDifference, S
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
-#: A metric is a mean over a step's updates; it stands with the last one, behind its gradients. Calls are told apart by
-#: their order alone, which belongs to the whole step.
+#: Calls are told apart by their order alone, which belongs to the whole step.
 _PHASES: dict[DifferenceKind, int] = {
     **{kind: PHASES[kind] for kind in TRACE_KINDS},
-    "metric": Phase.NORM,
+    "metric": BOOKKEEPING,
     "step": Phase.START - 3,
     "recording": Phase.START - 2,
     "rows": Phase.START - 1,
-    "ledger": Phase.UPDATE + 1,
+    "ledger": BOOKKEEPING + 1,
 }
+#: How names of norms of gradients end.
+_NORM = "grad_norm"
 _FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "rows"})
 
 
@@ -147,19 +150,31 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
         # Rows and contracts come before all of their step; metrics and calls stand with its last update.
         if item.update is not None:
             return item.step, item.update
-        return item.step, 0 if item.kind in _FIRST_IN_STEP else last_update.get(item.step, 0)
+        # A metric of a step does not tell which update's norm is wrong; the first's clip would be by it.
+        return item.step, 0 if item.kind in _FIRST_IN_STEP or _is_other_norm(item) else last_update.get(item.step, 0)
 
-    flipped = () if tensors is None else tensors.flipped_decisions
-    if flipped:
-        # From the update after the first turned decision on, no bound was measured for these parameters.
-        first = min((item.key.step, item.key.update) for item in flipped)
+    first = None if tensors is None else tensors.last_measured
+    if first is not None:
+        # From the update after it on, no bound was measured for these parameters.
         found = [replace(item, is_estimate=True) if _is_amount(item) and time(item) > first else item for item in found]
 
     def place(item: Divergence) -> tuple[int, int, int, int, str]:
         key = _trace_key(item)
-        return *time(item), _PHASES[item.kind], position[key] if key is not None else 0, item.name
+        return *time(item), _phase_of(item, key), position[key] if key is not None else 0, item.name
 
     return sorted(found, key=place)
+
+
+def _phase_of(item: Divergence, key: TraceKey | None) -> int:
+    if key is not None:
+        return phase_of(key)
+    # Gradients are clipped by a norm, so that parameters follow from it.
+    is_norm = item.kind == "metric" and item.name.endswith(_NORM) and item.value is not None
+    return Phase.NORM if is_norm or _is_other_norm(item) else _PHASES[item.kind]
+
+
+def _is_other_norm(item: Divergence) -> bool:
+    return isinstance(item.evidence, Finding) and isinstance(item.evidence.fact, OtherNorm)
 
 
 def count_before(first: Divergence, tensors: TensorComparison | None) -> Divergence:

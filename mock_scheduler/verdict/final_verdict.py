@@ -3,7 +3,8 @@
 Contract: pure; ``_decide`` goes down the ladder. ``suspect`` is made
 
 - of ``diverged``, where float64 shows no difference, or where the candidate equals a reference of doubtful standing;
-- of ``rounding``, where the reference in the candidate's order shows more than the baseline does;
+- of ``rounding``, where the reference in the candidate's order shows more than the baseline does, or its gradients are
+  sums of finer numbers;
 
 ``rounding`` is made of ``suspect`` where nobody measured the noise, and float64 shows that both compute the same.
 """
@@ -12,21 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
-from mock_scheduler.comparison.findings import OtherWeight
-from mock_scheduler.verdict.divergences import from_tensor
+from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherWeight
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
+from mock_scheduler.comparison.thresholds import REPEATED_SHARE
+from mock_scheduler.verdict.divergences import Divergence, from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
+    BeyondBounds,
+    CoarserGradients,
     EqualToReference,
+    NotRepeated,
     RefutedBy,
+    RoundingOfPrecision,
     StaysInFloat64,
     Uncalibrated,
     VanishesInFloat64,
     WithinBounds,
 )
-from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Proof, Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Outcome, Proof, Verdict, VerdictKind
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -37,6 +43,34 @@ def judge(evidence: Evidence) -> Verdict:
     return replace(_decide(evidence, proofs), proofs=proofs)
 
 
+def withdraw(verdict: Verdict, repeated: TensorComparison | None) -> Verdict:
+    """The verdict on a candidate of which two runs were compared; unverified where they differ.
+
+    A divergence that is far larger than what the candidate's own runs are apart stands, and so do laws of one run.
+
+    Args:
+        verdict: On the first of them.
+        repeated: The first run with the second; ``None`` where there was no second.
+    """
+    apart = () if repeated is None else repeated.differences
+    first = next((item for item in apart if not item.bit_equal), None)
+    if first is None or verdict.kind in (*WITHOUT_COMPARISON, VerdictKind.IDENTICAL):
+        return verdict
+    if verdict.kind is VerdictKind.DIVERGED and not _is_as_large(verdict.first, apart):
+        return verdict
+    why = NotRepeated(first=first, otherwise=verdict.why)
+    return replace(verdict, kind=VerdictKind.UNVERIFIED, why=why)
+
+
+def _is_as_large(first: Divergence | None, apart: Sequence[TensorDifference]) -> bool:
+    """Whether two runs of one candidate are about as far apart in a tensor as the candidate and the baseline."""
+    difference = None if first is None else first.difference
+    if difference is None:
+        return False
+    own = next((item for item in apart if item.key == difference.key), None)
+    return own is not None and own.distance >= REPEATED_SHARE * difference.distance > 0.0
+
+
 def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     direct, emulated, wide = evidence.direct, evidence.emulated, evidence.wide
     replicas, equality, emulation, inputs, noise, referee = (proof.outcome for proof in proofs)
@@ -45,18 +79,16 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # Unequal copies within the candidate's own run refute it, whatever else holds.
     if replicas == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="replicas"))
+    # A law of the candidate's own run is no matter of noise or precision, and copies of parameters are not in float64.
+    if direct.kind is VerdictKind.DIVERGED and _breaks_invariant(direct.first):
+        return direct
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
+    if emulation == "proved" and evidence.rounds_in:
+        return _judge_precision(evidence)
     if emulation == "proved":
-        # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
-        vouched_by: Literal["noise", "referee"] | None = None
-        if "proved" in (noise, referee):
-            vouched_by = "noise" if noise == "proved" else "referee"
-        why = EqualToReference(vouched_by=vouched_by)
-        if vouched_by is None:
-            return replace(direct, kind=VerdictKind.SUSPECT, why=why)
-        return replace(direct, kind=VerdictKind.EMULATED, why=why, first=None)
+        return _equal_to_reference(direct, noise, referee)
     # Only the layout is another, and the reference adds in its order: a difference is no rounding.
     if emulation == "refuted" and emulated is not None:
         return _diverged(direct, emulated, RefutedBy(proof="emulation"))
@@ -65,13 +97,10 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         difference, excess = evidence.equal_inputs.excess
         shown = from_tensor(replace(difference, tolerance=excess.limit))
         # Beyond its noise as well, it has the bound by which two runs compared by hand are judged.
-        is_same = direct.first is not None and direct.first.place == shown.place
-        return replace(
-            direct,
-            kind=VerdictKind.DIVERGED,
-            why=RefutedBy(proof="equal inputs"),
-            first=direct.first if is_same else shown,
-        )
+        first = direct.first if direct.first is not None and direct.first.place == shown.place else shown
+        return replace(direct, kind=VerdictKind.DIVERGED, why=RefutedBy(proof="equal inputs"), first=first)
+    if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
+        return _judge_precision(evidence)
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:
@@ -88,19 +117,54 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         return replace(direct, kind=VerdictKind.SUSPECT, why=why_apart, suspicions=sharper.suspicions)
     # Suspect and not diverged: both compute one function, and either this precision alone is wrong, or the noise was
     # larger than measured.
-    # An invariant of the candidate's own run is no matter of precision, and copies of parameters are not in float64.
-    if direct.kind is VerdictKind.DIVERGED and referee == "proved" and not _breaks_invariant(direct):
+    if direct.kind is VerdictKind.DIVERGED and referee == "proved":
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
+    # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
+    fewer = _find_fewer_bits(emulated)
+    if fewer is not None and direct.kind is VerdictKind.ROUNDING:
+        return replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Float64 has shown that both compute one function, which theory alone cannot.
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
         return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))
     return direct
 
 
+def _equal_to_reference(direct: Verdict, noise: Outcome, referee: Outcome) -> Verdict:
+    # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
+    if noise == "proved":
+        return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="noise"), first=None)
+    if referee == "proved":
+        return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="referee"), first=None)
+    return replace(direct, kind=VerdictKind.SUSPECT, why=EqualToReference(vouched_by=None))
+
+
+def _judge_precision(evidence: Evidence) -> Verdict:
+    """The verdict on a candidate that computes as the baseline's code does in its precision.
+
+    Up to the first update the two precisions are held to the noise of the coarser one. Behind it each has stored the
+    update in its own type, of which no bound was measured, and the comparison in one precision stands alone.
+    """
+    direct, emulated = evidence.direct, evidence.emulated
+    assert emulated is not None
+    is_measured = isinstance(direct.why, BeyondBounds) and not direct.why.is_estimated
+    if is_measured or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT) or direct.suspicions:
+        return direct
+    why = RoundingOfPrecision(
+        precision=evidence.rounds_in,
+        is_equal=emulated.kind is VerdictKind.IDENTICAL,
+        otherwise=direct.why,
+    )
+    return replace(direct, kind=VerdictKind.ROUNDING, why=why, first=None)
+
+
 def _graver(evidence: Evidence) -> Verdict | None:
     """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
     direct, emulated = evidence.direct, evidence.emulated
-    if emulated is None or evidence.must_be_exact or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT):
+    if (
+        emulated is None
+        or evidence.is_held_to_reference
+        or direct.kind not in (VerdictKind.ROUNDING, VerdictKind.SUSPECT)
+    ):
         return None
     is_graver = emulated.kind is VerdictKind.DIVERGED or (
         emulated.kind is VerdictKind.SUSPECT and direct.kind is VerdictKind.ROUNDING
@@ -108,10 +172,18 @@ def _graver(evidence: Evidence) -> Verdict | None:
     return emulated if is_graver else None
 
 
-def _breaks_invariant(direct: Verdict) -> bool:
-    """Whether the model computes with other weights than its rounded parameters, in the candidate's own run."""
-    findings = () if direct.tensors is None else direct.tensors.findings
-    return any(isinstance(item.fact, OtherWeight) and item.fact.side == "candidate" for item in findings)
+def _breaks_invariant(item: Divergence | None) -> bool:
+    """Whether the candidate's own run contradicts itself there: a weight is not its parameter rounded, a norm is not
+    that of its gradients, or state has not the bits of its type.
+    """
+    fact = item.evidence.fact if item is not None and isinstance(item.evidence, Finding) else None
+    return isinstance(fact, OtherNorm | NarrowedState) or (isinstance(fact, OtherWeight) and fact.side == "candidate")
+
+
+def _find_fewer_bits(emulated: Verdict | None) -> FewerBits | None:
+    """The candidate's gradients as sums of coarser numbers than those of as many sums in the same order."""
+    notes = () if emulated is None or emulated.tensors is None else emulated.tensors.notes
+    return next((note for note in notes if isinstance(note, FewerBits)), None)
 
 
 def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:

@@ -59,6 +59,8 @@ class Evidence:
         wide: Both sides in float64, by bounds of rounding there; ``None`` where they were not run, and
             ``no_referee`` says why.
         shrinking: How many times smaller rounding is in float64.
+        must_equal_reference: It must equal the reference in its order, and in its precision, to the last bit.
+        rounds_in: The coarser precision of the two, where they compute in different ones; else empty.
     """
 
     direct: Verdict
@@ -76,6 +78,13 @@ class Evidence:
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     shrinking: float = 1.0
+    must_equal_reference: bool = False
+    rounds_in: str = ""
+
+    @property
+    def is_held_to_reference(self) -> bool:
+        """Whether a difference from the reference in its order is no rounding."""
+        return self.must_be_exact or self.must_equal_reference
 
 
 def judge_proofs(evidence: Evidence) -> tuple[Proof, ...]:
@@ -140,14 +149,15 @@ def _judge_emulation(evidence: Evidence) -> Proof:
         return Proof(name="emulation", outcome="not tried", facts=evidence.not_emulated)
     facts = EmulationFacts(
         layout=evidence.layout,
-        may_round=not evidence.must_be_exact,
+        precision=evidence.rounds_in,
+        may_round=not evidence.is_held_to_reference,
         not_followed=evidence.not_followed,
         assumed=evidence.assumed,
     )
     outcome: Outcome = "open"
     if emulated.kind is VerdictKind.IDENTICAL:
         outcome = "proved"
-    elif emulated.kind not in WITHOUT_COMPARISON and evidence.must_be_exact and not evidence.assumed:
+    elif emulated.kind not in WITHOUT_COMPARISON and evidence.is_held_to_reference and not evidence.assumed:
         outcome = "refuted"
     return _proof("emulation", outcome, emulated, facts)
 

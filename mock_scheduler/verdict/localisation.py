@@ -12,6 +12,7 @@ from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.names import OUTPUT_LAYER
 
 GraftKind = Literal["activation", "activation_gradient"]
 PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]
@@ -35,6 +36,16 @@ _CHOICE = ".chosen_experts"
 def pass_of(key: TraceKey) -> PassName:
     """The part of a step in which a tensor is computed."""
     return _PASSES[PHASES[key.kind]]
+
+
+def module_kind(name: str) -> str:
+    """The kind of a module by its canonical name, as ``norm``: instances of a kind may have one fault."""
+    last = name.rpartition(".")[2]
+    if "norm" in last:
+        return "norm"
+    if last.startswith("linear_") or last == OUTPUT_LAYER.partition(".")[0]:
+        return "linear layer"
+    return "layer" if last.isdecimal() else last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +150,8 @@ class Localisation:
         also: Without grafts, the other differing tensors of the same pass.
         num_equal: Without grafts, the equal tensors up to the end of the pass.
         num_later: Without grafts, the differing tensors behind the pass.
+        num_alike: The modules of the pass of the causes' one kind, where every one of them that was looked at is a
+            cause; else 0.
         trace_dirs: Reference and candidate, kept on disk.
         seconds: All its runs and comparisons.
     """
@@ -162,6 +175,7 @@ class Localisation:
     also: tuple[DifferingTensor, ...] = ()
     num_equal: int = 0
     num_later: int = 0
+    num_alike: int = 0
 
     @property
     def kind(self) -> TraceKind:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, Unmatched
+from mock_scheduler.comparison.findings import FewerBits, Finding, Unmatched
 from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -201,6 +202,14 @@ class NotDeterministic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NotRepeated:
+    """Two runs of the candidate itself differ, first in ``first``; ``otherwise``: the reason that there would be."""
+
+    first: TensorDifference
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EqualRecordings:
     """All steps of two recordings are equal to the last bit."""
 
@@ -238,6 +247,19 @@ class EqualToReference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoundingOfPrecision:
+    """The two sides compute in different precisions, and the coarser one's rounding is all that is between them.
+
+    is_equal: every bit is equal to the baseline's code in the candidate's precision; else it is within the noise of it.
+    otherwise: the reason of the comparison with the baseline.
+    """
+
+    precision: str
+    is_equal: bool
+    otherwise: Reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ApartFromReference:
     """The reference in the candidate's order shows more than the baseline; ``is_refuted``: beyond every bound."""
 
@@ -247,6 +269,13 @@ class ApartFromReference:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VanishesInFloat64:
     """The difference from the baseline is beyond its bounds, and in float64 it is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoarserGradients:
+    """Gradients are within their bounds, and sums of coarser numbers than those of the reference in the same order."""
+
+    note: FewerBits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,13 +309,16 @@ Reason = (
     | RunFailed
     | StillOpen
     | NotDeterministic
+    | NotRepeated
     | EqualRecordings
     | OtherRecordings
     | NoCommonStep
     | RefutedBy
     | EqualToReference
+    | RoundingOfPrecision
     | ApartFromReference
     | VanishesInFloat64
+    | CoarserGradients
     | StaysInFloat64
 )
 """Why a verdict is what it is."""
@@ -306,6 +338,7 @@ class NotTriedCause(StrEnum):
     RUN_FAILED = "run failed"
     CANNOT_RUN = "cannot run"
     FLOAT64_ALREADY = "float64 already"
+    ONE_RUN = "one run"
     NOTHING_MAY_ROUND = "nothing may round"
     NOTHING_COMPARED = "nothing compared"
     NOT_DETERMINISTIC = "not deterministic"

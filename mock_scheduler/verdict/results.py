@@ -31,7 +31,8 @@ class CandidateResult:
         run: ``None`` where it failed.
         start: What an attached run started from; ``None`` of another one.
         verdict: Compared with the baseline, with its proofs.
-        entry: Its own module in the pipeline's place; empty where it is the baseline's.
+        entry: The module of its processes; empty where it is the baseline's.
+        module: The module in the pipeline's place, whether the baseline's as well or not; empty where there is none.
         changes: Keys with values of its own; they may move a bit.
         emulated: The comparison with the reference in its order of sums.
         localisation: Where its divergence begins.
@@ -46,6 +47,7 @@ class CandidateResult:
     run: RunSummary | None
     verdict: Verdict
     entry: str = ""
+    module: str = ""
     changes: tuple[str, ...] = ()
     emulated: Verdict | None = None
     localisation: Localisation | None = None
@@ -74,6 +76,7 @@ class AlignmentResult:
 
     Args:
         recording_dir: ``None`` where no recording is known, or it is no longer there.
+        module: The baseline's module in the pipeline's place; empty where there is none.
         times: ``None`` until the alignment has ended.
     """
 
@@ -83,6 +86,7 @@ class AlignmentResult:
     bounds: Bounds
     baseline: RunSummary
     candidates: tuple[CandidateResult, ...]
+    module: str = ""
     times: AlignmentTimes | None = None
 
     @property

@@ -115,11 +115,12 @@ class EmulationFacts:
     """The layout in whose order the reference adds; ``may_round`` as in ``EqualityFacts``.
 
     ``not_followed``: sums that the reference left in an order of their own. ``assumed``: sums that it made as they
-    usually are.
+    usually are. ``precision``: the coarser one of baseline and candidate, where they are two; else empty.
     """
 
     layout: str
     may_round: bool
+    precision: str = ""
     not_followed: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
@@ -229,10 +230,11 @@ class Verdict:
             return f"{self.kind.value}: first in {self.first}"
         compared = [] if self.metrics is None else [f"{len(self.metrics.differences):,} metrics"]
         compared += [] if self.tensors is None else [f"{len(self.tensors.differences):,} tensors"]
-        missed = (
-            []
-            if self.unseen is None
-            else [f"{len(self.unseen.modules):,} modules", f"{len(self.unseen.parameters):,} parameters"]
-        )
+        missed = []
+        if self.unseen is not None and (self.unseen.modules or self.unseen.parameters):
+            missed = [f"{len(self.unseen.modules):,} modules", f"{len(self.unseen.parameters):,} parameters"]
+        if self.unseen is not None:
+            missed += [f"steps {item.steps}" for item in self.unseen.steps]
+            missed += ["last moments"] if self.unseen.last_state else []
         not_seen = f", not {' and '.join(missed)}" if missed else ""
         return f"{self.kind.value}: compared {' and '.join(compared) or 'nothing'}{not_seen}"

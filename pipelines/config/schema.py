@@ -79,7 +79,7 @@ class PipelineConfig(ConfigSection):
     max_steps: Annotated[PositiveInt, Decides.TRAINING] = 40
     save_steps: Annotated[NonNegativeInt, Decides.NOTHING] = 0
     eval_steps: Annotated[NonNegativeInt, Decides.EXECUTION] = 0
-    resume_from_checkpoint: Annotated[str | None, Decides.OUTSIDE | Decides.LABEL] = None
+    resume_from_checkpoint: Annotated[str | None, Decides.EXECUTION | Decides.LABEL] = None
     checkpoint_config: CheckpointConfig = CheckpointConfig()
 
     rollout_batch_size: Annotated[PositiveInt, _BATCHES] = 128

@@ -31,6 +31,7 @@ from mock_scheduler.support.pickled_data import MAX_PICKLE_BYTES, Name, PickledD
 from mock_scheduler.support.tensor_bytes import from_bytes
 from mock_scheduler.trace.geometry import Rectangle, intersect
 from pipelines.megatron.run_state import ModelCounters
+from pipelines.megatron.stored_boxes import slices_within
 from pipelines.megatron.trained_model import TrainedModel
 
 _DCP = "torch.distributed.checkpoint"
@@ -182,8 +183,8 @@ class _Index:
             shared = intersect(box, chunk.box)
             if shared is not None:
                 content = self._read_content(chunk, wanted.dtype)
-                values[_slices(shared, box)] = content[_slices(shared, chunk.box)]
-                place = is_filled[_slices(shared, box)]
+                values[slices_within(shared, box)] = content[slices_within(shared, chunk.box)]
+                place = is_filled[slices_within(shared, box)]
                 if place.any():  # it would be counted in the place of one that is nowhere
                     raise PickledDataError(f"elements of {wanted.key} are there twice")
                 place.fill_(True)
@@ -278,8 +279,3 @@ def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
         raise PickledDataError("has something else where sizes should be")
     return value
-
-
-def _slices(shared: Rectangle, box: Rectangle) -> tuple[slice, ...]:
-    starts = [start - first for start, first in zip(shared.origin, box.origin, strict=True)]
-    return tuple(slice(start, start + size) for start, size in zip(starts, shared.sizes, strict=True))

@@ -179,7 +179,7 @@ class StoredTensors:
         is_filled = torch.zeros(values.shape, dtype=torch.bool) if len(parts) > 1 else None
         for stored, shared in parts:
             if is_filled is not None:
-                place = is_filled[_slices(shared, box)]
+                place = is_filled[slices_within(shared, box)]
                 if place.any():
                     raise _unreadable(stored.path, f"elements of {stored.name} are there twice")
                 place.fill_(True)
@@ -215,10 +215,11 @@ def _copy_shared(stored: _StoredBox, shared: Rectangle, box: Rectangle, values: 
         raise _unreadable(stored.path, str(error)) from error
     if content.dtype != values.dtype:
         raise _unreadable(stored.path, f"{stored.name} is of {content.dtype}, this run has {values.dtype}")
-    values[_slices(shared, box)] = content[_slices(shared, stored.box)]
+    values[slices_within(shared, box)] = content[slices_within(shared, stored.box)]
 
 
-def _slices(shared: Rectangle, box: Rectangle) -> tuple[slice, ...]:
+def slices_within(shared: Rectangle, box: Rectangle) -> tuple[slice, ...]:
+    """Returns where a part of a box lies in the box's own tensor."""
     starts = [start - first for start, first in zip(shared.origin, box.origin, strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, shared.sizes, strict=True))
 

@@ -95,3 +95,30 @@ def cut_blocks(episodes: Sequence[EpisodePlan], *, rows_per_forward: int) -> lis
 def own_blocks(blocks: Sequence[Block], runtime: Runtime) -> Sequence[Block]:
     """Returns the blocks for this rank's replica of the model."""
     return blocks[runtime.dp_rank :: runtime.dp_size]
+
+
+def planned_requests(config: PipelineConfig, *, first_step: int) -> list[RolloutRequest]:
+    """Lists every request of the run in order; known before anything is built.
+
+    Validation comes before the training of every step that ``eval_steps`` divides, and after the last step where it
+    divides ``max_steps``. So a shorter replay never asks for a validation that a longer recording lacks.
+    """
+    requests: list[RolloutRequest] = []
+    for step in range(first_step, config.max_steps + 1):
+        is_last = step == config.max_steps
+        if config.eval_steps and step % config.eval_steps == 0:
+            requests.append(_request(config, "val", step))
+        if not is_last:
+            requests.append(_request(config, "train", step))
+    return requests
+
+
+def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
+    return RolloutRequest(
+        global_step=step,
+        batch_size=config.batch_size(mode),
+        mode=mode,
+        policy_version=step,
+        group_size=config.env_manager(mode).group_size,
+        data_cursor={"first_episode": first_episode(config, mode, step)},
+    )

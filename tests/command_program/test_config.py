@@ -183,6 +183,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "options.lr: is 0.5, for which arguments.options.lr has no entry; it has: 0.1"),
     ({"reductions": {"layers": 1}}, "reductions.layers: is for no key that a run becomes smaller by"),
     ({"parallel": {"data_parallel_size": 6}, "processes_per_node": 4}, "processes_per_node: is 4, by which the 6"),
+    ({"align": {"entry": "my.module"}}, "align.entry: names a Python module, and a command has none of ours"),
     ({"align": {"candidates": [{"name": "a", "entry": "my.module"}]}},
      "align.candidates.0.entry: names a Python module, and a command has none of ours"),
     ({"first_step": 2}, "max_steps: is 2, and first_step 2: no step would be observed"),

@@ -227,6 +227,13 @@ def test_weights_that_are_not_the_rounded_parameters_are_found_in_each_run(tmp_p
     with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "c") as candidate:
         (finding,) = compare_traces(baseline, candidate, bounds=BOUNDS).findings
     assert describe_finding(finding) == (
+        "weight of w at step 0, update 0 is the rounded parameter of before the update in the candidate: what the "
+        "optimizer updated was not copied to the model, or to another rank's shard of it"
+    )
+    write_trace(tmp_path / "d", {**BF16_STEP, "weight": torch.full((1,), 2.0, dtype=torch.bfloat16)})
+    with open_trace(tmp_path / "a") as baseline, open_trace(tmp_path / "d") as candidate:
+        (finding,) = compare_traces(baseline, candidate, bounds=BOUNDS).findings
+    assert describe_finding(finding) == (
         "weight of w at step 0, update 0 is not the rounded parameter in the candidate: the model computes with other "
         "weights"
     )

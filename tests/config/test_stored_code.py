@@ -42,6 +42,7 @@ def test_layouts_and_settings_are_no_code(tmp_path: Path) -> None:
     [
         ("align: {candidates: [{name: a, python: ./evil}]}", ["interpreter: align.candidates.0.python = './evil'"]),
         ("align: {candidates: [{name: a, entry: evil}]}", ["entry: align.candidates.0.entry = 'evil'"]),
+        ("align: {entry: evil}", ["entry: align.entry = 'evil'"]),
         ("program: evil:PROGRAM", ["program: program = 'evil:PROGRAM'"]),
         ("note: |\n  x\nprogram: 'evil:P'  # ours", ["program: program = 'evil:P'"]),
         ("system_envs: {LD_PRELOAD: /x.so}", ["environment: system_envs.LD_PRELOAD = '/x.so'"]),

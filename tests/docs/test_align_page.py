@@ -40,8 +40,9 @@ def planned_names(block: str, folder: Path) -> dict[str, bool]:
     ("block", "names"),
     [
         (YAML_BLOCKS[0], {"replay": True, "lr": False, "packing": False}),
+        (YAML_BLOCKS[1], {"tp2": False, "next-version": False}),
         (
-            YAML_BLOCKS[1],
+            YAML_BLOCKS[2],
             {
                 "replay": True,
                 "tp2": True,
@@ -55,8 +56,13 @@ def planned_names(block: str, folder: Path) -> dict[str, bool]:
         ),
     ],
 )
-def test_every_configuration_of_the_page_is_planned(block: str, names: dict[str, bool], tmp_path: Path) -> None:
-    assert len(YAML_BLOCKS) == 2
+def test_every_configuration_of_the_page_is_planned(
+    block: str, names: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(YAML_BLOCKS) == 3
+    for module in ("my_optimizer", "my_optimizer_2"):
+        (tmp_path / f"{module}.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert planned_names(block, tmp_path) == names
 
 

@@ -105,7 +105,7 @@ def build_config(run: Run, precision: Precision, *, changes: Mapping[str, Any] |
             "clip_grad": 0.3,
             "use_distributed_optimizer": "plain" not in run.layout.split("-"),
         },
-        "actor_infer": {"only_action_tokens": True},
+        "actor_infer": {"only_action_tokens": False},
         "train_env_manager": groups,
         "val_env_manager": groups,
     }

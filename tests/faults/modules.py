@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,6 +209,35 @@ def _show_first_micro_batch(fired: Fired, module: Any) -> None:
 
 
 stage_input_stale = on_modules(GPTModel, _show_first_micro_batch)
+
+
+def _round_messages(fired: Fired, module: Any, *, is_backward: bool) -> None:
+    """What a stage is sent, or sends back, has 12 bits fewer of a float32's mantissa, or 3 of a bfloat16's."""
+    take = module.set_input_tensor
+
+    def round_down(tensor: torch.Tensor) -> torch.Tensor:
+        fired.count += 1
+        bits, num_lost = (torch.int32, 12) if tensor.dtype == torch.float32 else (torch.int16, 3)
+        return (tensor.detach().view(bits) >> num_lost << num_lost).view(tensor.dtype)
+
+    def round_gradient(sent: torch.Tensor) -> None:
+        if sent.grad is not None:
+            sent.grad = round_down(sent.grad)
+
+    def take_rounded(given: list[torch.Tensor] | torch.Tensor) -> None:
+        hidden = given[0] if isinstance(given, list) else given
+        if pp_rank() and hidden is not None and is_backward and hidden.requires_grad:
+            # Behind every hook on the tensor itself: what is damaged is the message.
+            hidden.register_post_accumulate_grad_hook(round_gradient)
+        elif pp_rank() and hidden is not None and not is_backward:
+            hidden.data.copy_(round_down(hidden))
+        take(given)
+
+    module.set_input_tensor = take_rounded
+
+
+stage_input_rounded = on_modules(GPTModel, partial(_round_messages, is_backward=False))
+stage_gradient_rounded = on_modules(GPTModel, partial(_round_messages, is_backward=True))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pipelines.megatron import trained_model
 from tests.faults import optimizer_frozen
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import dp_size, replaced, replacing, tp_rank, tp_size, without_all_reduce
+from tests.faults.patching import dp_size, replacing, tp_rank, tp_size, without_all_reduce
 
 
 def _clip_nothing(fired: Fired, clip: Callable[..., None]) -> Callable[..., None]:
@@ -128,10 +128,11 @@ rate_of_its_own = _stepping(_go_further)
 second_beta = _stepping(_forget_sooner)
 
 
-@contextmanager
-def frozen_on_one_rank(fired: Fired) -> Iterator[None]:
-    """The update of one tp rank is lost."""
-    with replaced(torch.optim.AdamW, "step", lambda step: step):
-        if tp_size() > 1 and tp_rank() == 1:
-            optimizer_frozen.plant(fired)
-        yield
+def _lose_on_second_rank(step: Step, optimizer: torch.optim.AdamW) -> None:
+    if tp_rank() == 1:
+        optimizer_frozen.lose_update(step, optimizer)
+    else:
+        step(optimizer)
+
+
+frozen_on_one_rank = _stepping(_lose_on_second_rank)

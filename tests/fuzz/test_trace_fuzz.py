@@ -13,7 +13,7 @@ import torch
 
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from mock_scheduler.trace.full.files import METADATA_KEY
-from mock_scheduler.trace.full.header import compute_tensor_crc32
+from mock_scheduler.trace.full.pieces import compute_tensor_crc32
 from tests.content_traces import ContentRank, ContentStep, content_step, save_content_trace
 from tests.fuzz.corpus import copy_tree, make_sketches, make_trace, read_safetensors, write_safetensors
 from tests.fuzz.mutations import fuzz, mutate_bytes, mutate_json, run_command, sealed_text

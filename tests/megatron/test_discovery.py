@@ -159,6 +159,26 @@ def test_what_a_layout_shows_and_does_not_show_is_that_of_one_process(runs: Runs
         assert {item.name for item in trace.footer(0).unobserved} == {name for name, _ in unobserved}
 
 
+@pytest.mark.parametrize(
+    ("layout", "received"),
+    [
+        ("predicting/tp2-sp-pp2", {"decoder.layers.1"}),
+        pytest.param("dense/pp2-vpp2-dp2", {f"decoder.layers.{layer}" for layer in range(3)}, marks=pytest.mark.all),
+    ],
+)
+def test_a_later_stage_shows_what_it_received_as_a_replica_of_what_was_sent(
+    runs: Runs, layout: str, received: set[str]
+) -> None:
+    with open_trace(runs(layout) / "trace") as trace:
+        for kind in ("activation", "activation_gradient"):
+            keys = {key.name: key for key in trace.keys(0) if key.kind == kind}
+            stages = {
+                name: {piece.place.coordinates["pp"] for piece in trace.pieces(key)} for name, key in keys.items()
+            }
+            assert {name for name, held in stages.items() if held == {0, 1}} == received
+            assert [trace.merge(keys[name]).conflicts for name in received] == [()] * len(received)
+
+
 @pytest.mark.all
 def test_padding_of_the_vocabulary_is_no_element(runs: Runs) -> None:
     first, second = specs(facts(runs, "adapter/tp2-dp2")[0]), specs(facts(runs, "adapter/tp2-dp2")[1])

@@ -12,7 +12,8 @@ import torch
 
 from mock_scheduler.config.instruments import GraftConfig, TraceConfig
 from mock_scheduler.errors import ConfigError, TraceError
-from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource, put_elements
+from mock_scheduler.megatron.probe.graft import GraftProbe, put_elements
+from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.probe.interface import TrainingProbe
 from mock_scheduler.megatron.probe.module_probe import ModuleProbe
 from mock_scheduler.megatron.probe.shares import TokenIndex
@@ -245,7 +246,7 @@ def test_another_batch_is_refused(reference: tuple[Path, Merged]) -> None:
     with pytest.raises(TraceError) as raised:
         graft.start_step(batch_of(("train/0/a", "train/0/c"), (5, 4)), PADDED, [])
     assert str(raised.value) == (
-        f"graft: the batch of step 0 is not that of {reference[0]}: 2 of 2 rows are others: train/0/a has 5 tokens "
+        f"graft: the batch is not that of step 0 of {reference[0]}: 2 of 2 rows are others: train/0/a has 5 tokens "
         "here, 4 there; train/0/c is not there"
     )
 

@@ -167,6 +167,18 @@ def test_a_wrong_mark_is_refused(
     )
 
 
+def test_a_norm_that_is_marked_as_split_and_is_not_is_whole() -> None:
+    """Megatron counts it once for each tp rank in the norm of gradients, where the wrong mark is found."""
+
+    class HandNorm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = marked(-1, HIDDEN)
+
+    specs = specs_of({"input_layernorm": HandNorm()}, **TP2)
+    assert specs["input_layernorm.weight"].is_whole
+
+
 def test_a_mark_of_no_dimension_is_refused() -> None:
     unknown = torch.nn.Module()
     unknown.weight = marked(2, 4, HIDDEN)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
 from benchmarks.layouts.training import NUM_ACTIONS, VOCAB_SIZE, random_batch
 from mock_scheduler.config.instruments import GraftConfig, LedgerKind, TraceConfig, TraceKind
-from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
+from mock_scheduler.megatron.probe.graft import GraftProbe
+from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.probe.interface import combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.learner import Learner

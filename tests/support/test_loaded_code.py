@@ -146,12 +146,19 @@ functional.silu = functools.partial(around(functional.silu))
 RMSNorm.forward = around(RMSNorm.forward)
 torch.nn.Tanh.forward = around(torch.nn.Tanh.forward)
 torch.nn.init.Scale = Scale
+
+@torch.no_grad()
+def fill(tensor):
+    return tensor.fill_(4)
+
+torch.nn.init.ones_ = fill
 torch.nn.parameter.torch = Torch()
 
 own = count_own_calls()
 x = torch.ones(2, requires_grad=True)
 assert functional.gelu(x).tolist() == gelu(x).tolist()
 functional.silu(x), functional.silu(x)
+assert torch.nn.init.ones_(torch.zeros(1)).item() == 4
 RMSNorm(2)(x)
 torch.nn.init.Scale.apply(x).sum().backward()
 assert x.grad.tolist() == [3.0, 3.0]
@@ -167,6 +174,7 @@ def test_calls_of_functions_classes_and_objects_put_into_a_package_are_counted(f
         "torch.nn.functional.gelu": 1,
         "torch.nn.functional.silu": 2,
         "torch.nn.init.Scale": 2,
+        "torch.nn.init.ones_": 2,  # once by RMSNorm; the decorator around it is torch's
         "torch.nn.modules.activation.Tanh.forward": 0,
         "torch.nn.modules.normalization.RMSNorm.forward": 1,
     }

@@ -16,7 +16,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import canonical_json, open_sealed, seal
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import METADATA_KEY
-from mock_scheduler.trace.full.header import compute_tensor_crc32
+from mock_scheduler.trace.full.pieces import compute_tensor_crc32
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices, cut_shard, whole
 from tests.rank_traces import save_rank_trace

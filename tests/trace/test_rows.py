@@ -16,7 +16,8 @@ from mock_scheduler.trace.entries import (
     StepFooter,
     virtual_start,
 )
-from mock_scheduler.trace.full.header import RankStep, check_footer, footer_as_json, parse_footer
+from mock_scheduler.trace.full.header import check_footer, footer_as_json, parse_footer
+from mock_scheduler.trace.full.pieces import RankStep
 from mock_scheduler.trace.rows import MAX_ROWS, DensePlaces, check_rows, open_gaps, spread_tokens, unite_footers
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 from tests.trace.builders import ROWS

@@ -4,14 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape, OtherWeight
+from mock_scheduler.comparison.findings import (
+    Fact,
+    FewerBits,
+    Finding,
+    NarrowedState,
+    OnlyIn,
+    OtherNorm,
+    OtherShape,
+    OtherWeight,
+)
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
-from mock_scheduler.verdict.divergences import Divergence
-from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.direct_verdict import decide
+from mock_scheduler.verdict.divergences import Divergence, from_tensor
+from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
@@ -23,13 +33,15 @@ from mock_scheduler.verdict.reasons import (
     NotExplainedByNoise,
     Reason,
     RefutedBy,
+    RoundingOfPrecision,
     RunFailed,
     StaysInFloat64,
     WithinBounds,
 )
 from mock_scheduler.verdict.verdict import EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.proofs import describe_proof
-from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason
+from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason, write_headline
+from tests.comparison.stated import stated
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
 HERE, ELSEWHERE = OtherShape(baseline=(2,), candidate=(3,)), OnlyIn(side="baseline")
@@ -48,6 +60,11 @@ def first_at(value: float, *, name: str = KEY.name, fact: Fact = HERE) -> Diverg
     """A first divergence of this size."""
     finding = Finding(kind="gradient", step=0, update=0, name=name, fact=fact)
     return Divergence(step=0, update=0, kind="gradient", name=name, evidence=finding, value=value, bound=1e-6)
+
+
+def first_with(fact: Fact) -> Verdict:
+    """Diverged, first by a finding."""
+    return replace(DIVERGED, first=first_at(1.0, fact=fact))
 
 
 def compared(kind: VerdictKind, *, relative: float = 0.0, conflicts: tuple[ReplicaConflict, ...] = ()) -> Verdict:
@@ -217,18 +234,65 @@ def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:
 def test_float64_does_not_acquit_other_weights_than_the_rounded_parameters() -> None:
     """An optimizer wrote what it updated into its neighbour's shard; in float64 no weight is a copy."""
     fact = OtherWeight(side="candidate")
-    finding = Finding(kind="weight", step=0, update=0, name=KEY.name, fact=fact)
-    assert DIVERGED.tensors is not None
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(finding,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.DIVERGED
-    in_baseline = replace(finding, fact=replace(fact, side="baseline"))
-    direct = replace(DIVERGED, tensors=replace(DIVERGED.tensors, findings=(in_baseline,)))
-    assert judge(replace(OTHER, direct=direct, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
+    assert judge(replace(OTHER, direct=first_with(fact), wide=IDENTICAL)).kind is VerdictKind.DIVERGED
+    in_baseline = first_with(replace(fact, side="baseline"))
+    assert judge(replace(OTHER, direct=in_baseline, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
+
+
+@pytest.mark.parametrize(
+    "fact", [OtherNorm(stated=2.0, made=1.0), NarrowedState(num_bits=7, baseline_bits=23, num_tensors=1)]
+)
+def test_laws_of_the_candidates_own_run_decide_before_float64_and_the_reference(fact: Fact) -> None:
+    direct = first_with(fact)
+    verdict = judge(replace(OTHER, direct=direct, wide=IDENTICAL, emulated=DIVERGED))
+    assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, direct.first)
+
+
+def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
+    """A buffer was rounded to bfloat16 before its reduction, which the noise of bfloat16 hides."""
+    note = FewerBits(step=0, update=0, divisor=39, num_bits=7.0, baseline_bits=9.0)
+    assert ROUNDING.tensors is not None
+    emulated = replace(ROUNDING, tensors=replace(ROUNDING.tensors, notes=(note,)))
+    verdict = judge(replace(OTHER, direct=ROUNDING, emulated=emulated))
+    assert verdict.kind is VerdictKind.SUSPECT
+    assert describe_reason(verdict) == (
+        "within the bounds, but gradients of step 0, update 0, times 39, have a mantissa of 7.0 bits in the mean, "
+        "in the baseline 9.0: they are sums of coarser numbers, as where a buffer is rounded to a narrower type "
+        "before its reduction, or of fewer"
+    )
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
     verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
     assert (verdict, found["referee"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+def test_a_candidate_that_does_not_repeat_itself_is_unverified() -> None:
+    """Its own runs differ by as much as noise: rounding would be said of chance."""
+    again = compared(VerdictKind.DIVERGED, relative=1e-3).tensors
+    assert again is not None
+    verdict = withdraw(ROUNDING, again)
+    assert verdict.kind is VerdictKind.UNVERIFIED
+    assert describe_reason(verdict).startswith(
+        f"the candidate does not repeat itself: two runs of it differ first in the {KEY.describe()} (0.001 of it), so "
+        "a difference from the baseline may be chance; mock-scheduler doctor with its overrides and its --entry names "
+        "the operation"
+    )
+    assert withdraw(ROUNDING, compared(VerdictKind.IDENTICAL).tensors) == ROUNDING
+    assert withdraw(ROUNDING, None) == ROUNDING
+
+
+def test_a_divergence_far_beyond_what_two_runs_are_apart_stands() -> None:
+    again = compared(VerdictKind.DIVERGED, relative=1e-3).tensors
+    assert again is not None
+    (apart,) = again.differences
+    for distance, kind in ((1e-3, VerdictKind.UNVERIFIED), (1.0, VerdictKind.DIVERGED)):
+        there = from_tensor(replace(apart, distance=distance))
+        own = replace(again, differences=(replace(apart, distance=1e-3),))
+        assert withdraw(replace(DIVERGED, first=there), own).kind is kind
+    # A law of one run is broken in each.
+    assert withdraw(first_with(OtherNorm(stated=2.0, made=1.0)), again).kind is VerdictKind.DIVERGED
 
 
 def test_without_determinism_nothing_is_proved() -> None:
@@ -302,3 +366,56 @@ def test_every_proof_has_its_place_on_the_ladder_and_a_reason_where_it_was_not_t
     ladder = complete_ladder(Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=1, error="it fell")))
     assert [(proof.name, proof.outcome) for proof in ladder] == [(name, "not tried") for name in PROOF_NAMES]
     assert {describe_proof(proof) for proof in ladder} == {"nothing could be compared"}
+
+
+PRECISION = replace(
+    OTHER, changes=OwnChanges(keys=("precision",)), must_equal_reference=True, rounds_in="bfloat16", num_processes=1
+)
+
+
+def test_another_precision_is_the_rounding_of_the_coarser_one_where_the_code_is_the_baselines() -> None:
+    """It was ``diverged: both runs must start from the same weights``."""
+    verdict = judge(replace(PRECISION, emulated=IDENTICAL))
+    why = RoundingOfPrecision(precision="bfloat16", is_equal=True, otherwise=WithinBounds())
+    assert (verdict.kind, verdict.why) == (VerdictKind.ROUNDING, why)
+    assert write_headline(verdict) == (
+        "differs by the rounding of bfloat16: every bit is equal to the baseline's code in the candidate's precision"
+    )
+    # Code of its own may round elsewhere, which the comparison in one precision is held to.
+    own = judge(replace(PRECISION, emulated=ROUNDING, must_equal_reference=False))
+    assert write_headline(own) == (
+        "differs by the rounding of bfloat16: within the noise of the baseline's code in the candidate's precision"
+    )
+
+
+def test_behind_the_first_update_of_two_precisions_no_bound_was_measured() -> None:
+    later = replace(apart(0.3), key=replace(KEY, update=1))
+    tensors = replace(two_precisions(apart(0.05), later), steps=(0,), has_two_precisions=True)
+    direct = decide(None, tensors, bounds=stated(), required=())
+    assert (direct.kind, direct.why) == (VerdictKind.SUSPECT, BeyondBounds(is_estimated=True))
+    verdict = judge(replace(PRECISION, direct=direct, emulated=IDENTICAL))
+    assert (verdict.kind, verdict.first) == (VerdictKind.ROUNDING, None)
+    assert write_headline(verdict) == (
+        "differs by the rounding of bfloat16: every bit is equal to the baseline's code in the candidate's precision, "
+        "1 tensor of the first update within the noise of bfloat16; from the next update on, where the update itself "
+        "is stored in another type, 1 tensor beyond it, gradient of decoder.final_layernorm.weight at step 0, update 1 "
+        "by 3.0 times its bound"
+    )
+    # In the first update the bound holds: one of the two sides computes something else in its precision.
+    early = decide(None, replace(tensors, differences=(apart(0.3),)), bounds=stated(), required=())
+    assert judge(replace(PRECISION, direct=early, emulated=IDENTICAL)).kind is VerdictKind.DIVERGED
+
+
+def two_precisions(*differences: TensorDifference) -> TensorComparison:
+    """A comparison of these tensors alone."""
+    return TensorComparison(
+        steps=(0,), differences=differences, findings=(), baseline_conflicts=(), candidate_conflicts=()
+    )
+
+
+def test_another_precision_excuses_no_difference_from_the_baselines_code_in_it() -> None:
+    verdict = judge(replace(PRECISION, emulated=DIVERGED))
+    assert (verdict.kind, verdict.why) == (VerdictKind.DIVERGED, RefutedBy(proof="emulation"))
+    # With code of its own it may round elsewhere too, and the graver comparison counts.
+    own = judge(replace(PRECISION, emulated=DIVERGED, must_equal_reference=False))
+    assert (own.kind, own.why) == (VerdictKind.DIVERGED, ApartFromReference(is_refuted=True))

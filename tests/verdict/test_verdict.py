@@ -222,19 +222,45 @@ def test_the_earliest_step_is_the_first_divergence_and_metrics_are_named(tmp_pat
     )
 
 
-def test_within_a_step_gradients_come_before_metrics_and_metrics_before_parameters(tmp_path: Path) -> None:
+def test_within_a_step_tensors_come_before_metrics(tmp_path: Path) -> None:
     wrong: Tensors = {**SAME, "gradient": torch.full((4,), 2.0), "parameter": torch.full((4,), 2.0)}
     baseline = write_run(tmp_path / "a")
     both = align(baseline, write_run(tmp_path / "b", ranks=(wrong,), losses=(2.0,)))
     late = align(baseline, write_run(tmp_path / "c", ranks=({**wrong, "gradient": torch.ones(4)},), losses=(2.0,)))
     assert [alignment.first and alignment.first.kind for alignment in (both, late)] == [
         "gradient",
-        "metric",
+        "parameter",
     ]
     assert (
         "first metric: pg_loss from step 0 on: relative difference up to 0.5, |a-b| 5e+03 times its bound of 0.0002"
         in describe_reason(both)
     )
+
+
+def test_a_counter_of_one_side_alone_stands_behind_the_tensors(tmp_path: Path) -> None:
+    """A counter that recomputation alone took was said to be the first divergence of a wrong parameter."""
+    wrong: Tensors = {**SAME, "parameter": torch.full((4,), 2.0)}
+    candidate = write_run(tmp_path / "b", ranks=(wrong,))
+    (candidate / "metrics.jsonl").write_text('{"step": 0, "metrics": {"pg_loss": 1.0, "num_recomputed": 4.0}}\n')
+    first = align(write_run(tmp_path / "a"), candidate).first
+    assert first is not None
+    assert (first.kind, first.name) == ("parameter", NORM)
+    # Where no tensor differs, it is what there is to say.
+    same = write_run(tmp_path / "c")
+    (same / "metrics.jsonl").write_text('{"step": 0, "metrics": {"pg_loss": 1.0, "num_recomputed": 4.0}}\n')
+    alone = align(tmp_path / "a", same).first
+    assert alone is not None
+    assert (alone.kind, alone.name) == ("metric", "num_recomputed")
+
+
+def test_a_norm_that_is_not_of_its_gradients_stands_before_what_it_clipped(tmp_path: Path) -> None:
+    wrong: Tensors = {**SAME, "parameter": torch.full((4,), 2.0)}
+    folders = write_run(tmp_path / "a"), write_run(tmp_path / "b", ranks=(wrong,))
+    norm = float(SAME["gradient"].norm())
+    for folder, value in zip(folders, (norm, 1.1 * norm), strict=True):
+        (folder / "metrics.jsonl").write_text(f'{{"step": 0, "metrics": {{"pg_loss": 1.0, "grad_norm": {value}}}}}\n')
+    verdict = align(*folders)
+    assert (verdict.kind, str(verdict.first)) == (VerdictKind.DIVERGED, "metric grad_norm at step 0")
 
 
 def test_nan_against_a_number_is_diverged(tmp_path: Path) -> None:

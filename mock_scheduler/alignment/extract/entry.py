@@ -1,4 +1,4 @@
-"""The user's own files behind a candidate's entry module: the module, and the user's modules behind its imports.
+"""The user's own files behind an entry module: the module, and the user's modules behind its imports.
 
 Contract: imports are read from the source, in functions too; nothing is run. Files found by other means (a
 name put together at run time, a data file) are not found here. Installed packages, the standard library and the
@@ -24,12 +24,13 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryFiles:
-    """root: the folder on the Python path; paths: relative to it, sorted.
+    """module: the entry; root: the folder on the Python path; paths: relative to it, sorted.
 
     ``left``: why there are none, in words; empty where there are. ``is_own``: whether the reason is that the module is
     part of the project.
     """
 
+    module: str
     root: Path
     paths: tuple[Path, ...]
     left: str = ""
@@ -50,18 +51,18 @@ def find_entry_files(entry: str, own_packages: Collection[str]) -> EntryFiles:
     found = find_module(entry)
     if found is None:
         raise ConfigError(
-            f"the candidate's entry {entry!r} is not a Python module in the working directory or on the Python path; "
+            f"the entry {entry!r} is not a Python module in the working directory or on the Python path; "
             "run extract in the working directory of the alignment"
         )
     depth = len(entry.split(".")) + (found.name == "__main__.py")
     root = found.parents[depth - 1]
     if entry.partition(".")[0] in own_packages:
-        return EntryFiles(root=root, paths=(), left=f"{entry} is part of this project", is_own=True)
+        return EntryFiles(module=entry, root=root, paths=(), left=f"{entry} is part of this project", is_own=True)
     if _is_installed(found):
-        return EntryFiles(root=root, paths=(), left=f"{entry} is of an installed package")
+        return EntryFiles(module=entry, root=root, paths=(), left=f"{entry} is of an installed package")
     paths: set[Path] = set()
     _follow(root, found, paths, own_packages)
-    return EntryFiles(root=root, paths=tuple(sorted(path.relative_to(root) for path in paths)))
+    return EntryFiles(module=entry, root=root, paths=tuple(sorted(path.relative_to(root) for path in paths)))
 
 
 def _follow(root: Path, path: Path, paths: set[Path], own_packages: Collection[str]) -> None:

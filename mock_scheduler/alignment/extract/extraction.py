@@ -91,12 +91,15 @@ def run_reproduction(folder: Path, name: str, *, run_stored_code: bool = False) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extraction:
-    """An extraction with any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run."""
+    """An extraction with any number of groups. ``batch``: all rows of the step; ``check`` None: it is not run.
+
+    ``entries``: the files behind the modules of baseline and candidate; one where both have the same.
+    """
 
     source: DivergedCandidate
     batch: RolloutBatch
     weights: Weights
-    entry: EntryFiles
+    entries: Sequence[EntryFiles]
     check: CheckReproduction | None
     console: Console
 
@@ -133,7 +136,7 @@ class Extraction:
         places = self._places(order[: reduction.num_groups])
         groups = {step: self._groups(step, places) for step in range(weights.first_step, weights.last_step + 1)}
         config = write_reproduction(
-            source, folder, reduction=reduction, groups=groups, weights=weights, entry=self.entry
+            source, folder, reduction=reduction, groups=groups, weights=weights, entries=self.entries
         )
         outcome = None
         count = f"{reduction.num_groups} of {count_of(len(order), 'group')}"
@@ -152,7 +155,7 @@ class Extraction:
             groups=groups,
             num_all=len(order),
             weights=weights,
-            entry=self.entry,
+            entries=self.entries,
             remarks=remarks,
         )
         return reduction.num_groups, outcome

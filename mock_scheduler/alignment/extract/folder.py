@@ -119,7 +119,7 @@ def write_reproduction(
     reduction: ReducedBatch,
     groups: Mapping[int, Sequence[GroupKey]],
     weights: Weights,
-    entry: EntryFiles,
+    entries: Sequence[EntryFiles],
 ) -> RunConfig:
     """Writes everything but the README to an empty folder, and returns the configuration.
 
@@ -134,7 +134,8 @@ def write_reproduction(
     write_subset(source.reader, str(folder / RECORDING_FOLDER), groups, contract=contract)
     if weights.checkpoint is not None and checkpoint is not None:
         source.reductions.copy_checkpoint(weights.checkpoint, folder / checkpoint, reduction, root=weights.root)
-    entry.copy_to(folder)
+    for entry in entries:
+        entry.copy_to(folder)
     (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
     write_script(folder, config=Path(CONFIG_FILE).stem, options=_REPLAY, packages=source.program.packages)
     # As it will be loaded: what cannot be is said now, and not by the reproduction.
@@ -219,7 +220,7 @@ def write_readme(
     groups: Mapping[int, Sequence[GroupKey]],
     num_all: int,
     weights: Weights,
-    entry: EntryFiles,
+    entries: Sequence[EntryFiles],
     remarks: Sequence[str],
 ) -> None:
     """Writes ``README.md``. ``remarks``: the findings of the reproduction's check, in sentences."""
@@ -233,9 +234,9 @@ def write_readme(
         f"```bash\nbash {SCRIPT_FILE}{needed_flag(folder)}\n```\n\n"
         f"Expected: `{change.name}` is **diverged**, exit code 1. It trains a baseline and the candidate on the "
         "recording here; no rollout is played.",
-        "## What differs\n\n" + _describe_change(config, entry),
+        "## What differs\n\n" + _describe_change(source, config, entries),
         "## What is here\n\n"
-        + _describe_files(source, reduction, groups, num_all=num_all, weights=weights, entry=entry),
+        + _describe_files(source, reduction, groups, num_all=num_all, weights=weights, entries=entries),
         "## Versions\n\n" + _describe_versions(source),
     ]
     (folder / README_FILE).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
@@ -246,13 +247,18 @@ def in_prose(text: str) -> str:
     return re.sub(r"[<>\[\]]", lambda found: f"\\{found[0]}", printable(text))
 
 
-def _describe_change(config: RunConfig, entry: EntryFiles) -> str:
+def _describe_change(source: DivergedCandidate, config: RunConfig, entries: Sequence[EntryFiles]) -> str:
     change = config.align.candidates[0]
     lines = [f"- `{override}`" for override in change.overrides]
-    if entry.paths:
-        lines.append(f"- it runs as `python -m {change.entry}`, whose files are copied here")
-    elif not entry.is_own:
-        lines.append(f"- it runs as `python -m {change.entry}`, which must be installed: {entry.left}")
+    for entry in entries:
+        runs = [source.baseline_entry, source.candidate_entry]
+        who = (
+            "both run" if runs == [entry.module] * 2 else "it runs" if runs[1] == entry.module else "the baseline runs"
+        )
+        if entry.paths:
+            lines.append(f"- {who} as `python -m {entry.module}`, whose files are copied here")
+        elif not entry.is_own:
+            lines.append(f"- {who} as `python -m {entry.module}`, which must be installed: {entry.left}")
     if change.python is not None:
         lines.append(f"- it runs with another interpreter, `{change.python}`, which is not here: see versions")
     return "\n".join(lines) or "- nothing is configured otherwise: the candidate repeats the baseline"
@@ -265,7 +271,7 @@ def _describe_files(
     *,
     num_all: int,
     weights: Weights,
-    entry: EntryFiles,
+    entries: Sequence[EntryFiles],
 ) -> str:
     named = [f"group {group_id}/episode {episode_id}" for _, group_id, episode_id in groups[max(groups)]]
     steps = f"step {min(groups)}" if len(groups) == 1 else f"steps {min(groups)} to {max(groups)}"
@@ -278,10 +284,11 @@ def _describe_files(
         f"- `{CONFIG_FILE}`: the baseline's whole configuration, and the candidate in its section `align`. What is not "
         f"as it was: {changed}",
     ]
-    if entry.paths:
+    paths = dict.fromkeys(path for entry in entries for path in entry.paths)
+    if paths:
         lines.append(
-            f"- {', '.join(f'`{path}`' for path in entry.paths)}: the candidate's code, with the imports that its "
-            "source names; modules that are loaded by a name made at run time, and data files, are not"
+            f"- {', '.join(f'`{path}`' for path in paths)}: the code of the entries, with the imports that its source "
+            "names; modules that are loaded by a name made at run time, and data files, are not"
         )
     return "\n".join(lines)
 

@@ -132,6 +132,16 @@ class DivergedCandidate:
         return (PACKAGE, *self.program.packages)
 
     @property
+    def baseline_entry(self) -> str:
+        """The module of the baseline's processes."""
+        return self.baseline.align.entry or self.program.entry
+
+    @property
+    def candidate_entry(self) -> str:
+        """The module of the candidate's processes."""
+        return self.change.entry or self.baseline_entry
+
+    @property
     def own_keys(self) -> frozenset[str]:
         """The candidate sets these keys itself."""
         return frozenset(override_keys(self.change.overrides))

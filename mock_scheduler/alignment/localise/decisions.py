@@ -28,6 +28,7 @@ from mock_scheduler.verdict.localisation import (
     GraftKind,
     Localisation,
     PassName,
+    module_kind,
     pass_of,
 )
 
@@ -193,10 +194,30 @@ def build_localisation(
         reductions=tuple(reductions),
         also=tuple(also[1:]),
         num_equal=sum(other not in bad for other in upto),
+        num_alike=0 if walk is None else _count_alike(walk, comparison),
         num_later=sum(not _is_upto(item.key, key) for item in differing),
         trace_dirs=trace_dirs,
         seconds=seconds,
     )
+
+
+def _count_alike(walk: GraftWalk, comparison: TensorComparison) -> int:
+    """Counts the modules of the causes' kind in their pass, where each of them is a cause, or as many as were looked
+    at.
+
+    0 where there is one cause, or causes of two kinds, or other modules of the kind are right.
+    """
+    kinds = {module_kind(item.key.name) for item in walk.causes}
+    if len(walk.causes) < 2 or len(kinds) > 1:
+        return 0
+    first = walk.causes[0].key
+    count = sum(
+        (item.key.step, item.key.update, pass_of(item.key)) == (first.step, first.update, pass_of(first))
+        and module_kind(item.key.name) in kinds
+        for item in comparison.differences
+    )
+    is_cut_short = walk.end is not None and walk.end.cause is GraftEndCause.RUNS_SPENT
+    return count if count == len(walk.causes) or is_cut_short else 0
 
 
 def _list_causes(walk: GraftWalk) -> tuple[GraftedModule, ...]:

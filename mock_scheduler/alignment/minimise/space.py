@@ -46,7 +46,7 @@ class Reduction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReductionSpace:
-    """All reductions of one candidate, whose ``entry`` is ``None`` where it is the program's own.
+    """All reductions of one candidate, whose ``entry`` is ``None`` where it is the baseline's.
 
     ``baseline``, ``planned``: both configurations as given. ``reductions``: how the program makes workloads smaller.
     """
@@ -109,7 +109,7 @@ def build_space(
     """
     if program.reductions is None:
         raise ConfigError(f"runs of {program.entry} cannot be reduced: it does not say how")
-    if candidate.entry == program.entry:
+    if candidate.entry == (baseline.align.entry or program.entry):
         candidate = candidate.model_copy(update={"entry": None})
     dimensions = (
         *program.reductions.list_dimensions(baseline),

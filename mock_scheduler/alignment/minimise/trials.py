@@ -99,7 +99,7 @@ class Trials:
             "layout": reduction.layout,
             "overrides": list(reduction.shared),
             "candidate_overrides": list(reduction.candidate.overrides),
-            "entry": reduction.candidate.entry or self.program.entry,
+            "entry": reduction.candidate.entry or self.space.baseline.align.entry or self.program.entry,
             "python": reduction.candidate.python,
             "reduced": list(reduction.steps),
             "num_runs": len(self.tried),

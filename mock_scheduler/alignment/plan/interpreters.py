@@ -20,7 +20,7 @@ from typing import Any
 
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
-from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, ROOT, read_all_versions, read_package_versions
+from mock_scheduler.support.versions import PACKAGE, ROOT, read_all_versions, read_package_versions
 
 _NEEDED = ("torch", "megatron-core")
 _TIMEOUT_S = 120.0
@@ -32,25 +32,17 @@ _CHECKOUT = ROOT
 # not, the checkout's folder is added. Reading a configuration is what every run begins with.
 _PROBE = """
 import importlib, importlib.util, json, os, platform, sys
-packages, distributions, checkout = json.loads(sys.argv[1])
+packages, checkout = json.loads(sys.argv[1])
 added = any(importlib.util.find_spec(name) is None for name in packages)
 if added:
     sys.path.insert(0, checkout)
 import mock_scheduler.config.loading, mock_scheduler.launch.launcher
+from mock_scheduler.support.versions import read_all_versions, read_package_versions
 for name in packages:
     importlib.import_module(name)
-from importlib import metadata
-def version(names):
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
-versions = {name: version(names) for name, names in distributions.items()}
 folders = [os.path.dirname(os.path.abspath(sys.modules[name].__file__)) for name in packages]
-installed = {str(found.name).lower(): found.version for found in metadata.distributions() if found.name}
-found = {"python": platform.python_version(), "added": added, "versions": versions, "installed": installed}
-print(json.dumps({**found, "folders": folders}))
+found = {"python": platform.python_version(), "added": added, "folders": folders}
+print(json.dumps({**found, "versions": read_package_versions(), "installed": read_all_versions()}))
 """
 
 
@@ -131,7 +123,7 @@ def _read_own(packages: Sequence[str]) -> Interpreter:
 
 
 def _probe(path: str, packages: Sequence[str], environ: Mapping[str, str]) -> Interpreter:
-    given = json.dumps([packages, {name: list(names) for name, names in DISTRIBUTIONS.items()}, str(_CHECKOUT)])
+    given = json.dumps([packages, str(_CHECKOUT)])
     answer = _ask(path, given, environ)
     versions = _named_versions(answer["python"], answer["versions"])
     missing = [name for name in _NEEDED if name not in versions]

@@ -1,7 +1,8 @@
 """A plan lists the runs of an alignment with their overrides; everything is checked before the first one starts.
 
-The baseline is the user's command line plus ``align.baseline``, in mode dump, or in mock on a finished
-recording. Each candidate is the same plus its own overrides, in mock on the same recording. A program that takes no
+The baseline is the user's command line plus ``align.baseline``, run by ``align.entry``, in mode dump, or in mock on a
+finished recording. Each candidate is the same plus its own overrides, run by its own entry where it has one, in mock on
+the same recording. A program that takes no
 rollouts from a scheduler has neither mode nor recording. Where runs do not begin alike by themselves, each begins with
 the initial state in the baseline's trace. An alignment decides mode, recording, trace, initial state, folders and
 proofs itself, and nobody else may: an override without effect is an error.
@@ -112,14 +113,12 @@ def plan_alignment(
         _check_proof_keys(of_baseline, told=override_keys(shared))
     candidates, of_list = list_candidates(of_baseline.align, of_baseline.parallel, reserved=RESERVED_NAMES)
     problems += of_list
-    if recording_dir is not None:
-        with _noting(problems):
-            _check_recording(recording_dir, of_baseline, first_step=program.first_step(of_baseline))
-    if program.initial_state_key is not None:
-        with _noting(problems):
-            _check_initial_state(of_baseline, program.initial_state_key, first_step=program.first_step(of_baseline))
-    mode: Literal["dump", "mock"] = "dump" if recording_dir is None else "mock"
-    baseline = _plan_baseline(planner, of_baseline, shared, mode=mode, problems=problems)
+    first_step = program.first_step(of_baseline)
+    with _noting(problems):
+        _check_recording(recording_dir, of_baseline, first_step=first_step)
+    with _noting(problems):
+        _check_initial_state(of_baseline, program.initial_state_key, first_step=first_step)
+    baseline = _plan_baseline(planner, of_baseline, shared, is_recorded=recording_dir is not None, problems=problems)
     planned, of_candidates = _plan_candidates(planner, candidates, shared, baseline, listed=of_baseline)
     if of_candidates:
         raise ConfigError("\n".join(("nothing was run:", *problems, *of_candidates)))
@@ -175,7 +174,7 @@ class _Planner:
             complete = (*complete, f"trace.kinds=[{','.join(kinds)}]")
             config = self.load(complete)
         check_settings(config.system_envs)
-        entry = candidate.entry or self.program.entry
+        entry = candidate.entry or config.align.entry or self.program.entry
         check_entry(entry)
         interpreter = self.read_interpreter(candidate.python)
         return PlannedRun(
@@ -216,13 +215,13 @@ def _plan_baseline(
     config: RunConfig,
     shared: Sequence[str],
     *,
-    mode: Literal["dump", "mock"],
+    is_recorded: bool,
     problems: Sequence[str],
 ) -> PlannedRun:
     """Plans the baseline, or raises its error behind the earlier ones: each candidate would say the same."""
     baseline = CandidateConfig(name=BASELINE_NAME, overrides=config.align.baseline)
     try:
-        return planner.plan(baseline, shared, exp_name=config.exp_name, mode=mode)
+        return planner.plan(baseline, shared, exp_name=config.exp_name, mode="mock" if is_recorded else "dump")
     except (ConfigError, DeterminismError) as error:
         if not problems:
             raise
@@ -252,6 +251,7 @@ def _plan_candidates(
         planned.append(
             replace(
                 run,
+                has_other_code=run.entry != baseline.entry,
                 changes=find_changes(
                     _values_of(baseline.config), _values_of(run.config), run.program.effects(run.config).of
                 ),
@@ -279,8 +279,10 @@ def _check_has_rollouts(config: RunConfig, recording_dir: Path | None) -> None:
         )
 
 
-def _check_initial_state(config: RunConfig, key: str, *, first_step: int) -> None:
-    """Refuses a trace without every tensor with which candidates must begin."""
+def _check_initial_state(config: RunConfig, key: str | None, *, first_step: int) -> None:
+    """Refuses a trace without every tensor with which candidates must begin, told so by ``key``."""
+    if key is None:
+        return
     trace = config.trace
     limits = {
         "trace.patterns": trace.patterns != ["*"],
@@ -330,7 +332,9 @@ def _check_proof_keys(config: RunConfig, *, told: Collection[str]) -> None:
         raise ConfigError(f"an alignment sets {', '.join(found)} itself; remove it from the configuration")
 
 
-def _check_recording(recording_dir: Path, config: RunConfig, *, first_step: int) -> None:
+def _check_recording(recording_dir: Path | None, config: RunConfig, *, first_step: int) -> None:
+    if recording_dir is None:
+        return
     try:
         steps = RecordingReader(str(recording_dir)).steps()
     except RecordingError as error:

@@ -28,6 +28,10 @@ _MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSID
 _MAY_CALL_OTHERWISE = _MAY_ROUND | Decides.ORDER | Decides.EXECUTION
 
 
+#: Every program's key of the precision that a run computes in.
+PRECISION_KEY = "precision"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
     """The dotted keys with different values in two configurations, each in one of three classes.
@@ -39,6 +43,11 @@ class Changes:
     layout: tuple[str, ...]
     other: tuple[str, ...]
     has_other_calls: bool = False
+
+    @property
+    def beside_precision(self) -> tuple[str, ...]:
+        """The keys that may round and are not the precision: with these alone nobody knows what equal bits would be."""
+        return tuple(key for key in self.other if key != PRECISION_KEY)
 
     @property
     def kind(self) -> ChangeKind:
@@ -90,9 +99,9 @@ class PlannedRun:
     ``program``: the owner of the run. ``entry``: the Python module of its processes. ``python``: its interpreter,
     ``env`` the variables over the launcher's, ``versions`` of Python and of the packages with an effect on bits,
     ``packages`` of all that are installed, ``sources`` the folders of the project's packages under it.
-    ``version_changes``: versions other than the baseline's. ``changes``: keys with values other than the baseline's.
-    ``exact``: as its candidate states. ``begins_from``: the trace whose initial state it begins with; ``None``: it
-    begins by itself.
+    ``has_other_code``: its entry is not the baseline's. ``version_changes``: versions other than the baseline's.
+    ``changes``: keys with values other than the baseline's. ``exact``: as its candidate states. ``begins_from``: the
+    trace whose initial state it begins with; ``None``: it begins by itself.
     """
 
     name: str
@@ -107,6 +116,7 @@ class PlannedRun:
     versions: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
     sources: tuple[Path, ...] = ()
+    has_other_code: bool = False
     version_changes: tuple[str, ...] = ()
     changes: Changes = _NO_CHANGES
     exact: bool | None = None
@@ -118,9 +128,9 @@ class PlannedRun:
         return self.config.parallel.describe()
 
     @property
-    def has_own_code(self) -> bool:
-        """True where its processes run another module than the program's own."""
-        return self.entry != self.program.entry
+    def own_module(self) -> str:
+        """The module that its processes run in the program's place; empty where they run the program's own."""
+        return self.entry if self.entry != self.program.entry else ""
 
     @property
     def log_path(self) -> Path:
@@ -135,7 +145,23 @@ class PlannedRun:
         """
         if self.exact is not None:
             return self.exact
-        return not self.has_own_code and not self.version_changes and self.changes.kind != "other"
+        return self._is_alike and self.changes.kind != "other"
+
+    @property
+    def must_equal_reference(self) -> bool:
+        """True where it must equal, to the last bit, the baseline's code that adds in its order and in its precision.
+
+        Unlike the baseline, such a reference rounds as it does.
+        """
+        return self.must_be_exact or (self.exact is None and self._is_alike and not self.changes.beside_precision)
+
+    @property
+    def _is_alike(self) -> bool:
+        """Whether neither code nor versions are another, and the order of its sums is known."""
+        if self.has_other_code or self.version_changes:
+            return False
+        # The order in which code of the user's own adds is nobody's to follow; without another one it repeats itself.
+        return not self.own_module or not (self.changes.layout or self.changes.other)
 
 
 def initial_state_overrides(program: Program, trace: Path | None) -> tuple[str, ...]:
@@ -191,7 +217,7 @@ def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGro
     """
     groups: dict[tuple[object, ...], list[PlannedRun]] = {}
     for position, run in enumerate(runs):
-        is_alone = not share or run.has_own_code or run.program.session_entry is None
+        is_alone = not share or run.own_module or run.program.session_entry is None
         key: tuple[object, ...] = (position,) if is_alone else _process_key(run)
         groups.setdefault(key, []).append(run)
     return [RunGroup(runs=tuple(members)) for members in groups.values()]

@@ -20,7 +20,9 @@ from rich.text import Text
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
 from mock_scheduler.alignment.prove.proof_runs import (
+    is_one_run,
     plan_emulated,
+    plan_in_precision,
     plan_perturbed,
     plan_wide,
 )
@@ -63,7 +65,7 @@ class AlignmentRunner:
     save: SaveResult
     console: Console
     _candidates: list[CandidateState] = field(default_factory=list)
-    _noise: NoiseBounds | None = None
+    _noise: dict[str, NoiseBounds] = field(default_factory=dict)
 
     def run(self) -> AlignmentResult:
         """Go through every stage; raises ``AlignmentError`` with the exit code of a failed baseline."""
@@ -138,17 +140,26 @@ class AlignmentRunner:
 
     def _run_proofs(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> dict[str, Outcome]:
         """Make the perturbed baselines, for the noise, and the references of noisy candidates."""
-        proofs, root = self.plan.baseline.config.align.proofs, self.plan.proofs_dir
-        perturbed = [
-            plan_perturbed(self.plan.baseline, seed, load=self.load, root=root)
-            for seed in range(proofs.num_perturbations)
-        ]
+        groups = [self._plan_noise(precision) for precision in dict.fromkeys(item.precision for item in noisy)]
         references = self._plan_references(noisy, baseline)
-        outcomes = self.store.execute([*perturbed, *references])
-        self.store.count("noise", sum(_seconds(outcomes[run.name]) for run in perturbed))
+        measured = [run for group in groups for run in group if run is not self.plan.baseline]
+        outcomes = self.store.execute([*measured, *references])
+        self.store.count("noise", sum(_seconds(outcomes[run.name]) for run in measured))
         self.store.count("emulation", sum(_seconds(outcomes[run.name]) for run in references))
-        self._noise = self._measure(baseline, perturbed, outcomes)
+        for unmoved, *perturbed in groups:
+            self._measure(unmoved, perturbed, outcomes)
         return outcomes
+
+    def _plan_noise(self, precision: str) -> list[PlannedRun]:
+        """Plan the baseline in a precision, and its perturbed runs: its noise is the rounding of this precision."""
+        root = self.plan.proofs_dir
+        try:
+            unmoved = plan_in_precision(self.plan.baseline, precision, load=self.load, root=root)
+        except ConfigError as error:
+            self._warn(f"the noise in {precision} cannot be measured: {_in_one_line(error)}")
+            return [self.plan.baseline]
+        seeds = range(self.plan.baseline.config.align.proofs.num_perturbations)
+        return [unmoved, *(plan_perturbed(unmoved, seed, load=self.load, root=root) for seed in seeds)]
 
     def _plan_references(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> list[PlannedRun]:
         """Plan one run for all candidates with the same reference."""
@@ -168,29 +179,29 @@ class AlignmentRunner:
             item.emulated_run = by_config.setdefault(str(values), run)
         return list(by_config.values())
 
-    def _measure(
-        self, baseline: RunSummary, perturbed: Sequence[PlannedRun], outcomes: dict[str, Outcome]
-    ) -> NoiseBounds | None:
-        """Measure the noise of the perturbed runs; ``None`` where there are none."""
-        usable = [run for run in perturbed if not isinstance(outcomes[run.name], RunFailure)]
-        for run in perturbed:
-            if run not in usable:
-                self._warn(f"{run.name} failed; its output is in {run.log_path}")
-        if not usable:
-            return None  # bounds of theory stand in
+    def _measure(self, unmoved: PlannedRun, perturbed: Sequence[PlannedRun], outcomes: dict[str, Outcome]) -> None:
+        """Measure the noise of the perturbed runs of one precision, where there are any."""
+        made = [run for run in (unmoved, *perturbed) if run is not self.plan.baseline]
+        failed = [run for run in made if isinstance(outcomes[run.name], RunFailure)]
+        for run in failed:
+            self._warn(f"{run.name} failed; its output is in {run.log_path}")
+        usable = [run for run in perturbed if run not in failed]
+        if not usable or unmoved in failed:
+            return  # bounds of theory stand in
         with self.store.timed("noise"), self.console.status("measuring the noise of every tensor"):
             noise = measure_noise(
-                baseline.output_dir,
+                unmoved.output_dir,
                 [run.output_dir for run in usable],
                 seeds=[run.config.perturbation.seed or 0 for run in usable],
             )
-            save_noise(noise, self.plan.output_dir / NOISE_FILE)
-        return noise
+            name = NOISE_FILE if unmoved is self.plan.baseline else f"{unmoved.name}-{NOISE_FILE}"
+            save_noise(noise, self.plan.output_dir / name)
+        self._noise[unmoved.config.precision] = noise
 
     def _bounds_of(self, baseline: RunSummary, item: CandidateState) -> Bounds:
         """Choose the bounds of a candidate: stated ones over measured ones, or else over theory."""
         assert item.summary is not None
-        otherwise: Bounds | None = self._noise
+        otherwise: Bounds | None = self._noise.get(item.precision)
         if otherwise is None:
             otherwise = build_theory_bounds(baseline.output_dir / TRACE_FOLDER, item.summary.output_dir / TRACE_FOLDER)
         return StatedBounds(tolerance=self.plan.tolerance, otherwise=otherwise)
@@ -206,7 +217,7 @@ class AlignmentRunner:
         item.not_followed, item.assumed = reference.not_followed, reference.assumed
         with self.store.timed("emulation"), self._showing(item.run, "comparing in its own order of sums"):
             # In the candidate's own order of sums only other code or keys may still round.
-            bounds = EXACT if item.run.must_be_exact else self._bounds_of(baseline, item)
+            bounds = EXACT if item.run.must_equal_reference else self._bounds_of(baseline, item)
             # Only candidates that the direct comparison found deterministic come here.
             item.emulated = judge_runs(reference, item.summary, bounds=bounds, is_deterministic=True)
 
@@ -233,7 +244,8 @@ class AlignmentRunner:
             item.no_equal_inputs = NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.equal_inputs",))
         else:
             replicas = item.judged.proof("replicas")
-            is_refuted = replicas is not None and replicas.outcome == "refuted"
+            emulation = item.judged.proof("emulation")
+            is_refuted = any(proof is not None and proof.outcome == "refuted" for proof in (replicas, emulation))
             return not is_refuted and reference[1].kind not in (*WITHOUT_COMPARISON, VerdictKind.IDENTICAL)
         item.judge()
         return False
@@ -253,6 +265,15 @@ class AlignmentRunner:
                 item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=_in_one_line(error))
                 item.judge()
             return
+        for item, run in list(zip(wanted, runs[1:], strict=True)):
+            # A candidate of another precision alone is the baseline itself there, which acquits nobody.
+            if is_one_run(runs[0], run):
+                item.no_referee = NotTried(cause=NotTriedCause.ONE_RUN)
+                item.judge()
+                wanted.remove(item)
+                runs.remove(run)
+        if not wanted:
+            return
         with self.store.timed("referee"):
             outcomes = self.store.execute(runs)
         wide_baseline = self.store.summarise(runs[0], outcomes[runs[0].name])
@@ -264,7 +285,7 @@ class AlignmentRunner:
                 item.no_referee = NotTried(cause=NotTriedCause.RUN_FAILED, error=wide_baseline.message)
             else:
                 # The bounds of this precision, shrunk: rounding shrinks in float64, and a wrong computation does not.
-                bounds = WideBounds(inner=self._bounds_of(baseline, item), precision=item.run.config.precision)
+                bounds = WideBounds(inner=self._bounds_of(baseline, item), precision=item.precision)
                 with self.store.timed("referee"), self._showing(run, "comparing"):
                     item.wide = judge_runs(
                         wide_baseline,
@@ -279,7 +300,7 @@ class AlignmentRunner:
         if item.judged is None or item.summary is None:
             return False
         referee = self.plan.baseline.config.align.proofs.referee
-        if item.run.config.precision == "float64":
+        if item.precision == "float64":
             item.no_referee = NotTried(cause=NotTriedCause.FLOAT64_ALREADY)
         elif referee == "never":
             item.no_referee = NotTried(cause=NotTriedCause.TURNED_OFF, keys=("align.proofs.referee",))
@@ -314,12 +335,19 @@ class AlignmentRunner:
                 with self.store.timed("localisation"):
                     try:
                         item.localisation = closer.localise(item)
+                        # Its second run may show that it does not repeat itself.
+                        item.judge()
                     except (AlignmentError, ConfigError, TraceError) as error:
                         self._warn(f"{item.run.name} is not localised: {error}")
             self._save(baseline)
 
     def _showing(self, run: PlannedRun, what: str) -> AbstractContextManager[object]:
         return self.console.status(Text(f"{run.name}: {what}"))
+
+    @property
+    def _own_noise(self) -> NoiseBounds | None:
+        """The noise in the baseline's precision; without it that of another one."""
+        return self._noise.get(self.plan.baseline.config.precision) or next(iter(self._noise.values()), None)
 
     def _warn(self, text: str) -> None:
         for line in printable_message(f"  {text}").split("\n"):
@@ -330,8 +358,9 @@ class AlignmentRunner:
             config_name=self.config_name,
             output_dir=self.plan.output_dir,
             recording_dir=self.plan.recording_dir,
-            bounds=StatedBounds(tolerance=self.plan.tolerance, otherwise=self._noise or EXACT),
+            bounds=StatedBounds(tolerance=self.plan.tolerance, otherwise=self._own_noise or EXACT),
             baseline=baseline,
+            module=self.plan.baseline.own_module,
             candidates=tuple(item.to_result() for item in self._candidates),
             times=self.store.times() if has_ended else None,
         )

@@ -12,18 +12,29 @@ from pathlib import Path
 from mock_scheduler.alignment.localise.localise import localise
 from mock_scheduler.alignment.localise.runs import full_overrides
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
-from mock_scheduler.alignment.prove.proof_runs import derive_run, describe_order_limits, is_same_order
+from mock_scheduler.alignment.prove.proof_runs import (
+    derive_run,
+    describe_order_limits,
+    has_other_precision,
+    is_same_order,
+    plan_in_precision,
+)
 from mock_scheduler.alignment.runs.run_store import RunStore
-from mock_scheduler.comparison.bounds.bounds import Bounds, shrinking_factor
+from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, shrinking_factor
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
-from mock_scheduler.config.instruments import UNIT_ROUNDOFFS
+from mock_scheduler.comparison.pairing.selection import Selection
+from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
+from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, coarser_precision
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
+from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.divergences import from_tensor
-from mock_scheduler.verdict.final_verdict import judge
+from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, NotTriedCause, StillOpen
@@ -36,7 +47,8 @@ class CandidateState:
     """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
     ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
-    reference in its order of sums. ``judged``: the verdict with its proofs. ``start``: what its run started from.
+    reference in its order of sums. ``repeated``: its run with another of the same. ``judged``: the verdict with its
+    proofs. ``start``: what its run started from.
     """
 
     run: PlannedRun
@@ -53,6 +65,7 @@ class CandidateState:
     no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
+    repeated: TensorComparison | None = None
     judged: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
@@ -63,11 +76,6 @@ class CandidateState:
         return self.run.must_be_exact and self.run.changes.kind == "nothing"
 
     @property
-    def own_entry(self) -> str:
-        """The module of its processes; empty where it is the baseline's."""
-        return self.run.entry if self.run.entry != self.baseline.entry else ""
-
-    @property
     def same_order(self) -> tuple[PlannedRun, Verdict] | None:
         """The reference that adds in the candidate's order, with the comparison to it; ``None`` without one."""
         if self.emulated_run is not None and self.emulated is not None:
@@ -75,6 +83,11 @@ class CandidateState:
         if self.direct is not None and is_same_order(self.baseline, self.run):
             return self.baseline, self.direct
         return None
+
+    @property
+    def precision(self) -> str:
+        """The coarser precision of its baseline and its own: whose rounding the two are apart by."""
+        return coarser_precision(self.baseline.config.precision, self.run.config.precision)
 
     @property
     def is_open(self) -> bool:
@@ -97,13 +110,15 @@ class CandidateState:
         # Nothing was compared: the reason stands, and no proof could change it.
         if direct is None or direct.kind in WITHOUT_COMPARISON:
             return
-        self.judged = judge(
+        judged = judge(
             Evidence(
                 direct=direct,
                 num_processes=run.config.parallel.world_size,
                 changes=self._own_changes,
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
+                must_equal_reference=run.must_equal_reference,
+                rounds_in=self.precision if has_other_precision(self.baseline, run) else "",
                 emulated=self.emulated,
                 not_followed=self.not_followed,
                 assumed=self.assumed,
@@ -113,9 +128,10 @@ class CandidateState:
                 no_equal_inputs=self.no_equal_inputs,
                 wide=self.wide,
                 no_referee=self.no_referee,
-                shrinking=shrinking_factor(run.config.precision),
+                shrinking=shrinking_factor(self.precision),
             )
         )
+        self.judged = withdraw(judged, self.repeated)
 
     def why_not_emulated(self, baseline: RunSummary) -> NotTried | None:
         """Say why no reference is run in its order of sums; ``None`` where one is."""
@@ -124,15 +140,16 @@ class CandidateState:
         if is_same_order(self.baseline, self.run):
             return NotTried(cause=NotTriedCause.SAME_ORDER)
         # The reference has the candidate's keys, so an effect of theirs would be on both sides and prove nothing.
-        if self.run.changes.other and not self.run.must_be_exact:
-            return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=tuple(self.run.changes.other))
+        more = self.run.changes.beside_precision
+        if more and not self.run.must_be_exact:
+            return NotTried(cause=NotTriedCause.CHANGES_MORE, keys=more)
         problem = describe_order_limits(self.run) or "; ".join(self._find_stated_limits(baseline))
         return NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=problem) if problem else None
 
     def _find_stated_limits(self, baseline: RunSummary) -> list[str]:
         """List what finished runs themselves know to keep a reference from following the order: no run is spent."""
         # The reference is the baseline's training in one process, but for keys that the candidate changes besides.
-        is_alike = self.baseline.config.parallel.world_size == 1 and not self.run.changes.other
+        is_alike = self.baseline.config.parallel.world_size == 1 and not self.run.changes.beside_precision
         own = () if self.summary is None else self.summary.order_limits
         return list(dict.fromkeys((*(baseline.order_limits if is_alike else ()), *own)))
 
@@ -140,7 +157,7 @@ class CandidateState:
     def _own_changes(self) -> OwnChanges:
         return OwnChanges(
             keys=(*self.run.changes.layout, *self.run.changes.other),
-            entry=self.own_entry,
+            entry=self.run.entry if self.run.has_other_code else "",
             versions=tuple(self.run.version_changes),
         )
 
@@ -155,7 +172,8 @@ class CandidateState:
             run=self.summary,
             start=self.start,
             verdict=self.verdict,
-            entry=self.own_entry,
+            entry=self._own_changes.entry,
+            module=run.own_module,
             changes=(*run.changes.layout, *run.changes.other),
             emulated=self.emulated,
             localisation=self.localisation,
@@ -193,8 +211,10 @@ class CloserLook:
             reference = item.emulated_run
         # In another order of sums every bit may differ, so only noise tells a cause from rounding.
         elif not is_same_order(self.plan.baseline, item.run):
-            bounds = self._measure_all_kinds(0 if first is None else first.step)
-        return localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+            bounds = self._measure_all_kinds(0 if first is None else first.step, item.precision)
+        found = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+        self._compare_repeated(item, found)
+        return found
 
     def judge_equal_inputs(self, item: CandidateState) -> EqualInputsFacts:
         """Judge the first differing tensors of a candidate, whose inputs are equal, by one kernel's rounding.
@@ -213,6 +233,7 @@ class CloserLook:
             run=self._run_further,
             max_grafts=_NUM_KERNEL_GRAFTS,
         )
+        self._compare_repeated(item, place)
         unit = UNIT_ROUNDOFFS[item.run.config.precision]
         causes = [place.origin, *(cause.tensor for cause in place.causes[1:] if cause.tensor is not None)]
         judged = [cause.difference for cause in causes if cause.difference is not None]
@@ -223,15 +244,23 @@ class CloserLook:
             is_complete=bool(place.causes) and not place.remaining,
         )
 
-    def _measure_all_kinds(self, step: int) -> Bounds:
-        """Measure the noise of every tensor of one step, traced or not in ordinary runs."""
+    def _compare_repeated(self, item: CandidateState, found: Localisation) -> None:
+        """Compare the candidate's run with its second one, which localisation made to trace more of a step."""
+        assert item.summary is not None
+        folders = item.summary.output_dir / TRACE_FOLDER, found.trace_dirs[1]
+        item.repeated = compare_trace_folders(
+            *folders, bounds=EXACT, selection=Selection(steps=StepRanges.of([found.step]))
+        )
+
+    def _measure_all_kinds(self, step: int, precision: str) -> Bounds:
+        """Measure the noise of every tensor of one step, traced or not in ordinary runs, in a precision."""
         # Anew, since ``noise.json`` knows only what ordinary runs trace.
-        overrides = full_overrides(self.plan.baseline, step, None)
-        whole = self._run_further(self.plan.baseline, overrides, f"localise-step-{step}")
+        planned = plan_in_precision(self.plan.baseline, precision, load=self.load, root=self.plan.proofs_dir)
+        overrides = full_overrides(planned, step, None)
+        name = f"localise-step-{step}" if planned is self.plan.baseline else f"localise-{planned.name}-step-{step}"
+        whole = self._run_further(planned, overrides, name)
         folders = [
-            self._run_further(
-                self.plan.baseline, [*overrides, f"perturbation.seed={seed}"], f"localise-step-{step}-noise-{seed}"
-            )
+            self._run_further(planned, [*overrides, f"perturbation.seed={seed}"], f"{name}-noise-{seed}")
             for seed in range(_NUM_PERTURBATIONS)
         ]
         return measure_noise(whole, folders, seeds=range(len(folders)))

@@ -13,22 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.alignment.plan.overrides import quote_override
-from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun, initial_state_overrides
+from mock_scheduler.alignment.plan.planned_run import PRECISION_KEY, AlignPlan, PlannedRun, initial_state_overrides
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.program import ConfigLoader
-from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_files import BASELINE_NAME, TRACE_FOLDER
 
 #: Addition is commutative: two terms have one sum in any order, and only from three on the order moves bits.
 _NUM_ORDERLESS = 2
 _MOCK = ("rollout_mock.mode=mock",)
 
 
-def derive_run(
-    run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path, entry: str | None = None
-) -> PlannedRun:
+def derive_run(run: PlannedRun, name: str, overrides: Sequence[str], *, load: ConfigLoader, root: Path) -> PlannedRun:
     """Plans the run again with further overrides, named ``name``, in ``{root}/{name}``.
 
-    ``entry``: another module in the place of the run's own. Raises ``ConfigError`` where the overrides do not fit.
+    Raises ``ConfigError`` where the overrides do not fit.
     """
     run_dir = root / name
     begins_from = run.begins_from
@@ -45,7 +43,6 @@ def derive_run(
     return replace(
         run,
         name=name,
-        entry=run.entry if entry is None else entry,
         overrides=complete,
         config=load(complete),
         output_dir=run_dir,
@@ -67,12 +64,11 @@ def plan_emulated(candidate: PlannedRun, baseline: PlannedRun, *, load: ConfigLo
         f"order.emulate={_to_hydra(emulated)}",
         "order.ordered_reductions=false",  # it concerns ranks, and the reference has one
     ]
-    run = derive_run(
-        candidate, f"emulated-{candidate.name}", overrides, load=load, root=root, entry=candidate.program.entry
-    )
+    run = derive_run(candidate, f"emulated-{candidate.name}", overrides, load=load, root=root)
     # The baseline's code: a candidate's own module or packages must not vouch for themselves.
     return replace(
         run,
+        entry=baseline.entry,
         python=baseline.python,
         env=baseline.env,
         versions=baseline.versions,
@@ -97,7 +93,9 @@ def describe_order_limits(run: PlannedRun) -> str:
 
 
 def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
-    """Says whether a candidate adds in the baseline's order."""
+    """Says whether a candidate adds in the baseline's order, and in its precision."""
+    if has_other_precision(baseline, candidate):
+        return False
     if candidate.changes.kind == "nothing":
         return True
     if any(describe_order_limits(run) for run in (baseline, candidate)):
@@ -107,19 +105,43 @@ def is_same_order(baseline: PlannedRun, candidate: PlannedRun) -> bool:
     return ours is not None and ours == theirs
 
 
+def has_other_precision(baseline: PlannedRun, candidate: PlannedRun) -> bool:
+    """Says whether the two compute in different precisions, so that equal sums have other bits."""
+    return baseline.config.precision != candidate.config.precision
+
+
+def plan_in_precision(baseline: PlannedRun, precision: str, *, load: ConfigLoader, root: Path) -> PlannedRun:
+    """Plans the baseline in a precision; itself where that is its own."""
+    if baseline.config.precision == precision:
+        return baseline
+    return derive_run(baseline, f"in-{precision}", [f"{PRECISION_KEY}={precision}"], load=load, root=root)
+
+
 def plan_perturbed(baseline: PlannedRun, seed: int, *, load: ConfigLoader, root: Path) -> PlannedRun:
-    """Plans the baseline with weights perturbed by one unit roundoff."""
-    return derive_run(baseline, f"noise-{seed}", [f"perturbation.seed={seed}"], load=load, root=root)
+    """Plans a run with weights perturbed by one unit roundoff of its precision; ``baseline``: in any precision."""
+    name = f"noise-{seed}" if baseline.name == BASELINE_NAME else f"{baseline.name}-noise-{seed}"
+    return derive_run(baseline, name, [f"perturbation.seed={seed}"], load=load, root=root)
 
 
 def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
     """Plans the run in float64."""
-    return derive_run(run, f"float64-{run.name}", ["precision=float64"], load=load, root=root)
+    return derive_run(run, f"float64-{run.name}", [f"{PRECISION_KEY}=float64"], load=load, root=root)
+
+
+def is_one_run(one: PlannedRun, other: PlannedRun) -> bool:
+    """Says whether two planned runs compute the same, whatever their names and folders are."""
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("entry", "python", "env", "versions", "packages")
+    ) and _config_values(one) == _config_values(other)
+
+
+def _config_values(run: PlannedRun) -> dict[str, object]:
+    return run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
 
 
 def _order_reductions(run: PlannedRun, *, load: ConfigLoader) -> PlannedRun:
     config = run.config
-    if not run.must_be_exact or config.order.ordered_reductions or describe_order_limits(run):
+    if not run.must_equal_reference or config.order.ordered_reductions or describe_order_limits(run):
         return run
     plan = run.program.plan_order(config)
     # Where nobody knows the groups before the run, the largest one may have all processes.

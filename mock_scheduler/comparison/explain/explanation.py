@@ -124,7 +124,7 @@ def _explain(
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
         bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
-        residual = _classify(key, pair, traces, is_change=before is not None, bound=bound, common=common)
+        residual = _classify(key, pair, traces, start=before, bound=bound, common=common)
         if residual is not None and before is not None:
             residual = replace(residual, is_of_change=True)
     dims = dims_of(pair)
@@ -141,11 +141,18 @@ def _explain(
 
 
 def _classify(
-    key: TraceKey, pair: TensorPair, traces: TracePair, *, is_change: bool, bound: float, common: CommonScale | None
+    key: TraceKey,
+    pair: TensorPair,
+    traces: TracePair,
+    *,
+    start: TensorPair | None,
+    bound: float,
+    common: CommonScale | None,
 ) -> Residual | None:
     # Numbers of experts are names: ratios and distances of them mean nothing.
     if is_choice(key):
         return None
+    is_change = start is not None
     previous_key = None if is_change else _key_before(key, traces.readers[0])
     previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
     if previous is not None and previous.shape != pair.baseline.shape:
@@ -161,6 +168,7 @@ def _classify(
         holders=find_holders(key, traces.readers[1]),
         bound=bound,
         common=common,
+        start=None if start is None else start.baseline,
     )
 
 

@@ -33,6 +33,7 @@ from mock_scheduler.comparison.thresholds import (
     FEWEST_SLOPES,
     MOST_OF_IT,
     NO_RATIO,
+    PARALLEL,
     RATIO_DEVIATIONS,
     RATIO_ROUNDINGS,
     TIE,
@@ -108,6 +109,8 @@ def find_ratio(
         if not is_certain:
             return _find_common(pair, common, own=ratio, error=error)
     multiple = Multiple(error=error, factor=factor)
+    if explained >= ENOUGH and not is_parallel(ratio, size, remainder):
+        return None
     if explained >= ENOUGH:
         return Residual(kind="ratio", value=ratio, explained=explained, detail=multiple)
     found = _find_within_noise(pair, remainder, explained, bound=bound)
@@ -115,6 +118,13 @@ def find_ratio(
         share, rest = found
         return Residual(kind="ratio", value=ratio, explained=share, detail=replace(multiple, rest=rest))
     return _find_common(pair, common, own=ratio, error=error)
+
+
+def is_parallel(ratio: float, size: float, remainder: torch.Tensor) -> bool:
+    """Whether the candidate has the baseline's direction; ``size``: ||a||², the remainder stands upright on it."""
+    # ||b||² is the square along a and that of the remainder, so their quotient is the cosine's square.
+    along = ratio * ratio * size
+    return along >= PARALLEL**2 * (along + square_of(remainder))
 
 
 def _is_apart(ratio: float, error: float) -> bool:

@@ -18,16 +18,26 @@ from itertools import combinations
 import torch
 
 from mock_scheduler.comparison.explain.moves import find_move
+from mock_scheduler.comparison.explain.narrowing import count_bits, find_narrowing
 from mock_scheduler.comparison.explain.permutations import Holders
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_ratio, only_enough
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.measure.large_tensors import FlatPair, flatten, spread, square_of
-from mock_scheduler.comparison.residuals import ElementBlock, OneElement, PartialSums, Residual, ResidualKind, Side
+from mock_scheduler.comparison.residuals import (
+    ElementBlock,
+    Narrowed,
+    OneElement,
+    PartialSums,
+    Residual,
+    ResidualKind,
+    Side,
+)
 from mock_scheduler.comparison.tensors import Figures
 from mock_scheduler.comparison.thresholds import (
     ENOUGH,
     EXPLAINED_ROUNDING_UNITS,
     FEWEST_ELEMENTS,
+    LARGEST_DECAY,
     MOST_PARTS,
     OUTLIER_SHARE,
     VERY_CLOSE,
@@ -48,12 +58,12 @@ def classify_residual(
     holders: Mapping[int, Holders] | None = None,
     bound: float = 0.0,
     common: CommonScale | None = None,
+    start: torch.Tensor | None = None,
 ) -> Residual | None:
     """Explains ``candidate`` in terms of ``baseline``; ``None`` where nothing explains most of the difference.
 
     Args:
-        baseline: Finite.
-        candidate: Finite, of the same shape and dtype.
+        baseline, candidate: Finite, of one shape and dtype.
         present: bool, as of ``compute_figures``; elements that count.
         layout: Numbers a ratio may be, as ``{"tp": 2, "micro-batches": 4}``.
         previous: The baseline's tensor of the update before.
@@ -63,30 +73,30 @@ def classify_residual(
         holders: By dimension, what the candidate's ranks hold.
         bound: Of ||a - b|| / ||a||, of noise.
         common: The ratio of the gradients of the update.
+        start: Where both sides are changes by an update, the baseline's parameter before it.
     """
     figures = compute_figures(baseline, candidate, present=present)
     # Integers have no rounding, so that any difference of them may be explained.
     rounding = torch.finfo(baseline.dtype).eps * EXPLAINED_ROUNDING_UNITS if baseline.is_floating_point() else 0.0
-    one = _find_one_element(figures, rounding=rounding)
-    if one is not None or not 0.0 < figures.norm < math.inf:
-        return one
+    special = _find_one_element(figures, rounding=rounding) or _find_narrowed(baseline, candidate, present, figures)
+    if special is not None or not 0.0 < figures.norm < math.inf:
+        return special
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
     sample = [spread(item.expand(baseline.shape), pair.stride, pair.present) for item in parts]
-    before = None if previous is None else spread(previous, pair.stride, pair.present)
+    before, decayed = (None if item is None else spread(item, pair.stride, pair.present) for item in (previous, start))
     # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
     ratio_of = partial(find_ratio, pair, bound=bound, common=common)
     tests: tuple[Callable[[], Residual | None], ...] = (
         # The most particular explanation first: a stale tensor is in part a ratio, and a ratio in part a constant.
         lambda: _find_stale(pair, before),
+        lambda: _find_left_over(pair, before),
+        lambda: _find_decay(pair, decayed),
         lambda: _best(ratio_of(layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),
         lambda: _find_block(pair),
     )
-    slight: tuple[Callable[[], Residual | None], ...] = (
-        lambda: _find_zeros(pair),
-        lambda: ratio_of({}),
-    )
+    slight: tuple[Callable[[], Residual | None], ...] = (lambda: _find_zeros(pair), lambda: ratio_of({}))
     for test in slight if is_slight else tests:
         if (found := test()) is not None:
             return replace(found, sample=pair.sample)
@@ -95,6 +105,19 @@ def classify_residual(
     # Orders are tried last, since they cost a pass over the tensor each.
     degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
     return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
+
+
+def _find_narrowed(
+    baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None, figures: Figures
+) -> Residual | None:
+    """Finds that rounding to fewer bits of mantissa makes a difference of this size."""
+    bits = find_narrowing(baseline, candidate) if present is None and figures.norm else None
+    # A larger difference has another cause, whatever its type.
+    if bits is None or not figures.relative <= 2.0**-bits:
+        return None
+    num_bits = count_bits(baseline)
+    assert num_bits is not None
+    return Residual(kind="narrowed", value=float(bits), explained=1.0, detail=Narrowed(num_bits=num_bits))
 
 
 def _best(*found: Residual | None) -> Residual | None:
@@ -129,6 +152,35 @@ def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | Non
     if pair.is_small and square_of(remainder) > pair.rounding**2 * square_of(previous):
         return None
     return only_enough(Residual(kind="stale", value=1.0, explained=pair.explained(remainder)))
+
+
+def _find_left_over(pair: FlatPair, previous: torch.Tensor | None) -> Residual | None:
+    """Finds that the candidate is the baseline and a multiple of the tensor of the update before."""
+    found = None if previous is None else _fit(pair, previous)
+    if found is None:
+        return None
+    # Where one update is like the next, both fit, and a ratio says less.
+    size = square_of(pair.baseline)
+    ratio = float(torch.dot(pair.baseline, pair.difference)) / size if size else 0.0
+    rest = square_of(torch.sub(pair.difference, pair.baseline, alpha=ratio))
+    return replace(found, kind="left over") if rest > (1.0 - ENOUGH) * pair.square else None
+
+
+def _find_decay(pair: FlatPair, start: torch.Tensor | None) -> Residual | None:
+    """Finds that the changes differ by a multiple of the parameter itself."""
+    found = None if start is None else _fit(pair, start)
+    return replace(found, kind="decay") if found is not None and abs(found.value) <= LARGEST_DECAY else None
+
+
+def _fit(pair: FlatPair, other: torch.Tensor) -> Residual | None:
+    """Fits the difference as a multiple of another tensor."""
+    # Least squares of b - a by one tensor t: <t, b - a> / <t, t>.
+    size = square_of(other)
+    if pair.is_small or size == 0.0:
+        return None
+    multiple = float(torch.dot(other, pair.difference)) / size
+    explained = pair.explained(torch.sub(pair.difference, other, alpha=multiple))
+    return only_enough(Residual(kind="left over", value=multiple, explained=explained))
 
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:

@@ -101,11 +101,13 @@ class PairSums:
     Args:
         figures: Of the difference.
         norm: ``||a||``.
+        other_norm: ``||b||``.
         is_finite: No element of either side is NaN or infinite.
     """
 
     figures: Figures
     norm: float
+    other_norm: float
     is_finite: bool
 
 
@@ -264,7 +266,7 @@ class _Sums:
             max_ulp=self._max_ulp if self._is_floating else None,
             worst=worst,
         )
-        return PairSums(figures=figures, norm=norm, is_finite=self._is_finite)
+        return PairSums(figures=figures, norm=norm, other_norm=math.sqrt(other), is_finite=self._is_finite)
 
 
 def _multiply(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float, float]:

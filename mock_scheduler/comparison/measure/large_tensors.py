@@ -79,6 +79,7 @@ def split_chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def num_threads() -> int:
     """Returns how many processors this process may use, at most 8."""
+    # The affinity: a container or a launcher may give this process fewer than the machine has.
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST_THREADS)
 
 
@@ -118,6 +119,7 @@ class FlatPair:
 
     def explained(self, remainder: torch.Tensor) -> float:
         """Returns the part of ||a - b||² an explanation with this remainder accounts for."""
+        # 1 where nothing remains; below 0 where the explanation is worse than none.
         return 1.0 - square_of(remainder) / self.square if self.square else 0.0
 
 

@@ -185,9 +185,11 @@ def _restore(stored: _StoredNoise, folder: Path) -> NoiseBounds:
         *((f"relative of {item.name}", item.relative) for item in stored.tensors),
         *((f"changes of {item.name}", item.changes) for item in stored.metrics),
     ]:
+        # A run may lack what another one has, so lists may be shorter than the runs; an empty one has no largest noise.
         if not 0 < len(values) <= len(stored.seeds):
             raise ValueError(f"{where} has {len(values)} values, expected 1 to {len(stored.seeds)}, one for each run")
     for item in stored.tensors:
+        # Slopes are of the same runs as the differences: one list says for both which run a place is.
         if len(item.slopes) not in (0, len(item.relative)):
             raise ValueError(f"slopes of {item.name} has {len(item.slopes)} values, expected {len(item.relative)}")
     metrics = {(item.step, item.name): item for item in stored.metrics}

@@ -31,6 +31,7 @@ from mock_scheduler.comparison.explain.ratios import name_factor
 from mock_scheduler.comparison.noise.suspicions import ScaledGradients, ScaledTensor, Suspicion, TestSummary
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import (
+    CALIBRATED_RUNS,
     DEVIATION_OF_MAD,
     ENOUGH,
     FEWEST_ELEMENTS,
@@ -114,7 +115,7 @@ def judge_slopes(
     for (step, update, kind), items in kinds.items():
         deviations = _deviations(items, noise)
         # About 1 and not about the runs' mean: the baseline itself is the reference.
-        limits = [LARGEST_Z * deviation for deviation in deviations]
+        limits = [LARGEST_Z * deviation * _few_runs(noise.num_runs) for deviation in deviations]
         smallest = min(smallest, median(limits))
         # All of them together were told of already.
         if kind == "gradient" and (step, update) in scaled:
@@ -166,8 +167,14 @@ def _summarise(place: tuple[int, int], items: Sequence[TensorDifference], noise:
         noise_medians=medians,
         # Runs without any spread have an infinite z, which says nothing.
         noise_z=max((abs(run[2]) for run in runs if math.isfinite(run[2])), default=0.0),
-        limit=max(LARGEST_Z * spread, SAFETY * max(*map(abs, medians), noise.smallest)),
+        limit=max(LARGEST_Z * spread, SAFETY * max(_few_runs(num_runs) * max(map(abs, medians)), noise.smallest)),
     )
+
+
+def _few_runs(num_runs: int) -> float:
+    """Returns the factor by which a limit grows that fewer runs than the calibrated number give."""
+    # The error of a spread of n runs falls with √n.
+    return math.sqrt(max(CALIBRATED_RUNS / max(num_runs, 1), 1.0))
 
 
 def _deviations(items: Sequence[TensorDifference], noise: NoiseBounds) -> list[float]:

@@ -84,6 +84,9 @@ _OUTER_NAMES = (
 #: Sums over tokens, which are computed last.
 _MEAN = re.compile(r"\bmean\.")
 
+#: Behind every phase of an update.
+BOOKKEEPING = Phase.UPDATE + 1
+
 _Place = tuple[int, ...]
 _NaturalName = tuple[tuple[int, str], ...]
 
@@ -91,14 +94,20 @@ _NaturalName = tuple[tuple[int, str], ...]
 def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
     """Sorts trace keys in the order training computes them.
 
-    Step by step, update by update, phase by phase (``trace.entries.PHASES``). Kinds of one phase are interleaved by
+    Step by step, update by update, phase by phase (``phase_of``). Kinds of one phase are interleaved by
     their place in the model; in ``Phase.BACKWARD`` from the output to the embedding.
     """
     return sorted(keys, key=_key_position)
 
 
-def _key_position(key: TraceKey) -> tuple[int, int, Phase, _Place, int, _NaturalName]:
-    phase = PHASES[key.kind]
+def phase_of(key: TraceKey) -> int:
+    """Returns the place of a tensor's phase within its update: ``PHASES``; behind all of them for means of a pass."""
+    # Means are bookkeeping: recomputation may count twice, and nothing is computed from them.
+    return BOOKKEEPING if key.kind == "loss" and _MEAN.search(key.name) else PHASES[key.kind]
+
+
+def _key_position(key: TraceKey) -> tuple[int, int, int, _Place, int, _NaturalName]:
+    phase = phase_of(key)
     place, name = _execution_position(key.name)
     if phase is Phase.BACKWARD:
         # The backward pass goes through the same model the other way round.

@@ -210,6 +210,7 @@ def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 def _sum(baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None) -> PairSums:
     if baseline.dtype != candidate.dtype:
+        # Exact for floats: the values are compared, and the other dtype is a finding by itself.
         baseline, candidate = baseline.double(), candidate.double()
     return sum_pair(baseline, candidate, present=present)
 

@@ -7,12 +7,13 @@ kind.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from mock_scheduler.comparison.findings import (
     SIDES,
+    AbsentSteps,
     Finding,
     KindNotCompared,
     NotCompared,
@@ -30,6 +31,7 @@ from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, LedgerK
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.trace.entries import StepFooter, TraceKey
 from mock_scheduler.trace.selection import find_nearest_names
+from mock_scheduler.trace.stated_steps import AbsenceReason, StatedSteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +43,17 @@ class Selection:
         kinds: ``None`` is all.
         patterns: Globs of canonical names, one of which must match.
         has_other_calls: The two runs may issue other collectives by design, so that theirs are not compared.
+        stated: The steps that each side states to have: no other one is missing there.
+        precisions: That each side states to compute in; empty texts where they are not known.
     """
 
     steps: StepRanges | None = None
     kinds: frozenset[TraceKind | LedgerKind] | None = None
     patterns: tuple[str, ...] = ("*",)
     has_other_calls: bool = False
+    # What the runs say is no choice of the user's.
+    stated: tuple[StatedSteps, StatedSteps] = field(default=(StatedSteps(), StatedSteps()), compare=False)
+    precisions: tuple[str, str] = field(default=("", ""), compare=False)
 
     def has_step(self, step: int) -> bool:
         """Whether a step is compared."""
@@ -62,6 +69,29 @@ class Selection:
 
 
 EVERYTHING = Selection()
+
+
+def split_missing_steps(
+    baseline: Collection[int], candidate: Collection[int], selection: Selection, *, is_traced: bool
+) -> tuple[list[tuple[int, Side]], tuple[AbsentSteps, ...]]:
+    """Returns the selected steps of one side alone with the side that lacks each, and those that it says it lacks."""
+    missing: list[tuple[int, Side]] = []
+    explained: dict[tuple[Side, AbsenceReason], list[int]] = {}
+    for step, place in _list_missing(baseline, candidate):
+        if selection.has_step(step):
+            why = selection.stated[place].explain_absence(step, is_traced=is_traced)
+            if why is None:
+                missing.append((step, SIDES[place]))
+            else:
+                explained.setdefault((SIDES[place], why), []).append(step)
+    absent = (AbsentSteps(side=side, why=why, steps=StepRanges.of(found)) for (side, why), found in explained.items())
+    return missing, tuple(absent)
+
+
+def _list_missing(baseline: Collection[int], candidate: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yields the steps of one side alone, in order, with the place of the other side."""
+    ours, theirs = set(baseline), set(candidate)
+    yield from sorted([*((step, 1) for step in ours - theirs), *((step, 0) for step in theirs - ours)])
 
 
 def find_unmatched(

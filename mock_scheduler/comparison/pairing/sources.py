@@ -64,6 +64,7 @@ class FullAsSketches:
         footers = self._reader.footers(step)
         if not self._reader.is_by_content(step):
             return footers
+        # A rank that sketches knows no other rank's rows, so their places follow from their content and leave gaps.
         return tuple((place, replace(footer, rows=open_gaps(footer.rows))) for place, footer in footers)
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
@@ -71,6 +72,7 @@ class FullAsSketches:
         merged = self._reader.merge(key, may_lack_tokens=may_lack_tokens)
         spec = None
         if merged.dims[:1] == ("token",) and self._reader.is_by_content(key.step):
+            # A sketch weighs each element by its place: only at the same places are two of the same tokens equal.
             spec = spread_tokens(key.name, tuple(merged.tensor.shape), self._reader.footer(key.step).rows)
         return MergedSketch(
             sketch=sketch_of(merged.tensor, merged.present, num_buckets=self._num_buckets, spec=spec),

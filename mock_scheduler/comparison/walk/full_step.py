@@ -20,6 +20,7 @@ from mock_scheduler.comparison.explain.explanation import boundaries_of, dims_of
 from mock_scheduler.comparison.explain.locality import find_localities
 from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
 from mock_scheduler.comparison.findings import (
+    FewerBits,
     Finding,
     LacksTokens,
     OtherDtype,
@@ -39,11 +40,14 @@ from mock_scheduler.comparison.pairing.pairs import (
     locate,
     pair_up,
 )
+from mock_scheduler.comparison.pairing.precision import Narrow, explains_dtypes, find_narrow
 from mock_scheduler.comparison.pairing.routing import find_flips
 from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import Locality
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
+from mock_scheduler.comparison.walk.narrowed import NarrowedValues
+from mock_scheduler.comparison.walk.norms import GradientSquare
 from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
 from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
 from mock_scheduler.support.tensor_bytes import view_as_bits
@@ -67,6 +71,7 @@ class FullStep:
         # In both runs: a gradient that one run lacks is a finding, and its parameter no decision.
         self._without_gradient = find_without_gradient(sides.keys[0]) & find_without_gradient(sides.keys[1])
         self._num_initial = 0
+        self._narrowed = NarrowedValues()
         self._pools = RoundingPools()
         self._found.absences += sides.find_unobserved()
 
@@ -80,6 +85,11 @@ class FullStep:
                     self._walk(key)
             yield len(group)
         self._add_rounding()
+        self._found.findings += self._narrowed.findings()
+        note = self._narrowed.note()
+        # Of the first such update: what follows has the same reason.
+        if note is not None and not any(isinstance(item, FewerBits) for item in self._found.notes):
+            self._found.notes[note] = None
 
     def _groups(self) -> list[list[TraceKey]]:
         """Groups tensors that are walked together: the state of one name; choices of experts before all else."""
@@ -142,9 +152,11 @@ class FullStep:
             is_first=self._sides.is_first,
             has_gradient=keys[0].name not in self._without_gradient,
             moved_experts=self._moved_experts,
+            narrow=self._find_narrow(keys),
         )
         pairs = (self._pair(key, is_reported=selection.has_kind(key.kind)) for key in keys)
-        for pair, outcome in compare_state((pair for pair in pairs if pair is not None), rules):
+        read = self._narrowed.watch(pair for pair in pairs if pair is not None)
+        for pair, outcome in compare_state(read, rules):
             if outcome == "exact":
                 self._found.num_exact += bool(pair.sums.figures.num_elements)
             elif isinstance(outcome, TensorDifference):
@@ -152,8 +164,18 @@ class FullStep:
             elif isinstance(outcome, str):
                 self._measure(pair)
             else:
-                fact = self._explain_start(pair) if isinstance(outcome, OtherStart) else outcome
+                is_unexplained = isinstance(outcome, OtherStart) and outcome.rounded is None
+                fact = self._explain_start(pair) if is_unexplained else outcome
                 self._found.findings.append(finding(pair.key, fact))
+
+    def _find_narrow(self, keys: Sequence[TraceKey]) -> Narrow | None:
+        """Finds the side that computes with narrower weights of a name than the other."""
+        weights = [key for key in keys if key.kind == "weight"]
+        dtypes = [
+            next((reader.dtype_and_shape(key)[0] for key in weights if key in present), None)
+            for reader, present in zip(self._traces.readers, self._sides.keys, strict=True)
+        ]
+        return find_narrow(dtypes, self._sides.selection.precisions)
 
     def _pair(self, key: TraceKey, *, is_reported: bool = True) -> TensorPair | None:
         """Reads a tensor of both sides for subtraction; ``None``, with a finding, where there is none."""
@@ -168,7 +190,9 @@ class FullStep:
             return None
         if paired.is_doubtful:
             self._traces.check_digests(key)
-        facts: list[OtherDtype | OtherPlaces | None] = [find_other_dtype(paired)]
+        dtypes = paired.baseline.dtype, paired.candidate.dtype
+        is_explained = explains_dtypes(key.kind, dtypes, self._sides.selection.precisions)
+        facts: list[OtherDtype | OtherPlaces | None] = [] if is_explained else [find_other_dtype(paired)]
         places = find_other_places(paired)
         if merged[1].missing:
             # Tokens that no rank holds are elements of one side alone too, which need not be said twice.
@@ -218,7 +242,11 @@ class FullStep:
         key = pair.key
         bound = self._bounds.tensor(key)
         difference = measure(key, pair.baseline, pair.candidate, bound=bound, present=pair.present, sums=pair.sums)
-        unit = rounding_unit(pair.baseline)
+        # Of a tensor that a side has in part, no square is known.
+        if key.kind == "gradient" and pair.present is None:
+            square = GradientSquare(key=key, baseline=pair.sums.norm**2, candidate=pair.sums.other_norm**2)
+            self._found.squares.append(square)
+        unit = max(rounding_unit(pair.baseline), rounding_unit(pair.candidate))
         if unit:
             self._pools.add(
                 key,
@@ -229,6 +257,8 @@ class FullStep:
                 size=pair.sums.norm,
                 count=difference.num_elements,
             )
+        if key.kind == "optimizer":
+            self._narrowed.add(pair)
         localities = self._find_places(pair, bound) if not difference.bit_equal else ()
         self._add(replace(difference, num_flipped_tokens=num_flipped_tokens, localities=localities), pair)
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from mock_scheduler.comparison.bounds.bound import MetricBound
 from mock_scheduler.comparison.bounds.bounds import Bounds
-from mock_scheduler.comparison.findings import SIDES, Finding, NotLogged, other_side
-from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
-from mock_scheduler.comparison.residuals import Side
+from mock_scheduler.comparison.findings import SIDES, AbsentSteps, Finding, NotLogged, other_side
+from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection, split_missing_steps
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.files import whole_lines
 from mock_scheduler.support.foreign_files import describe_failure, read_raw_lines
@@ -85,11 +84,12 @@ class MetricDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricComparison:
-    """All metrics, by name; ``steps``: logged by both runs."""
+    """All metrics, by name; ``steps``: logged by both runs; ``absent_steps``: as one run says it has none."""
 
     steps: tuple[int, ...]
     differences: tuple[MetricDifference, ...]
     findings: tuple[Finding, ...]
+    absent_steps: tuple[AbsentSteps, ...] = ()
 
     @property
     def exceeding(self) -> tuple[MetricDifference, ...]:
@@ -160,7 +160,8 @@ def compare_metrics(
     )
     steps = tuple(sorted(baseline.keys() & candidate.keys()))
     names = sorted({name for log in (baseline, candidate) for step in log.values() for name in step})
-    findings = _find_missing_steps(baseline, candidate)
+    missing, absent = split_missing_steps(baseline, candidate, selection, is_traced=False)
+    findings = [_finding(step, f"step {step}", NotLogged(absent=side)) for step, side in missing]
     differences = []
     for name in filter(is_comparable, names):
         # What one side did not log cannot pass by being absent.
@@ -169,7 +170,7 @@ def compare_metrics(
         if shared:
             pairs = [(step, baseline[step][name], candidate[step][name]) for step in shared]
             differences.append(compare_values(name, pairs, bounds=bounds))
-    return MetricComparison(steps=steps, differences=tuple(differences), findings=tuple(findings))
+    return MetricComparison(steps=steps, differences=tuple(differences), findings=tuple(findings), absent_steps=absent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,12 +280,6 @@ def _parse_line(line: str, *, where: str) -> tuple[int, dict[str, float]]:
                 f"{where}: metric {printable(name, limit=80)} is {shorten(repr(value), 80)}, expected a number"
             )
     return row["step"], {name: float(value) for name, value in row["metrics"].items()}
-
-
-def _find_missing_steps(baseline: MetricLog, candidate: MetricLog) -> list[Finding]:
-    rows: list[tuple[int, Side]] = [(step, "candidate") for step in baseline.keys() - candidate.keys()]
-    rows += [(step, "baseline") for step in candidate.keys() - baseline.keys()]
-    return [_finding(step, f"step {step}", NotLogged(absent=absent)) for step, absent in sorted(rows)]
 
 
 def _find_missing_values(name: str, baseline: MetricLog, candidate: MetricLog, steps: Sequence[int]) -> list[Finding]:

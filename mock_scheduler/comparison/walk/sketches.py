@@ -296,5 +296,6 @@ def _subtract(after: Sketch, before: Sketch) -> Sketch:
         after,
         sums=sums,
         sum_of_squares=float(sums.square().sum()),
+        # Fingerprints are sums modulo 2^64, so the change's is their difference.
         fingerprint=(after.fingerprint - before.fingerprint) % (1 << 64),
     )

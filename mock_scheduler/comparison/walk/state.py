@@ -1,7 +1,8 @@
 """The state of one parameter within one step, in the order of computation: before, gradient, after, weight.
 
-- An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. At a later first step it is
-  judged as any tensor of the forward pass is. In steps after others it is the last parameter once more.
+- An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. Where one run computes in
+  less than the other, it must be the other's rounded to nearest. At a later first step it is judged as any tensor of
+  the forward pass is. In steps after others it is the last parameter once more.
 - The update of a parameter without gradient may be *decisions* (``explain.expert_bias``).
 - A *weight*, in which a model in less than float32 computes, must be the rounded parameter, bit for bit, in each run.
 """
@@ -20,6 +21,7 @@ from mock_scheduler.comparison.findings import SIDES, LacksParameter, OtherStart
 from mock_scheduler.comparison.measure.distance import Pair, compare_updates, find_significant, is_bit_equal
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.pairing.pairs import TensorPair, all_of
+from mock_scheduler.comparison.pairing.precision import Narrow, check_rounded
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
@@ -57,6 +59,7 @@ class StateRules:
         is_first: The step is the first one compared.
         has_gradient: A gradient moves the parameter.
         moved_experts: From the choices of experts.
+        narrow: The side that computes in less; ``None`` where both compute alike.
     """
 
     bounds: Bounds
@@ -64,24 +67,27 @@ class StateRules:
     is_first: bool
     has_gradient: bool
     moved_experts: MovedExperts
+    narrow: Narrow | None = None
 
 
 def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tuple[TensorPair, Outcome]]:
     """Judges the tensors of one name, read one after another, and yields the outcome of each reported one.
 
-    Memory: the gradient, and the parameter before and after an update, of both sides.
+    Memory: the gradient, and the parameter before and after an update, and the weight, of both sides.
     """
     gradient: TensorPair | None = None
     parameter: TensorPair | None = None
+    last: TensorPair | None = None
     for pair in pairs:
         kind = pair.key.kind
         outcome: Outcome | None = None
         if kind == "gradient":
             gradient, outcome = pair, "any tensor"
         elif kind == "weight":
-            outcome = _check_weight(pair, parameter)
+            outcome = _check_weight(pair, parameter, last)
         else:
             before, parameter = parameter, pair
+            last = before
             if kind in rules.reported:
                 outcome = _judge(before, pair, gradient, rules)
             # A gradient belongs to the next update only.
@@ -99,14 +105,22 @@ def _judge(
             return None
         if pair.key.step > 0:
             return "any tensor"
-        return "exact" if pair.is_equal else OtherStart()
+        return "exact" if pair.is_equal else _check_start(pair, rules.narrow)
     return LacksParameter(needed_by="update") if before is None else _compare_update(before, pair, gradient, rules)
+
+
+def _check_start(pair: TensorPair, narrow: Narrow | None) -> OtherStart | Literal["exact"]:
+    if narrow is None:
+        return OtherStart()
+    found = check_rounded(_kept(pair, pair.present), narrow)
+    return "exact" if found is None else OtherStart(rounded=found)
 
 
 def _compare_update(
     before: TensorPair, after: TensorPair, gradient: TensorPair | None, rules: StateRules
 ) -> TensorDifference:
     pairs = [before, after, *([gradient] if gradient is not None else [])]
+    # An element that one of the tensors lacks has no change, or nothing that tells whether its change has a say.
     present = all_of([pair.present for pair in pairs])
     old, new, *rest = (_kept(pair, present) for pair in pairs)
     figures = after.sums.figures
@@ -122,8 +136,10 @@ def _compare_update(
         significant=0.0 if gradient is None else find_significant(gradient.sums.figures.relative, bound),
         bound=bound,
         figures=figures,
+        # Bits that differ may lie in elements left out here: then it is found out for the others.
         is_same_before=before.is_equal or None,
     )
+    # Only an update that no gradient makes can be of decisions, and an exact bound allows none to be other.
     if rules.has_gradient or difference.bit_equal or bound.is_exact:
         return difference
     decisions = read_decisions(old, new)
@@ -134,15 +150,19 @@ def _compare_update(
     return judge_decisions(difference, decisions, bound=bound, moved_experts=moved)
 
 
-def _check_weight(pair: TensorPair, parameter: TensorPair | None) -> LacksParameter | OtherWeight | Literal["exact"]:
+def _check_weight(
+    pair: TensorPair, parameter: TensorPair | None, last: TensorPair | None
+) -> LacksParameter | OtherWeight | Literal["exact"]:
+    """Checks the weight of both runs; ``last``: the parameter before the update."""
     if parameter is None:
         return LacksParameter(needed_by="weight")
     present = all_of([pair.present, parameter.present])
     weights, parameters = _kept(pair, present), _kept(parameter, present)
-    for side, weight, value in zip(SIDES, weights, parameters, strict=True):
+    for place, (side, weight, value) in enumerate(zip(SIDES, weights, parameters, strict=True)):
         # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
         if not is_bit_equal(weight, value.to(weight.dtype)):
-            return OtherWeight(side=side)
+            old = None if last is None else _kept(last, present)[place].to(weight.dtype)
+            return OtherWeight(side=side, is_of_before=old is not None and is_bit_equal(weight, old))
     return "exact"
 
 

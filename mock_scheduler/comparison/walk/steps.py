@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
-from mock_scheduler.comparison.findings import SIDES, Finding, InputsNotCompared, Note, NotShown, OnlyIn, Unmatched
+from mock_scheduler.comparison.findings import (
+    SIDES,
+    AbsentSteps,
+    Finding,
+    InputsNotCompared,
+    Note,
+    NotShown,
+    OnlyIn,
+    Unmatched,
+    other_side,
+)
 from mock_scheduler.comparison.pairing.ledgers import compare_ledgers
 from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.pairing.precision import are_other
 from mock_scheduler.comparison.pairing.selection import (
     Absence,
     Selection,
@@ -18,16 +29,22 @@ from mock_scheduler.comparison.pairing.selection import (
     find_faults,
     find_unmatched,
     list_not_compared,
+    split_missing_steps,
 )
 from mock_scheduler.comparison.pairing.sources import StepSource
 from mock_scheduler.comparison.pairing.tokens import find_row_differences
-from mock_scheduler.comparison.residuals import Side
 from mock_scheduler.comparison.tensors import ExpertFlips, LedgerComparison, TensorComparison, TensorDifference
+from mock_scheduler.comparison.walk.norms import GradientSquare
 from mock_scheduler.trace.entries import StepFooter, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
 OnKey = Callable[[int, int], None]
 """Called with how many tensors are done, of how many."""
+
+# A model in float32, or a float32 island in a narrower one: its parameter was compared.
+_NO_WEIGHT = "the model computes with the parameter itself"
+
+_NOT_LAST = "it is not the last step there"
 
 Pool = tuple[str, int, str]
 """Tensors whose rounding is taken together: kind, update, and of an optimizer which moment."""
@@ -57,6 +74,10 @@ class Found:
     num_exact: int = 0
     is_by_content: bool = False
     unmatched: tuple[Unmatched, ...] = ()
+    absent_steps: tuple[AbsentSteps, ...] = ()
+    has_two_precisions: bool = False
+    squares: list[GradientSquare] = field(default_factory=list)
+    keys: dict[int, tuple[frozenset[TraceKey], frozenset[TraceKey]]] = field(default_factory=dict)
 
     def sort(self) -> None:
         """Puts the differences in the order training computes them."""
@@ -84,6 +105,8 @@ class Found:
             num_exact=self.num_exact,
             is_by_content=self.is_by_content,
             unmatched=self.unmatched,
+            absent_steps=self.absent_steps,
+            has_two_precisions=self.has_two_precisions,
         )
 
 
@@ -102,11 +125,16 @@ def walk_steps(
         TraceError: A file is damaged.
     """
     ours, theirs = (source.steps for source in sources)
+    found.has_two_precisions = are_other(selection.precisions)
     # Steps of one side alone are findings and no reason to stop.
     steps = tuple(step for step in sorted(set(ours) & set(theirs)) if selection.has_step(step))
-    found.findings += find_missing_steps(ours, theirs, selection)
+    missing, found.absent_steps = split_missing_steps(ours, theirs, selection, is_traced=True)
+    found.findings += [
+        Finding(kind="step", step=step, update=None, name=f"step {step}", fact=OnlyIn(side=other_side(side)))
+        for step, side in missing
+    ]
     # All keys first: progress needs their number before the first is compared.
-    keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
+    keys = found.keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
     for step in steps:
         sides = StepSides.read(sources, step, keys[step], selection, found, is_first=step == steps[0])
@@ -120,17 +148,6 @@ def walk_steps(
     # Walked by name, reported in the order of computation.
     found.sort()
     return steps
-
-
-def find_missing_steps(baseline: Collection[int], candidate: Collection[int], selection: Selection) -> list[Finding]:
-    """Finds selected steps of one side alone."""
-    rows: list[tuple[int, Side]] = [(step, "baseline") for step in set(baseline) - set(candidate)]
-    rows += [(step, "candidate") for step in set(candidate) - set(baseline)]
-    return [
-        Finding(kind="step", step=step, update=None, name=f"step {step}", fact=OnlyIn(side=side))
-        for step, side in sorted(rows)
-        if selection.has_step(step)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,6 +229,12 @@ class StepSides:
             # One side has it, or the key would not be walked.
             place = present.index(False)
             absence = explain_absence(key, SIDES[place], self.footers[place], is_partial=self.is_partial[place])
+            if key.kind == "weight" and replace(key, kind="parameter") in self.keys[place]:
+                absence = replace(absence, reason=NotShown(reason=_NO_WEIGHT))
+            # A run traces its moments at its end, whatever kinds it was to trace.
+            is_untold = key.kind == "optimizer" and key.kind not in self.footers[place].kinds
+            if is_untold and self.selection.stated[place].last != key.step:
+                absence = replace(absence, reason=NotShown(reason=_NOT_LAST))
             self.found.absences.append(absence)
         return all(present)
 
@@ -272,4 +295,5 @@ class RoundingPools:
     def mean_square(self, pool: Pool) -> float:
         """Returns Σa² / n over all tensors of a pool."""
         total, count = self._squares[pool]
+        # By elements and not by tensors: a small bias must not make a large matrix's rounding coarse.
         return total / max(count, 1)

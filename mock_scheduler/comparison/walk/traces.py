@@ -24,6 +24,8 @@ from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSour
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment, find_row_differences
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.full_step import FullStep
+from mock_scheduler.comparison.walk.metrics import MetricLog
+from mock_scheduler.comparison.walk.norms import find_other_norms
 from mock_scheduler.comparison.walk.sketches import compare_sketches
 from mock_scheduler.comparison.walk.steps import Found, OnKey, StepSides, walk_steps
 from mock_scheduler.config.instruments import TraceKind
@@ -57,9 +59,12 @@ def compare_trace_folders(
     *,
     bounds: Bounds,
     selection: Selection = EVERYTHING,
+    logs: tuple[MetricLog, MetricLog] | None = None,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
     """Compares two traces: whole tensors where both have them, else sketches.
+
+    ``logs``: metrics of both runs, of which the norms are held to the gradients.
 
     Raises:
         TraceError: A file is damaged.
@@ -67,7 +72,7 @@ def compare_trace_folders(
     levels = trace_level(baseline_dir), trace_level(candidate_dir)
     if levels == ("full", "full"):
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
-            return compare_traces(baseline, candidate, bounds=bounds, selection=selection, on_key=on_key)
+            return compare_traces(baseline, candidate, bounds=bounds, selection=selection, logs=logs, on_key=on_key)
     # Whole tensors can be sketched, and sketches can never be made whole.
     with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
         return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
@@ -79,6 +84,7 @@ def compare_traces(
     *,
     bounds: Bounds,
     selection: Selection = EVERYTHING,
+    logs: tuple[MetricLog, MetricLog] | None = None,
     on_key: OnKey | None = None,
 ) -> TensorComparison:
     """Compares every selected tensor of every step; tensors of one side only, or of other shapes, are findings.
@@ -100,6 +106,7 @@ def compare_traces(
         if bounds.noise is not None:
             gradients = (item.key for item in found.differences if item.key.kind == "gradient")
             found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
+        found.findings += find_other_norms(found.squares, found.keys, traces.readers, logs)
         found.differences = explain_differences(found.differences, traces, alignments, found.conflicts[1])
     return found.result(steps)
 

@@ -31,10 +31,11 @@ from mock_scheduler.megatron.attached.step import OperationLogs, StepInstruments
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.emulation.follow import TrainingOrder
 from mock_scheduler.megatron.observed_model import ObservedModel, layout_of
-from mock_scheduler.megatron.probe.graft import GraftSource
+from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.start import apply_start
 from mock_scheduler.support.digests import JSON, compute_json_digest
 from mock_scheduler.support.run_output import Clock
+from mock_scheduler.trace.stated_steps import StatedSteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +292,8 @@ class AttachedTraining(TrainingHandle):
     def _write_end(self, status: str) -> None:
         facts: dict[str, JSON] = {
             "num_steps": self._num_steps,
+            "steps": StatedSteps.of(self._run.trace, first=self._run.first_step, last=self._run.last_step).as_json(),
+            "precision": self._run.precision,
             "train_s": self._clock.total.get("train", 0.0),
             "trace_s": self._clock.total.get("trace", 0.0),
             "batches": dict(self._batches),

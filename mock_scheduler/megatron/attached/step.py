@@ -18,7 +18,8 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.attached.hooks import CallInputs, UpdateResult
 from mock_scheduler.megatron.attached.tokens import TokenFinder
 from mock_scheduler.megatron.observed_model import ObservedModel, strip_wrappers
-from mock_scheduler.megatron.probe.graft import GraftProbe, GraftSource
+from mock_scheduler.megatron.probe.graft import GraftProbe
+from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.probe.interface import combine
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.megatron.step_tokens import TokenBatch
@@ -87,7 +88,8 @@ class StepInstruments:
         self.trace: StepProbe | None = None
         if run.trace.is_due(step):
             trace_dir = Path(run.output_dir) / TRACE_FOLDER
-            self.trace = StepProbe(model.ranks, trace_dir, step=step, config=run.trace, clock=clock)
+            is_last = step == run.last_step
+            self.trace = StepProbe(model.ranks, trace_dir, step=step, config=run.trace, clock=clock, is_last=is_last)
         self._model = model
         self._probe = combine(self.graft, self.trace)
         self._update = 0

@@ -60,6 +60,8 @@ class Accumulator:
         if place not in self.sums:
             # Zeros, as ``main_grad`` starts: a first gradient of -0.0 becomes 0.0 there too.
             self.sums[place] = torch.zeros(grad.shape, dtype=self.dtype, device=grad.device)
+        # One addition for each backward pass, in the order of micro-batches: ``_make_backward_post_hook`` of Megatron's
+        # DDP.
         self.sums[place].add_(grad)
 
 
@@ -75,6 +77,7 @@ class Accumulators:
 
     def register(self, parameter: torch.nn.Parameter, split: ParameterSplit, *, use: str = "") -> None:
         """Say how a parameter is held, once."""
+        # Main gradients are float32 under ``grad_reduce_in_fp32``, whatever the parameter is.
         main = parameter.main_grad.dtype if hasattr(parameter, "main_grad") else parameter.dtype
         self._by_use[parameter, use] = Accumulator(split=split, dtype=main)
 

@@ -33,6 +33,8 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.save_for_backward(inputs, *weights)
         outputs = [torch.matmul(inputs, weight.t()) for weight in weights]
         if biases:
+            # A product and then an addition, as in Megatron's: a fused ``addmm`` could round once where these round
+            # twice.
             outputs = [output + bias for output, bias in zip(outputs, biases, strict=True)]
         return tuple(outputs)
 
@@ -60,6 +62,7 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weights = ctx.saved_tensors[: ctx.num_parts], ctx.saved_tensors[ctx.num_parts :]
+        # All ranks get the sum's gradient as it is (``_ReduceFromModelParallelRegion.backward``).
         of_inputs = [grad.matmul(weight) for weight in weights]
         return (None, *of_inputs, *(_weight_gradient(grad, one)[0] for one in inputs))
 

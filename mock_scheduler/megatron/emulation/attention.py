@@ -69,6 +69,7 @@ def _split_heads(
             queries.append(query.reshape(*query.shape[:2], -1, size))
             keys.append(key)
             values.append(value)
+    # Before the rotation, as in ``SelfAttention.get_query_key_value_tensors``.
     if attention.q_layernorm is not None and not isinstance(attention.q_layernorm, IdentityOp):
         queries = modules.cut_heads(attention.q_layernorm(queries))
     if attention.k_layernorm is not None and not isinstance(attention.k_layernorm, IdentityOp):
@@ -90,6 +91,7 @@ def _row_bounds(packed: PackedSeqParams | None) -> tuple[torch.Tensor | None, to
 def _angles_by_rank(angles: torch.Tensor, length: int, modules: EmulatedModules, *, is_packed: bool) -> _Parts:
     if is_packed:  # each row takes those from the first on
         return [angles] * modules.plan.tp
+    # Dealt as the tokens are (``get_pos_emb_on_this_cp_rank``): each keeps the angle of its place in the line.
     by_share = modules.tokens.cut(angles[:length])
     return [own for own in by_share for _ in range(modules.plan.tp)]
 
@@ -138,7 +140,9 @@ def _masks_by_share(
         return [None] * tokens.shares if mask is None else list(mask.chunk(tokens.shares, dim=2))
     if mask is None:
         device = torch.cuda.current_device()
+        # True is hidden: every key behind the query, by their places in the line.
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    # Columns in the order of the gathered keys, lines in that of each share's queries.
     return tokens.cut(torch.cat(tokens.cut(mask, dim=3), dim=3), dim=2)
 
 

@@ -55,6 +55,8 @@ class _CrossEntropyOfParts(torch.autograd.Function):
 def _gradient_of_rank(
     softmax: torch.Tensor, mask: torch.Tensor, target: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
+    # No sum over ranks: the softmax was divided by the sum of all of them, and the rank with the target's row takes 1
+    # off.
     lines, columns, update, whole = VocabParallelCrossEntropy.prepare_gradient_calculation_operands(softmax, mask)
     return VocabParallelCrossEntropy.calculate_gradients(lines, columns, target, update, whole, grad)
 

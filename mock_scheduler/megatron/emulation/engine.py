@@ -105,6 +105,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Of the main gradients as they are."""
+        # Megatron adds the squares in float32 whatever the gradients are; a float64 training here does so in float64.
         dtype = torch.float64 if self._gpt.config.params_dtype is torch.float64 else torch.float32
         return gradient_norm(self._held(), self.plan, dtype)
 
@@ -160,6 +161,7 @@ def emulate_gpt(
 ) -> EmulatedModules:
     """Replaces the ``forward`` of all modules of a chunk, in the order of computation."""
     modules = EmulatedModules(gpt, plan, accumulators, emulators, tokens)
+    # In the order of computation, so that a tied weight's first use is the embedding's and its last the output's.
     modules.emulate(gpt.embedding)
     for layer in gpt.decoder.layers:
         for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.self_attention, layer.mlp):

@@ -39,6 +39,7 @@ def emulate_experts(layer: MoELayer, modules: EmulatedModules) -> None:
 def emulate_gate(router: TopKRouter, modules: EmulatedModules) -> None:
     """Let a router's weight be multiplied with the tokens of each rank."""
     modules.register(router, modules.split(modules.over_tokens))
+    # Without ``moe_router_dtype``, in the dtype of the hidden state (``Router.gating``).
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype)
 
     def gating(hidden: torch.Tensor) -> torch.Tensor:
@@ -57,6 +58,7 @@ def _emulate_local_experts(layer: MoELayer, modules: EmulatedModules) -> None:
     plan = modules.plan.experts
     assert plan is not None
     experts = layer.experts.local_experts
+    # Each group of ranks holds every expert once, and accumulates the gradient of its own tokens.
     split = ParameterSplit(sharing="whole", num_replicas=plan.groups, is_expert=plan.is_apart)
     for expert in experts:
         modules.register(expert.linear_fc1, split)
@@ -109,6 +111,7 @@ def _emulate_gathering(dispatcher: MoEAllGatherTokenDispatcher, modules: Emulate
             own, _, places = permute(copy, chosen, num_out_tokens=chosen.sum())
             tokens.append(own)
             held.append((chosen, places))
+        # Transposed, so that weights lie expert by expert, as ``permute`` has laid the tokens.
         weights = probs.T.contiguous().masked_select(dispatcher.local_map.T.contiguous())
         return torch.cat(tokens), dispatcher.local_map.sum(dim=0).long().cpu(), weights
 

@@ -135,6 +135,7 @@ class Following:
         names = list(inspect.signature(GPTModel.forward).parameters)[1:]
 
         def begin(chunk: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+            # A pass that evaluates is no micro-batch of an update.
             if not (chunk.training and torch.is_grad_enabled()):
                 return
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -144,6 +145,7 @@ class Following:
             self._num_passes += 1
 
         def end(chunk: torch.nn.Module, args: tuple[object, ...], output: torch.Tensor) -> torch.Tensor:
+            # The loss stays as it is, and every gradient behind it is larger by a power of two, which rounds nothing.
             return scale_gradient(output, self._loss_scale)
 
         self._chunk.register_forward_pre_hook(begin, with_kwargs=True)
@@ -159,6 +161,7 @@ class Following:
 
     def _check_tokens(self, tokens: object, *, is_packed: bool) -> None:
         tp, cp = self.plan.tp if self.plan.sequence_parallel else 1, self.plan.cp
+        # Zigzag cuts a line into 2 · cp slices, of which sequence parallelism cuts each share into tp parts.
         multiple = tp * (2 * cp if cp > 1 else 1)
         if isinstance(tokens, torch.Tensor) and tokens.shape[1] % multiple:
             raise LayoutError(

@@ -198,6 +198,7 @@ def layout_limits(run: BuiltRun, layout: ParallelConfig) -> Iterator[str]:
             f"expert_model_parallel_size {ep} above tensor_model_parallel_size × context_parallel_size: experts would "
             "see micro-batches of several replicas at once, and the training computes them one by one"
         )
+    # Dividing by a power of two is exact; rounded thirds add up to another number than a third of the sum.
     if dp & (dp - 1) and not run.training.calculate_per_token_loss:
         yield (
             f"data_parallel_size {dp} with calculate_per_token_loss false: each replica divides by its own number of "

@@ -234,6 +234,7 @@ class EmulatedModules:
             for share, (tokens, where) in enumerate(
                 zip(self.tokens.cut(input_ids, dim=1), self.tokens.cut(position_ids, dim=1), strict=True)
             ):
+                # All addends of a token but one are 0, so the all-reduce's order shows in no bit.
                 own = sum_graph(
                     [
                         _look_up(

@@ -112,6 +112,7 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The reduce-scatter of ``_GatherFromSequenceParallelRegion.backward``, taken rank by rank.
         return ordered_sum([grad.contiguous() for grad in grads]), None
 
 
@@ -181,6 +182,7 @@ class Tokens:
         num_parts = num_parts or self.shares
         if self.blocks == 1:
             return cut_graph(whole, dim, num_parts)
+        # cp first and tp within it: Megatron cuts a line over cp in its data, and over tp in the model.
         within = num_parts // self.shares
         return [
             part for share in cut_graph(whole, dim, self.shares, self.blocks) for part in cut_graph(share, dim, within)

@@ -77,48 +77,29 @@ def _router_of_rank(router: TopKRouter, modules: EmulatedModules, counts: _Count
     """A router that shares everything but its losses, which are of one of so many ranks."""
     # Shallow: weight and bias stay the router's own, and only the three losses are replaced.
     part = copy.copy(router)
-    experts, per_token = router.config.num_moe_experts, router.calculate_per_token_loss
+    losses = _LossesOfRank(router=router, modules=modules, counts=counts, num_parts=num_parts)
+    part._apply_aux_loss, part._apply_seq_aux_loss = losses.apply_aux_loss, losses.apply_seq_aux_loss
+    part.apply_z_loss = losses.apply_z_loss
+    return part
 
-    def attach(
-        probs: torch.Tensor,
-        kind: str,
-        name: str,
-        scores: torch.Tensor,
-        chosen: torch.Tensor,
-        *,
-        rows: int,
-        masked: bool,
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LossesOfRank:
+    """The losses that a router attaches to the tokens of one rank, as ``TopKRouter``'s methods of these names do."""
+
+    router: TopKRouter
+    modules: EmulatedModules
+    counts: _Counts
+    num_parts: int
+
+    def apply_aux_loss(
+        self, probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, with_padding_mask: bool = False
     ) -> torch.Tensor:
-        coefficient = router.get_aux_loss_coeff(kind)
-        if coefficient == 0:
-            return probs
-        # Counts of all ranks and scores of this one: Megatron reduces the counts over the group, and no scores.
-        own, total = chosen.sum(dim=0), counts.by_row if kind == "seq_aux_loss" else counts.of_all
-        topk = router.topk * rows
-        loss = switch_load_balancing_loss_func(
-            probs=scores,
-            tokens_per_expert=total,
-            total_num_tokens=total.sum() / topk if masked else chosen.shape[0] * num_parts,
-            topk=router.topk,
-            num_experts=experts,
-            moe_aux_loss_coeff=coefficient,
-        )
-        loss = loss / rows if kind == "seq_aux_loss" else loss
-        return router.attach_and_log_load_balancing_loss(
-            probs,
-            coefficient,
-            scale_gradient(loss, modules.loss_scale),
-            name,
-            router.tp_cp_group,
-            valid_token_count=own.sum() / topk if masked else chosen.shape[0],
-        )
+        total, masked = self.counts.of_all, with_padding_mask
+        return self._attach(probs, "aux_loss", "load_balancing_loss", scores, chosen, total, rows=1, masked=masked)
 
-    def of_micro_batch(
-        probs: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, with_padding_mask: bool = False
-    ) -> torch.Tensor:
-        return attach(probs, "aux_loss", "load_balancing_loss", scores, chosen, rows=1, masked=with_padding_mask)
-
-    def of_rows(
+    def apply_seq_aux_loss(
+        self,
         probs: torch.Tensor,
         scores: torch.Tensor,
         chosen: torch.Tensor,
@@ -127,18 +108,52 @@ def _router_of_rank(router: TopKRouter, modules: EmulatedModules, counts: _Count
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
         scores, chosen = scores.reshape(seq_length, -1), chosen.reshape(seq_length, -1)
-        return attach(
-            probs, "seq_aux_loss", "seq_load_balancing_loss", scores, chosen, rows=bsz, masked=with_padding_mask
-        )
+        total, name, masked = self.counts.by_row, "seq_load_balancing_loss", with_padding_mask
+        return self._attach(probs, "seq_aux_loss", name, scores, chosen, total, rows=bsz, masked=masked)
 
-    def z_loss(logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        router = self.router
         if router.config.moe_z_loss_coeff is None or not (router.training and torch.is_grad_enabled()):
             return logits
         # Each rank takes the mean over its own tokens; divided by the ranks, their sum is the mean over all.
-        loss = z_loss_func(logits, router.config.moe_z_loss_coeff / num_parts, padding_mask=padding_mask)
-        if per_token:
+        loss = z_loss_func(logits, router.config.moe_z_loss_coeff / self.num_parts, padding_mask=padding_mask)
+        if router.calculate_per_token_loss:
             loss = loss * (logits.shape[0] if padding_mask is None else (~padding_mask).sum())
-        return MoEAuxLossAutoScaler.apply(logits, scale_gradient(loss, modules.loss_scale))
+        return MoEAuxLossAutoScaler.apply(logits, scale_gradient(loss, self.modules.loss_scale))
 
-    part._apply_aux_loss, part._apply_seq_aux_loss, part.apply_z_loss = of_micro_batch, of_rows, z_loss
-    return part
+    def _attach(
+        self,
+        probs: torch.Tensor,
+        kind: str,
+        name: str,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        total: torch.Tensor,
+        *,
+        rows: int,
+        masked: bool,
+    ) -> torch.Tensor:
+        router = self.router
+        coefficient = router.get_aux_loss_coeff(kind)
+        if coefficient == 0:
+            return probs
+        topk = router.topk * rows
+        # Counts of all ranks and scores of this one: Megatron reduces the counts over the group, and no scores.
+        loss = switch_load_balancing_loss_func(
+            probs=scores,
+            tokens_per_expert=total,
+            total_num_tokens=total.sum() / topk if masked else chosen.shape[0] * self.num_parts,
+            topk=router.topk,
+            num_experts=router.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+        )
+        # Rows laid side by side as more experts have the sum of their losses: this takes the mean.
+        loss = loss / rows
+        return router.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient,
+            scale_gradient(loss, self.modules.loss_scale),
+            name,
+            router.tp_cp_group,
+            valid_token_count=chosen.sum() / topk if masked else chosen.shape[0],
+        )

@@ -15,214 +15,25 @@ Tensors by chosen expert are put in only where both runs chose the same.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
-import numpy as np
 import torch
 
-from mock_scheduler.config.instruments import GraftConfig, TraceKind
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import TraceError
 from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.probe.graft_source import GraftSource, Reference
 from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs
-from mock_scheduler.megatron.probe.shares import (
-    Places,
-    Share,
-    ShareBook,
-    TokenIndex,
-    Tokens,
-    element_places,
-    gradient_scale,
-)
+from mock_scheduler.megatron.probe.shares import Share, ShareBook, TokenIndex, element_places, gradient_scale
 from mock_scheduler.megatron.probe.watches import Gather, See
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
-from mock_scheduler.support.tensor_bytes import dtype_name
-from mock_scheduler.support.text import bullet_list, list_some
-from mock_scheduler.trace.entries import RowTable, TraceKey
-from mock_scheduler.trace.full.reader import TraceReader, open_trace
+from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.shards import cut_shard
-
-#: The kinds that a module's output is traced as.
-_VALUE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits")
-_NUM_NEAREST = 3
-_NUM_ROWS = 3
-
-
-class GraftSource:
-    """The tensors of a reference's trace that a run is to get. Every rank reads them; nothing is communicated.
-
-    Raises ``TraceError`` where the trace cannot be read or lacks a named tensor at that step and update; lists all.
-    """
-
-    def __init__(self, config: GraftConfig) -> None:
-        if config.trace_dir is None:
-            raise TraceError("graft.trace_dir is not set, so there is nothing to graft")
-        self.config = config
-        self._trace_dir = Path(config.trace_dir)
-        with open_trace(self._trace_dir) as reader:
-            self._keys = self._find(reader)
-
-    def index(self, rows: MetRows) -> TokenIndex:
-        """Makes the index of rows in the trace's own order of tokens, for rows that forward passes meet."""
-        with open_trace(self._trace_dir) as reader:
-            return _ReferenceIndex(rows, reader.footer(self.config.step).rows, self._trace_dir)
-
-    def order(self, batch: RowTable) -> torch.Tensor | None:
-        """Finds each token of the batch among the trace's, int64 ``[T]``; ``None`` where both are alike.
-
-        Raises:
-            TraceError: a row of the batch is not in the trace, or is of another length there.
-        """
-        with open_trace(self._trace_dir) as reader:
-            rows = reader.footer(self.config.step).rows
-        identities, lengths = batch.identities, batch.lengths
-        if identities == rows.identities and lengths == rows.lengths:
-            return None
-        starts, start = {}, 0
-        for identity, length in zip(rows.identities, rows.lengths, strict=True):
-            starts[identity] = (start, length)
-            start += length
-        problems = []
-        for identity, length in zip(identities, lengths, strict=True):
-            if identity not in starts:
-                problems.append(f"{identity} is not there")
-            elif starts[identity][1] != length:
-                problems.append(f"{identity} has {length} tokens here, {starts[identity][1]} there")
-        if problems:
-            raise TraceError(
-                f"graft: the batch of step {self.config.step} is not that of {self._trace_dir}: {len(problems)} of "
-                f"{len(identities)} rows are others: {list_some(problems, _NUM_ROWS, '; ')}"
-            )
-        return torch.cat([torch.arange(starts[identity][0], sum(starts[identity])) for identity in identities])
-
-    def load(self, output: ObservedOutput, order: torch.Tensor | None, num_tokens: int) -> _Reference:
-        """A named tensor, in the order of the batch's tokens.
-
-        Raises:
-            TraceError: it has another shape than the model's.
-        """
-        key = self._keys[output.name]
-        if not output.row.has_gradient:
-            raise TraceError(
-                f"graft: {output.name} is a choice of experts, which cannot be put in: graft the router's logits"
-            )
-        with open_trace(self._trace_dir) as reader:
-            shape = reader.dtype_and_shape(key)[1]
-            if shape[1:] != output.form.shape:
-                raise TraceError(
-                    f"graft: the {key.describe()} is {list(shape[1:])} for each token in {self._trace_dir}, and "
-                    f"{list(output.form.shape)} in this model"
-                )
-            merged = reader.merge(key)
-            tensor, present = merged.tensor.clone(), merged.present
-        has_token = torch.ones(len(tensor), dtype=torch.bool) if present is None else present.reshape(len(tensor), -1)
-        has_token = has_token if has_token.dim() == 1 else has_token.all(dim=1)
-        if order is not None:
-            tensor, has_token = tensor[order], has_token[order]
-        assert len(tensor) == num_tokens  # of the same rows
-        return _Reference(key=key, tensor=tensor, has_token=has_token, trace_dir=self._trace_dir)
-
-    def choice(self, name: str, order: torch.Tensor | None) -> torch.Tensor:
-        """int64 ``[T, K]``: the experts that the reference's tokens chose, in the order of the batch's tokens.
-
-        Raises:
-            TraceError: the trace does not have them.
-        """
-        key = TraceKey(step=self.config.step, update=self.config.update, kind="router", name=name)
-        with open_trace(self._trace_dir) as reader:
-            if not reader.has(key):
-                raise TraceError(
-                    f"graft: {self._trace_dir} has no {key.describe()}, without which what lies by chosen expert "
-                    "cannot be put in: trace it as well"
-                )
-            chosen = reader.merge(key).tensor.clone()
-        return chosen if order is None else chosen[order]
-
-    def _find(self, reader: TraceReader) -> dict[str, TraceKey]:
-        config = self.config
-        if config.step not in reader.steps:
-            steps = list_some([str(step) for step in reader.steps], _NUM_NEAREST, ", ")
-            raise TraceError(f"graft.step {config.step} is not in {self._trace_dir}, which has steps {steps}")
-        kinds = _VALUE_KINDS if config.kind == "activation" else ("activation_gradient",)
-        keys = [key for key in reader.keys(config.step) if key.kind in kinds and key.update == config.update]
-        found = {key.name: key for key in keys}
-        problems = [
-            f"{name}{_describe_nearest(name, found)}" for name in dict.fromkeys(config.names) if name not in found
-        ]
-        if problems:
-            raise TraceError(
-                f"graft.names: {self._trace_dir} has no {config.kind.replace('_', ' ')} at step {config.step}, update "
-                f"{config.update}, of:{bullet_list(problems)}"
-            )
-        return {name: found[name] for name in dict.fromkeys(config.names)}
-
-
-class _ReferenceIndex(TokenIndex):
-    """The indices of met rows among a reference's tokens."""
-
-    def __init__(self, rows: MetRows, reference: RowTable, trace_dir: Path) -> None:
-        super().__init__(reference.lengths)
-        places = zip(reference.first_places, reference.lengths, strict=True)
-        self._rows, self._trace_dir = rows, trace_dir
-        self._known = dict(zip(reference.identities, places, strict=True))
-
-    def first_places(self) -> Places:
-        """As of every index; raises ``TraceError`` where the reference lacks a row, or has another length of it."""
-        missing = [
-            identity
-            for identity, length in zip(self._rows.identities, self._rows.lengths, strict=True)
-            if self._known.get(identity, (0, -1))[1] != length
-        ]
-        if missing:
-            raise TraceError(
-                f"graft: {len(missing)} of {len(self._rows)} rows are not in {self._trace_dir}, or are of another "
-                f"length there: {list_some(missing, _NUM_ROWS, ', ')}"
-            )
-        return np.asarray([self._known[identity][0] for identity in self._rows.identities], dtype=np.int64)
-
-
-class _Reference:
-    """One tensor ``[T, ...]`` of the reference, on the host; ``has_token``: bool ``[T]``."""
-
-    def __init__(self, *, key: TraceKey, tensor: torch.Tensor, has_token: torch.Tensor, trace_dir: Path) -> None:
-        self._key = key
-        self._tensor = tensor
-        self._has_token = has_token
-        self._trace_dir = trace_dir
-        self._cut: dict[int, torch.Tensor] = {}
-
-    def cut(self, book: ShareBook, output: ObservedOutput, tokens: Tokens, like: torch.Tensor) -> torch.Tensor:
-        """The rank's part of it for these tokens; ``like``: the tensor that it goes into.
-
-        Raises:
-            TraceError: it is of another dtype, or has no value for a token.
-        """
-        if self._tensor.dtype != like.dtype:
-            raise TraceError(
-                f"graft: the {self._key.describe()} is {dtype_name(self._tensor.dtype)} in {self._trace_dir}, and "
-                f"{dtype_name(like.dtype)} in this run: a graft must have its bits"
-            )
-        if id(tokens) not in self._cut:
-            blocks = tokens.split.blocks
-            num_absent = sum(
-                int((~self._has_token[block.global_start : block.global_start + block.length]).sum())
-                for block in blocks
-            )
-            if num_absent:
-                raise TraceError(
-                    f"graft: {self._trace_dir} has no {self._key.describe()} for {num_absent} of {len(tokens.places)} "
-                    "tokens of a micro-batch: its update trained on other rows, or some of its ranks wrote no trace"
-                )
-            local = cut_shard(self._tensor, book.spec(output, tokens))
-            self._cut[id(tokens)] = local.to(like.device)
-        return self._cut[id(tokens)]
 
 
 class GraftProbe(TrainingProbe):
@@ -319,7 +130,7 @@ class GraftProbe(TrainingProbe):
                 f"module that ran there shows them:{bullet_list(silent)}"
             )
 
-    def _see(self, output: ObservedOutput, reference: _Reference, scale: float) -> See:
+    def _see(self, output: ObservedOutput, reference: Reference, scale: float) -> See:
         """Builds the receiver of a module's tensors, of a first pass and of one that recomputes it."""
         waiting: deque[Share] = deque()
         is_value = self._config.kind == "activation"
@@ -413,8 +224,3 @@ class _Grafted(torch.autograd.Function):
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """The gradient itself."""
         return gradients[0], None, None
-
-
-def _describe_nearest(name: str, found: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(name, sorted(found), n=_NUM_NEAREST, cutoff=0.5)
-    return f" (nearest: {', '.join(nearest)})" if nearest else ""

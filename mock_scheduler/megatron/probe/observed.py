@@ -1,9 +1,9 @@
 """Finds the modules whose outputs can be shown, in whatever a training has built, and lists the others with a reason.
 
 A row of a table has a place that Megatron's layers have, and the meaning of the output there. A place without a module
-is no part of the model. What stands at a place and cannot be shown, what TransformerEngine fuses away, and modules with
-parameters that stand at no known place, are *unobserved*: a comparison then says so. Places: megatron-core 0.16.1 and
-0.19.2. Each rank lists its own layers; a trace's reader joins them.
+is no part of the model. A later stage also shows what it received. What stands at a place and cannot be shown, what
+TransformerEngine fuses away, and modules with parameters that stand at no known place, are *unobserved*: a comparison
+then says so. Places: megatron-core 0.16.1 and 0.19.2. Each rank lists its own layers; a trace's reader joins them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from mock_scheduler.megatron.probe.watches import (
     watch_call,
     watch_choice,
     watch_expert_outputs,
+    watch_input,
     watch_output,
     watch_probabilities,
     watch_scores,
@@ -117,6 +118,8 @@ def _of_latent(path: str, content: Content, fused_into: str = "") -> ObservedMod
 
 
 EMBEDDING = ObservedModule(path="embedding")
+#: Of a stage behind the first: what it received, under the name of what the stage before it sent.
+RECEIVED = ObservedModule(path="", watch=watch_input)
 FINAL_NORM = ObservedModule(path="decoder.final_layernorm")
 OUTPUT_LAYER = ObservedModule(path="output_layer", content="output", kind="logits")
 
@@ -254,6 +257,11 @@ def _places(gpt: GPTModel) -> Iterator[_Place]:
     if gpt.pre_process:
         yield _called(EMBEDDING.path, EMBEDDING, gpt, first)
     offset = layer_offset(gpt)
+    if not gpt.pre_process and len(gpt.decoder.layers):
+        # Both stages hold these elements, so they are replicas: a message that changed a bit is a conflict of two
+        # ranks, and a graft of the name is put in at both ends.
+        sent = f"decoder.layers.{offset - 1}" if offset else EMBEDDING.path
+        yield _Place(path=sent, row=RECEIVED, owner=gpt.decoder.layers[0], layer=gpt.decoder.layers[0])
     for number, layer in enumerate(gpt.decoder.layers):
         yield from _rows(f"decoder.layers.{offset + number}", LAYER_MODULES, layer, layer)
     yield _Place(path=FINAL_NORM.path, row=FINAL_NORM, owner=gpt, layer=gpt)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceConfig, TraceKind
 from mock_scheduler.megatron.observed_model import ObservedModel
+from mock_scheduler.megatron.optimizer_state import count_own_updates
 from mock_scheduler.megatron.probe.interface import StepRows, TrainingProbe
 from mock_scheduler.megatron.probe.ledgers import CallLedger
 from mock_scheduler.megatron.probe.module_probe import ModuleProbe
@@ -32,19 +33,31 @@ from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole
 
 _MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient")
-_AFTER_UPDATE: tuple[TraceKind, ...] = ("optimizer", "parameter", "weight")
+_AFTER_UPDATE: tuple[TraceKind, ...] = ("parameter", "weight")
 
 
 class StepProbe(TrainingProbe):
     """One rank's trace of one step. Every rank makes its own; ``save`` ends the trace, ``abandon`` drops it.
 
     As a context manager it saves where the block succeeds and abandons where it raises. ``clock``: gets the seconds of
-    tracing, as ``trace``. ``selection``: this rank's kinds and globs, and their matches.
+    tracing, as ``trace``. ``selection``: this rank's kinds and globs, and their matches. ``is_last``: of the run; its
+    trace has the state of the optimizer at the end, whatever kinds were chosen beside parameters.
     """
 
     def __init__(
-        self, ranks: ModelRanks, trace_dir: Path, *, step: int, config: TraceConfig, clock: Clock | None = None
+        self,
+        ranks: ModelRanks,
+        trace_dir: Path,
+        *,
+        step: int,
+        config: TraceConfig,
+        clock: Clock | None = None,
+        is_last: bool = False,
     ) -> None:
+        # No later update shows what the optimizer's state is at the end of the run.
+        self._has_moments = "optimizer" in config.kinds
+        if is_last and "parameter" in config.kinds and not self._has_moments:
+            config = config.model_copy(update={"kinds": [*config.kinds, "optimizer"]})
         self._ranks = ranks
         self._trace_dir = trace_dir
         self._step = step
@@ -66,6 +79,7 @@ class StepProbe(TrainingProbe):
         self._index: TokenIndex | None = None
         self._places: dict[tuple[int, bool], TokenPlaces] = {}
         self._update_rows: list[tuple[int, ...]] = []
+        self._moved: dict[int, tuple[ObservedModel, int]] = {}
 
     def _open_sink(self) -> TraceSink:
         ranks = self._ranks
@@ -115,6 +129,8 @@ class StepProbe(TrainingProbe):
         """Notes the rows of the step in this update."""
         if self._sink is None:
             return
+        if self._has_moments:
+            self._add_moments()
         with self._aside():
             row_ids = torch.cat([micro_batch.row_ids.flatten() for micro_batch in micro_batches]).unique()
             self._update_rows.append(tuple(row_ids[row_ids >= 0].tolist()))
@@ -145,6 +161,20 @@ class StepProbe(TrainingProbe):
             model.gather_parameters()
         with self._aside():
             self._add_state(model, update, _AFTER_UPDATE if kind == "parameter" else [kind])
+        if kind == "parameter":
+            self._moved[id(model)] = model, update
+
+    def _add_moments(self) -> None:
+        """Reads the moments that the last update left as late as can be, so that what is lost behind it shows."""
+        moved, self._moved = self._moved, {}
+        with self._aside():
+            for model, update in moved.values():
+                self._add_state(model, update, ["optimizer"])
+                name, count = f"{model.prefix}num_updates", count_own_updates(model)
+                # A rank that owns no part counts nothing.
+                if count and self.selection.wants("optimizer", name):
+                    number = torch.tensor(float(count), dtype=torch.float64)
+                    self._emit(TraceEntry(update=update, kind="optimizer", spec=whole(name, ()), tensor=number))
 
     def _add_state(self, model: ObservedModel, update: int, kinds: Iterable[TraceKind]) -> None:
         for kind in kinds:
@@ -203,8 +233,9 @@ class StepProbe(TrainingProbe):
             yield
 
     def end_step(self) -> None:
-        """Ends the step's training: later calls are in no ledger."""
+        """Ends the step's training: later calls are in no ledger, and the optimizer's state is what it left."""
         self._entered.close()
+        self._add_moments()
 
     def save(self) -> None:
         """End the trace of the step; raises ``TraceError`` where it cannot be written."""
@@ -227,6 +258,7 @@ class StepProbe(TrainingProbe):
 
     def abandon(self) -> None:
         """Leave nothing of this step, neither file nor thread, as its training did not come to its end."""
+        self._moved = {}
         self.end_step()
         self.selection = _nothing_of(self._config)
         sink, self._sink = self._sink, None

@@ -53,6 +53,24 @@ def watch_output(module: torch.nn.Module, see: See) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def watch_input(layer: torch.nn.Module, see: See) -> Iterator[None]:
+    """See the hidden states that Megatron's block gives a transformer layer, by name or as its first argument."""
+
+    def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if args:
+            other = see(args[0], None)
+            return None if other is None else ((other, *args[1:]), kwargs)
+        other = see(kwargs["hidden_states"], None)
+        return None if other is None else (args, {**kwargs, "hidden_states": other})
+
+    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def watch_call(path: str, call: int) -> Watch:
     """Watches the output of one of the calls of a model's module in a forward pass; ``call``: its number, from 0."""
 

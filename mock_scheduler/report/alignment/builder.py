@@ -62,7 +62,7 @@ from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
-from mock_scheduler.verdict.wording.own_code import describe_own_code, remark_on_own_code
+from mock_scheduler.verdict.wording.own_code import describe_baseline_code, describe_own_code, remark_on_own_code
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
     TONES,
@@ -112,6 +112,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         counts=counts,
         headline=_headline(counts, len(candidates)),
         baseline_layout=result.baseline.layout,
+        baseline_code=describe_baseline_code(result),
         baseline_seconds=run_seconds(result.baseline.elapsed_s, result.baseline.rollout_s, baseline),
         baseline_ledger=describe_ledger(baseline),
         candidates=candidates,

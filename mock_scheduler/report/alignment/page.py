@@ -86,6 +86,7 @@ def render_alignment_page(view: AlignmentView) -> str:
         drawn={item.anchor: _draw_candidate(item, is_open=is_open) for item, is_open in _open_some(view.candidates)},
         baseline_rows=[
             ("layout", view.baseline_layout),
+            *([("own code", view.baseline_code)] if view.baseline_code else []),
             *([("recording", view.recording_dir)] if view.recording_dir else []),
             *view.baseline_ledger,
         ],

@@ -49,6 +49,8 @@ def _print_table(view: AlignmentView, console: Console) -> None:
     table.print_header("dim")
     table.print_row(0)
     _print_beneath(view.baseline_layout, console, style="dim")
+    if view.baseline_code:
+        _print_beneath(f"own code: {view.baseline_code}", console, style="dim")
     for number, candidate in enumerate(view.candidates, start=1):
         setup, verdict = candidate.setup, candidate.verdict
         table.print_row(number)

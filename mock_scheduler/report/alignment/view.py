@@ -177,7 +177,8 @@ class CandidateView:
 class AlignmentView:
     """A whole alignment. counts: candidates by verdict, gravest first. is_matrix: whether candidates
     are named by layouts and options. must_match, facts, settings, packages: of the baseline and its recording.
-    bounds: those of every tensor and metric, in words. seconds: of the whole, label and seconds; empty until it ended.
+    baseline_code: its module in the pipeline's place, with its calls; empty without one. bounds: those of every tensor
+    and metric, in words. seconds: of the whole, label and seconds; empty until it ended.
     """
 
     config_name: str
@@ -188,6 +189,7 @@ class AlignmentView:
     counts: tuple[tuple[VerdictKind, int], ...]
     headline: str
     baseline_layout: str
+    baseline_code: str
     baseline_seconds: tuple[tuple[str, float], ...]
     baseline_ledger: tuple[tuple[str, str], ...]
     candidates: tuple[CandidateView, ...]

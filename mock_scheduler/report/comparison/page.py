@@ -31,7 +31,7 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
-from mock_scheduler.verdict.wording.coverage import describe_unseen
+from mock_scheduler.verdict.wording.coverage import describe_begin, describe_unseen
 from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.tensors import (
@@ -143,7 +143,7 @@ def _verdict_part(result: ComparisonResult) -> _VerdictPart:
     return _VerdictPart(
         tone=TONES[verdict.kind],
         word=verdict.kind.value,
-        sentence=sentence or rest,
+        sentence=": ".join(filter(None, (describe_begin(verdict.unseen), sentence or rest))),
         rest=rest if sentence else "",
         rows=tuple(rows),
     )

@@ -31,7 +31,7 @@ from mock_scheduler.report.recording.diff import print_differences
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
-from mock_scheduler.verdict.wording.coverage import describe_unseen
+from mock_scheduler.verdict.wording.coverage import describe_begin, describe_unseen
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_unmatched
 from mock_scheduler.verdict.wording.reasons import describe_rest
 from mock_scheduler.verdict.wording.tensors import (
@@ -243,9 +243,9 @@ def _print_verdict(result: ComparisonResult, console: Console) -> None:
     verdict = result.verdict
     baseline, candidate = name_sides(result)
     style = VERDICT_STYLES[verdict.kind]
-    print_wrapped(
-        console, Text.assemble((verdict.kind.value, style), ": ", (f"{candidate} against {baseline}", "bold"))
-    )
+    begin = describe_begin(verdict.unseen)
+    what = f"{candidate} against {baseline}{', ' if begin else ''}{begin}"
+    print_wrapped(console, Text.assemble((verdict.kind.value, style), ": ", (what, "bold")))
     for name, side in ((baseline, result.baseline), (candidate, result.candidate)):
         if side.run is not None and side.run.layout:
             print_wrapped(console, Text(f"{name}: {side.run.layout}", style="dim"), indent=2)

@@ -61,16 +61,9 @@ from mock_scheduler.support.digests import JSON, canonical_json, seal
 from mock_scheduler.support.files import rename_away, written_aside
 from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.trace.entries import StepFooter, TraceEntry
-from mock_scheduler.trace.full.header import (
-    PieceRecord,
-    RankStep,
-    check_spec,
-    footer_as_json,
-    pieces_as_json,
-    rank_step_as_json,
-    stored_name,
-)
+from mock_scheduler.trace.full.header import footer_as_json, pieces_as_json, rank_step_as_json
 from mock_scheduler.trace.full.memory import allocate_zeros
+from mock_scheduler.trace.full.pieces import PieceRecord, RankStep, check_spec, stored_name
 from mock_scheduler.trace.shards import ShardSpec
 
 FORMAT_VERSION = 3

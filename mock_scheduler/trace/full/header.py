@@ -1,4 +1,4 @@
-"""The header of a trace file as typed values: a rank's description of each stored piece, and of its whole step.
+"""The header of a trace file: a rank's description of each stored piece, and of its whole step, as JSON and back.
 
 Contract: ``files`` describes the JSON. Two parts of it are stored more compactly than they are used. Many pieces lie at
 the same places, as the pieces of all layers in one micro-batch do: places are listed once, under ``blocks``, and a
@@ -9,179 +9,26 @@ Reading raises ``ValueError`` for any other content; the readers of files turn i
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import torch
 from pydantic import Field
 
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import AsRow, Count, Document
-from mock_scheduler.support.tensor_bytes import as_bytes, compute_tensor_digest, dtype_name, find_dtype
-from mock_scheduler.trace.entries import (
-    DimName,
-    LedgerCall,
-    RankPlace,
-    RowTable,
-    StepFooter,
-    TraceEntry,
-    TraceKey,
-    Unobserved,
-)
+from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
+from mock_scheduler.trace.entries import DimName, LedgerCall, RankPlace, RowTable, StepFooter, TraceKey, Unobserved
+from mock_scheduler.trace.full.pieces import PieceRecord, RankStep, check_regions, check_size, check_spec
 from mock_scheduler.trace.rows import check_rows, is_virtual
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
-#: No tensor is larger: what a damaged or forged header may make a reader allocate.
-MAX_TENSOR_BYTES = 1 << 40
-#: Most pieces that one shard's blocks may cut a tensor into, where it stores fewer elements than that.
-_MIN_REGIONS = 256
-_MAX_DIMS = 32
-
 #: A canonical name. A longer one could hold a number that Python does not read.
 TensorName = Annotated[str, Field(max_length=1000)]
-#: Said of every file whose bytes are not those that were written.
-DAMAGED = "the file was changed or damaged after it was written"
-
 #: The number of ranks of a run, bounded by what a reader can list.
 WorldSize = Annotated[int, Field(ge=1, le=1 << 20)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStep:
-    """One step of one rank: the first statements of every trace file."""
-
-    step: int
-    place: RankPlace
-    world_size: int
-
-    def describe(self) -> str:
-        """``step 0, global rank 3``."""
-        return f"step {self.step}, global rank {self.place.global_rank}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PieceRecord:
-    """One stored piece of a tensor. sha256, crc32: over its dtype, shape and bytes."""
-
-    key: TraceKey
-    stored_name: str
-    dtype: torch.dtype
-    spec: ShardSpec
-    dims: tuple[DimName, ...]
-    is_masked: bool
-    sha256: str
-    crc32: int
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the file: the local one, or flat where a rank owns a flat range."""
-        if self.spec.flat_range is None:
-            return self.spec.local_shape
-        return (self.spec.flat_range[1] - self.spec.flat_range[0],)
-
-    @property
-    def size_bytes(self) -> int:
-        """Number of stored bytes."""
-        return math.prod(self.stored_shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A stored piece, the rank that wrote it and the file holding it."""
-
-    place: RankPlace
-    path: Path
-    record: PieceRecord
-
-    @property
-    def spec(self) -> ShardSpec:
-        """Where the piece lies in the whole tensor."""
-        return self.record.spec
-
-
-def compute_tensor_crc32(tensor: torch.Tensor) -> int:
-    """CRC-32 of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
-    prefix = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode()
-    return zlib.crc32(as_bytes(tensor).numpy().data, zlib.crc32(prefix))
-
-
-def has_crc32(piece: Piece, tensor: torch.Tensor) -> bool:
-    """Whether stored elements have shape, dtype and CRC-32 of their piece: a quarter of the costs of SHA-256."""
-    record = piece.record
-    is_alike = (tuple(tensor.shape), tensor.dtype) == (record.stored_shape, record.dtype)
-    return is_alike and compute_tensor_crc32(tensor) == record.crc32
-
-
-def has_sha256(piece: Piece, tensor: torch.Tensor) -> bool:
-    """Whether stored elements have the SHA-256 of their piece."""
-    return compute_tensor_digest(tensor) == piece.record.sha256
-
-
-def describe_wrong_digest(piece: Piece, digest: Literal["CRC-32", "SHA-256"]) -> str:
-    """``PATH: 000000/gradient/x does not match its digest (SHA-256)``."""
-    return f"{piece.path}: {piece.record.stored_name} does not match its digest ({digest})"
-
-
-def stored_name(update: int, kind: str, name: str, *, piece: int = 0) -> str:
-    """A piece's name in the file; ``piece`` counts the pieces one rank holds of one tensor."""
-    return f"{update:06d}/{kind}/{name}" + (f"#{piece}" if piece else "")
-
-
-def record_entry(entry: TraceEntry, *, step: int, name: str) -> PieceRecord:
-    """Records an entry, with digests; its tensor is exactly the one stored under ``name``."""
-    return PieceRecord(
-        key=TraceKey(step=step, update=entry.update, kind=entry.kind, name=entry.spec.name),
-        stored_name=name,
-        dtype=entry.tensor.dtype,
-        spec=entry.spec,
-        dims=entry.dims,
-        is_masked=entry.is_masked,
-        sha256=compute_tensor_digest(entry.tensor),
-        crc32=compute_tensor_crc32(entry.tensor),
-    )
-
-
-def check_spec(spec: ShardSpec) -> None:
-    """Raises ``ValueError`` unless the blocks lie in both tensors, ascending in the local one, disjoint in the whole.
-
-    The flat range must lie in the local tensor, and other dimensions must be equally long in both.
-    """
-    if len(spec.local_shape) != len(spec.global_shape) or len(spec.local_shape) > _MAX_DIMS:
-        raise ValueError(f"{spec.name}: local shape {list(spec.local_shape)} of whole {list(spec.global_shape)}")
-    dims = [split.dim for split in spec.splits]
-    if dims != sorted(set(dims)) or (dims and dims[-1] >= len(spec.global_shape)):
-        raise ValueError(f"{spec.name}: splits of dimensions {dims} of {len(spec.global_shape)}")
-    for dim, (local, size) in enumerate(zip(spec.local_shape, spec.global_shape, strict=True)):
-        if dim not in dims and local != size:
-            raise ValueError(f"{spec.name}: dimension {dim} is not split, but has {local} of {size} indices")
-    for split in spec.splits:
-        sizes = spec.local_shape[split.dim], spec.global_shape[split.dim]
-        _check_blocks(split.blocks, what=f"{spec.name}: dimension {split.dim}", sizes=sizes)
-    numel = math.prod(spec.local_shape)
-    if spec.flat_range is not None and not 0 <= spec.flat_range[0] <= spec.flat_range[1] <= numel:
-        raise ValueError(f"{spec.name}: flat range {list(spec.flat_range)} of {numel} elements")
-
-
-def _check_blocks(blocks: Sequence[Block], *, what: str, sizes: tuple[int, int]) -> None:
-    spans = (
-        [(block.local_start, block.local_start + block.length) for block in blocks],
-        sorted((block.global_start, block.global_start + block.length) for block in blocks),
-    )
-    for side, ranges, size in zip(("local", "whole"), spans, sizes, strict=True):
-        end = 0
-        for start, stop in ranges:
-            if not end <= start <= stop <= size:
-                raise ValueError(f"{what}: blocks {ranges} of the {side} tensor overlap or leave its {size} indices")
-            end = stop
-
-
-# --- The stored form --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,7 +163,7 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         flat_range=piece.flat_range,
     )
     check_spec(spec)
-    _check_regions(spec)
+    check_regions(spec)
     if piece.dims and len(piece.dims) != len(spec.global_shape):
         raise ValueError(f"{spec.name}: {len(piece.dims)} names of {len(spec.global_shape)} dimensions")
     # A bound of its own, since a sealed header may still be a forged one.
@@ -336,23 +183,6 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         sha256=piece.sha256,
         crc32=piece.crc32,
     )
-
-
-def check_size(name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
-    """Raises ``ValueError`` for a shape that nobody may make a reader allocate."""
-    for shape in shapes:
-        if math.prod(size or 1 for size in shape) * dtype.itemsize > MAX_TENSOR_BYTES:
-            raise ValueError(f"{name}: shape {list(shape)} has more than {MAX_TENSOR_BYTES} bytes")
-
-
-def _check_regions(spec: ShardSpec) -> None:
-    """Raises ``ValueError`` where blocks cut the tensor into more regions than a reader may go through."""
-    num_blocks = [len(split.blocks) for split in spec.splits]
-    start, stop = spec.flat_range or (0, math.prod(spec.local_shape))
-    # Every region of a whole piece has an element of its own. A flat range is part of a local tensor, cut only once.
-    num_regions, most = math.prod(num_blocks), max(stop - start, sum(num_blocks), _MIN_REGIONS)
-    if num_regions > most:
-        raise ValueError(f"{spec.name}: blocks cut it into {num_regions} regions; it stores {stop - start} elements")
 
 
 def footer_as_json(footer: StepFooter) -> dict[str, JSON]:

@@ -18,10 +18,12 @@ from safetensors import SafetensorError
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.full.header import DAMAGED, Piece, describe_wrong_digest, has_crc32, has_sha256
 from mock_scheduler.trace.full.memory import MemoryPool
-from mock_scheduler.trace.full.merging import Expectation, MergedTensor, check_digests, merge_pieces
-from mock_scheduler.trace.full.opening import Handle, OpenedStep, RankFiles, open_file, open_steps
+from mock_scheduler.trace.full.merging import MergedTensor, check_digests, merge_pieces
+from mock_scheduler.trace.full.opening import OpenedStep, RankFiles, open_steps
+from mock_scheduler.trace.full.part import Handle, open_file
+from mock_scheduler.trace.full.pieces import DAMAGED, Piece, describe_wrong_digest, has_crc32, has_sha256
+from mock_scheduler.trace.full.presence import Expectation
 from mock_scheduler.trace.geometry import holds_element
 from mock_scheduler.trace.replicas import ReplicaConflict
 

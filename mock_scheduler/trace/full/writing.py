@@ -23,7 +23,8 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.threads import JobQueue, QueueTexts
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.files import Ending, EntryIntake, check_unwritten, part_path, write_part
-from mock_scheduler.trace.full.header import PieceRecord, RankStep, check_footer, record_entry
+from mock_scheduler.trace.full.header import check_footer
+from mock_scheduler.trace.full.pieces import PieceRecord, RankStep, record_entry
 
 logger = logging.getLogger("mock_scheduler.trace")
 

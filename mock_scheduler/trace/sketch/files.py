@@ -37,7 +37,8 @@ from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest, dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
-from mock_scheduler.trace.full.header import RankStep, check_footer, check_spec, footer_as_json, rank_step_as_json
+from mock_scheduler.trace.full.header import check_footer, footer_as_json, rank_step_as_json
+from mock_scheduler.trace.full.pieces import RankStep, check_spec
 from mock_scheduler.trace.geometry import ElementSet, Rectangle, count_union, join
 from mock_scheduler.trace.sketch.opening import (
     FORMAT_VERSION,

@@ -20,8 +20,10 @@ from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest, find_dtype
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
-from mock_scheduler.trace.full.header import DAMAGED, TensorName, parse_footer, parse_rank_step
-from mock_scheduler.trace.full.opening import open_file, read_metadata, writer_problems
+from mock_scheduler.trace.full.header import TensorName, parse_footer, parse_rank_step
+from mock_scheduler.trace.full.opening import writer_problems
+from mock_scheduler.trace.full.part import open_file, read_metadata
+from mock_scheduler.trace.full.pieces import DAMAGED
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
 from mock_scheduler.trace.rows import check_tokens, is_virtual, unite_footers
 from mock_scheduler.trace.sketch.constants import MAX_BUCKETS

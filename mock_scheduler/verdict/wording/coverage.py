@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from mock_scheduler.comparison.findings import AbsentSteps
 from mock_scheduler.comparison.tensors import JUDGED_KINDS, TensorComparison, TensorGroup
 from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.trace.stated_steps import AbsenceReason
 from mock_scheduler.verdict.coverage import (
     TurnedDecisions,
     Unseen,
@@ -89,7 +93,30 @@ def describe_unseen(unseen: Unseen | None) -> str:
         share = "" if unseen.parameter_share is None else f" with {_percent(unseen.parameter_share)} of all elements"
         names = list_some(list(unseen.parameters), _NUM_NAMED, ", ")
         parts.append(f"{count_of(len(unseen.parameters), 'parameter')}{share} ({names})")
+    parts += map(_describe_absent, unseen.steps)
+    parts += ["the optimizer's moments behind the last update"] if unseen.last_state else []
     return " and ".join(parts)
+
+
+def describe_begin(unseen: Unseen | None) -> str:
+    """``from step 2 on, where the candidate begins``; empty where both runs begin together."""
+    if unseen is None or unseen.begins is None:
+        return ""
+    last = unseen.begins.steps.ranges[-1][1] or 0
+    return f"from step {last + 1} on, where the {unseen.begins.side} begins"
+
+
+def _describe_absent(absent: AbsentSteps) -> str:
+    (first, last), *more = absent.steps.ranges
+    steps = f"step{'' if first == last and not more else 's'} {absent.steps}"
+    return _ABSENT[absent.why].format(steps=steps, side=absent.side)
+
+
+_ABSENT: Mapping[AbsenceReason, str] = {
+    "before": "{steps}, before the {side} begins",
+    "after": "{steps}, after the {side} has ended",
+    "untraced": "the tensors of {steps}, which the {side} was not to trace",
+}
 
 
 def _percent(share: float) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mock_scheduler.comparison.findings import (
     CopiesDiffer,
     Fact,
+    FewerBits,
     Finding,
     InputsNotCompared,
     KindNotCompared,
     LacksParameter,
     LacksTokens,
     LedgerNotCompared,
+    NarrowedState,
     NonFinite,
+    NormCount,
     NotCompared,
     Note,
     NotFinite,
@@ -27,6 +30,7 @@ from mock_scheduler.comparison.findings import (
     OtherDtype,
     OtherInput,
     OtherLengths,
+    OtherNorm,
     OtherNumUpdates,
     OtherPlaces,
     OtherShape,
@@ -34,6 +38,8 @@ from mock_scheduler.comparison.findings import (
     OtherUpdateRows,
     OtherWeight,
     PartlyWritten,
+    RoundedOtherwise,
+    RoundingRule,
     RowsOnlyIn,
     SketchTokensNotCompared,
     SketchWeightsNotCompared,
@@ -45,7 +51,7 @@ from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
-from mock_scheduler.verdict.wording.residuals import describe_residual
+from mock_scheduler.verdict.wording.residuals import describe_narrowing, describe_residual
 
 _NUM_NAMED = 3
 _SAME_START = "both runs must start from the same weights, to the last bit"
@@ -83,6 +89,12 @@ def describe_note(note: Note) -> str:
             return f"the ledger of {kind} calls was not compared: {why}"
         case PartlyWritten(key=key, places=places):
             return f"{key.describe()} {_describe_places(places)}, as some ranks wrote no trace"
+        case FewerBits() as fewer:
+            return (
+                f"gradients of step {fewer.step}, update {fewer.update}, times {fewer.divisor}, have a mantissa of "
+                f"{fewer.num_bits:.1f} bits in the mean, in the baseline {fewer.baseline_bits:.1f}: they are sums of "
+                "coarser numbers, as where a buffer is rounded to a narrower type before its reduction, or of fewer"
+            )
         case SketchTokensNotCompared(step=step):
             return f"step {step}: sketches of tokens were not compared, as the rows are not in the same order"
         case SketchWeightsNotCompared():
@@ -134,7 +146,7 @@ def describe_unmatched(unmatched: Sequence[Unmatched]) -> str:
 def _name_subject(finding: Finding) -> str:
     kind = next((kind for kind in TRACE_KINDS if kind == finding.kind), None)
     if kind is None or finding.update is None:
-        return finding.name
+        return f"metric {finding.name} at step {finding.step}" if finding.kind == "metric" else finding.name
     return TraceKey(step=finding.step, update=finding.update, kind=kind, name=finding.name).describe()
 
 
@@ -156,14 +168,26 @@ def _describe_fact(fact: Fact) -> str:
             return f"has copies in the {side} that differ: {conflict.describe()}"
         case OtherInput() as other:
             return _describe_input(other)
+        case OtherStart(rounded=RoundedOtherwise() as rounded):
+            return _describe_rounded(rounded)
         case OtherStart() as start:
             return f"differs: {_describe_start(start)}{_SAME_START}"
         case LacksParameter(needed_by="update"):
             return "was traced without the parameter before it, so its update cannot be judged"
         case LacksParameter():
             return "was traced without the parameter that it is rounded from"
+        case OtherWeight(side=side, is_of_before=True):
+            return (
+                f"is the rounded parameter of before the update in the {side}: what the optimizer updated was not "
+                "copied to the model, or to another rank's shard of it"
+            )
         case OtherWeight(side=side):
             return f"is not the rounded parameter in the {side}: the model computes with other weights"
+        case OtherNorm() as norm:
+            return _describe_norm(norm)
+        case NarrowedState(num_bits=bits, baseline_bits=mine, num_tensors=count):
+            more = f", as are {count - 1} more of its kind" if count > 1 else ""
+            return f"is {describe_narrowing(bits)} in the candidate{more}; the baseline has {mine} bits"
     raise TypeError(f"{type(fact).__name__} is no fact of one tensor")
 
 
@@ -172,6 +196,27 @@ def _describe_places(places: OtherPlaces) -> str:
     return (
         f"is defined at other {places.what}s: {mine} only in the baseline, {places.num_candidate} only in the candidate"
     )
+
+
+def _describe_norm(norm: OtherNorm) -> str:
+    times = f"{norm.stated / norm.made:.6g} times it" if norm.made else "not 0"
+    said = (
+        f"is {norm.stated:.7g} in the candidate, whose own gradients have the norm {norm.made:.7g} ({times}); the "
+        "baseline's is the norm of its gradients"
+    )
+    return said if norm.count is None else f"{said}. {_describe_count(norm.count)}"
+
+
+def _describe_count(count: NormCount) -> str:
+    names = list_some(list(count.names), _NUM_NAMED)
+    match count.form:
+        case "copies":
+            which = names or "what they hold as copies"
+            return f"It counts {which} once for each of the {count.place} ranks"
+        case "part":
+            return f"It is the norm of what the ranks at {count.place} hold: nothing was added over the others"
+        case "without":
+            return f"It leaves out {names}"
 
 
 def _describe_broken(broken: NotFinite) -> str:
@@ -188,6 +233,22 @@ def _count_broken(side: NonFinite | None) -> str:
         return ""
     counts = (("NaN", side.num_nan), ("infinity", side.num_infinite))
     return " and ".join(f"{what} in {count} of {side.num_elements} elements" for what, count in counts if count)
+
+
+def _describe_rounded(rounded: RoundedOtherwise) -> str:
+    how = _ROUNDED[rounded.how]
+    count = f"{rounded.num_different:,} of {count_of(rounded.num_elements, 'element')}"
+    return (
+        f"is not the {other_side(rounded.side)}'s, rounded to {rounded.dtype}, in the {rounded.side}: {count} differ, "
+        f"{how}; a run in {rounded.dtype} must start from the same weights, rounded to nearest"
+    )
+
+
+_ROUNDED: Mapping[RoundingRule, str] = {
+    "towards zero": "all cut off towards zero",
+    "to a neighbour": "each by the spacing of two numbers",
+    "other values": "some by more than any rounding",
+}
 
 
 def _describe_start(start: OtherStart) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.tensors import Figures, TensorDifference
+from mock_scheduler.comparison.thresholds import ENOUGH, PARALLEL
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import TraceKey
@@ -15,6 +16,7 @@ from mock_scheduler.verdict.localisation import (
     GraftEnd,
     GraftEndCause,
     Localisation,
+    module_kind,
     pass_of,
 )
 from mock_scheduler.verdict.wording.findings import describe_finding
@@ -35,20 +37,27 @@ _NOUNS: Mapping[TraceKind, str] = {
 }
 _NUM_NAMED = 3
 _NUM_AMPLIFIERS = 5
-#: A tensor is another one times a number where their cosine is this near to 1.
-_PARALLEL = 1e-9
 
 
 def describe_localisation(found: Localisation) -> str:
     """The one sentence: the place, the tensor, its look, and how far the rest follows from it."""
     place = [f"step {found.step}", *([f"update {found.update}"] if found.update else []), found.phase]
-    if len(found.causes) > 1:
+    if found.num_alike:
+        subject = _describe_alike(found)
+    elif len(found.causes) > 1:
         tensors = [cause.tensor for cause in found.causes if cause.tensor is not None]
         listed = " and ".join(f"{_describe_subject(item.key)} ({describe_look(item)})" for item in tensors)
         subject = f"{len(found.causes)} causes: {listed}"
     else:
         subject = f"{_describe_subject(found.origin.key)}: {describe_look(found.origin)}{_describe_maker(found)}"
     return f"{', '.join(place)}, {subject}; {'; '.join(_list_rest(found))}"
+
+
+def _describe_alike(found: Localisation) -> str:
+    """One cause of all modules of a kind: ``every norm (5), each by itself, first decoder.layers.0.… output``."""
+    kind, count = module_kind(found.name), len(found.causes)
+    which = f"every {kind} ({count})" if count == found.num_alike else f"{count} of {found.num_alike} {kind}s"
+    return f"{which}, each by itself, first {_describe_subject(found.origin.key)}: {describe_look(found.origin)}"
 
 
 def localisation_rows(found: Localisation | None) -> tuple[tuple[str, str], ...]:
@@ -107,9 +116,14 @@ def _describe_problem(item: DifferingTensor) -> str:
 
 def _describe_size(difference: TensorDifference) -> str:
     figures = difference.figures
-    if figures is not None and abs(figures.cosine - 1.0) < _PARALLEL:
+    # The ratio must make most of the difference, and direction as well as size fit.
+    if figures is not None and (figures.slope - 1.0) ** 2 >= ENOUGH * figures.relative**2 and _is_parallel(figures):
         return f"candidate is {figures.slope:.6g} times the baseline (relative difference {difference.relative:.3g})"
     return f"differs by {difference.relative:.3g}"
+
+
+def _is_parallel(figures: Figures) -> bool:
+    return figures.cosine >= PARALLEL
 
 
 def _describe_subject(key: TraceKey) -> str:

@@ -1,26 +1,53 @@
-"""A candidate's own code in words: whether it acted, and whether anything came of it."""
+"""A user's own code in words: whether it acted, and whether anything came of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mock_scheduler.support.text import count_of, list_some
-from mock_scheduler.verdict.results import CandidateResult
+from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind
 
 _NUM_NAMED = 4
 
 
 def describe_own_code(candidate: CandidateResult) -> str:
-    """How often the code that an entry put into packages was called; empty without an entry, or without a run.
+    """How often the code that its module put into packages was called; empty without a module, or without a run.
 
     A verdict on code that never ran says nothing about the code.
     """
-    if not candidate.entry or candidate.run is None:
+    if not candidate.module or candidate.run is None:
+        return ""
+    text = _describe_calls(candidate.module, candidate.run.own_calls)
+    is_equal = candidate.verdict.kind is VerdictKind.IDENTICAL
+    if candidate.entry and is_equal and any(candidate.run.own_calls.values()):
+        text += "; it acted, and every bit is equal to the baseline's"
+    return text
+
+
+def describe_baseline_code(result: AlignmentResult) -> str:
+    """The same of the baseline's module, which runs candidates without another too; empty without one."""
+    return "" if not result.module else f"{result.module}: {_describe_calls('it', result.baseline.own_calls)}"
+
+
+def remark_on_own_code(candidate: CandidateResult) -> str:
+    """What a verdict of equal bits must say beside it of code that never ran, or ran for nothing; empty else."""
+    if not candidate.module or candidate.run is None or candidate.verdict.kind is not VerdictKind.IDENTICAL:
         return ""
     calls = candidate.run.own_calls
+    if calls and not any(calls.values()):
+        return "but its own code was never called"
+    # Both sides have a shared entry, so equal bits are what they should have.
+    if not candidate.entry:
+        return ""
+    return "although its own code was called" if calls else f"although it has an entry, {candidate.entry}"
+
+
+def _describe_calls(module: str, calls: Mapping[str, int]) -> str:
     if not calls:
         return (
-            f"{candidate.entry} put no function and no class of its own into a package before the run, so nothing "
-            "shows that it changed anything"
+            f"{module} put no function and no class of its own into a package before the run, so nothing shows that it "
+            "changed anything"
         )
     acted = [f"{name} ({count_of(count, 'call')})" for name, count in calls.items() if count]
     silent = [name for name, count in calls.items() if not count]
@@ -29,16 +56,4 @@ def describe_own_code(candidate: CandidateResult) -> str:
     parts = [f"called: {list_some(acted, _NUM_NAMED, ', ')}"]
     if silent:
         parts.append(f"never called: {list_some(silent, _NUM_NAMED, ', ')}")
-    if candidate.verdict.kind is VerdictKind.IDENTICAL:
-        parts.append("it acted, and every bit is equal to the baseline's")
     return "; ".join(parts)
-
-
-def remark_on_own_code(candidate: CandidateResult) -> str:
-    """What a verdict of equal bits must say beside it of code that never ran, or ran for nothing; empty else."""
-    if not candidate.entry or candidate.run is None or candidate.verdict.kind is not VerdictKind.IDENTICAL:
-        return ""
-    calls = candidate.run.own_calls.values()
-    if not calls:
-        return f"although it has an entry, {candidate.entry}"
-    return "although its own code was called" if any(calls) else "but its own code was never called"

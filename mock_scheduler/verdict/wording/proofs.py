@@ -36,6 +36,7 @@ _NOT_TRIED: Mapping[NotTriedCause, str] = {
     NotTriedCause.STRONGER_PROOF: "a stronger proof decides",
     NotTriedCause.SAME_ORDER: "it adds in the baseline's order",
     NotTriedCause.FLOAT64_ALREADY: "it is float64 already",
+    NotTriedCause.ONE_RUN: "in float64 it would be the baseline's own run, since they differ in precision alone",
     NotTriedCause.NOTHING_MAY_ROUND: "no noise excuses a difference where nothing may round",
     NotTriedCause.NOTHING_COMPARED: "nothing could be compared",
     NotTriedCause.NOT_DETERMINISTIC: "the runs are not shown to be deterministic",
@@ -63,9 +64,10 @@ def describe_proof(proof: Proof, *, said: Divergence | None = None) -> str:
             return "all that several ranks hold is equal to the last bit" if proof.name == "replicas" else ""
 
 
-def describe_order(layout: str) -> str:
-    """The reference of a candidate's layout."""
-    return f"a reference in one process that adds in the order of {layout}"
+def describe_order(layout: str, *, has_own_precision: bool = False) -> str:
+    """The reference of a candidate's layout; ``has_own_precision``: it computes in the candidate's precision too."""
+    whose = "of the baseline's code in the candidate's precision, " if has_own_precision else ""
+    return f"a reference {whose}in one process that adds in the order of {layout}"
 
 
 def describe_changes(changes: OwnChanges) -> str:
@@ -105,7 +107,7 @@ def _describe_equality(proof: Proof, facts: EqualityFacts) -> str:
 
 
 def _describe_emulation(proof: Proof, facts: EmulationFacts, said: Divergence | None) -> str:
-    order = describe_order(facts.layout)
+    order = describe_order(facts.layout, has_own_precision=bool(facts.precision))
     if facts.not_followed:
         order += f", but for {join_and(list(facts.not_followed))}"
     compared = proof.compared

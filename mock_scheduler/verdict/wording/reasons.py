@@ -6,6 +6,7 @@ import re
 import shlex
 
 from mock_scheduler.comparison.findings import Finding, RowsOnlyIn
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.support.text import count_of
 from mock_scheduler.verdict.coverage import find_causes
 from mock_scheduler.verdict.divergences import Divergence
@@ -24,12 +25,14 @@ from mock_scheduler.verdict.reasons import (
     NothingJudged,
     NothingTrained,
     NotReadable,
+    NotRepeated,
     OtherBatches,
     OtherData,
     OtherDraws,
     OtherRecordings,
     OtherRollouts,
     Reason,
+    RoundingOfPrecision,
     RunFailed,
     StaysInFloat64,
     StillOpen,
@@ -110,15 +113,25 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
         case NotDeterministic():
             clauses = _list_clauses(verdict, why.otherwise, first)
             return [f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {_join(clauses)}"]
+        case NotRepeated(first=apart):
+            return [_describe_not_repeated(apart), *_list_clauses(verdict, why.otherwise, first)]
         case EqualRecordings():
             return [f"bit-equal: {count_of(why.num_steps, 'step')}", "one changed bit would be found"]
         case OtherRecordings():
             said = [f"first divergence: {first}"] if first else []
             return [*said, f"{count_of(why.num_equal_steps, 'step')} bit-equal"]
-        case StaysInFloat64():
+        case StaysInFloat64() | RoundingOfPrecision():
             return _list_clauses(verdict, why.otherwise, first)
         case _:
             return _list_incomparable(verdict, why)
+
+
+def _describe_not_repeated(apart: TensorDifference) -> str:
+    return (
+        f"the candidate does not repeat itself: two runs of it differ first in the {apart.key.describe()} "
+        f"({apart.relative:.2g} of it), so a difference from the baseline may be chance; mock-scheduler doctor with "
+        "its overrides and its --entry names the operation"
+    )
 
 
 def _list_incomparable(verdict: Verdict, why: Reason) -> list[str]:

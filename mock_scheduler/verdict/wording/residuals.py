@@ -11,6 +11,7 @@ from mock_scheduler.comparison.residuals import (
     Locality,
     MisplacedShards,
     Multiple,
+    Narrowed,
     OneElement,
     PartialSums,
     Reorder,
@@ -30,6 +31,7 @@ _NUM_NAMED = 4
 #: |ratio - 1| below which a ratio is written with more decimals.
 _NEAR, _VERY_NEAR = 0.05, 5e-3
 _NOUNS: Mapping[DimName, str] = {"vocab": "vocabulary row"}
+_NARROW: Mapping[int, str] = {2: "float8_e5m2", 3: "float8_e4m3", 7: "bfloat16", 10: "float16 or TF32", 23: "float32"}
 _WHOLE: Mapping[ResidualKind, str] = {
     "stale": "candidate is the baseline's tensor of the update before",
     "sign": "candidate is the baseline with its sign reversed",
@@ -46,7 +48,7 @@ def describe_residual(residual: Residual) -> str:
     text = f"{_describe_form(residual)}{_describe_sample(residual.sample)}"
     if not residual.is_of_change:
         return text
-    hint = ", as another learning rate makes it" if residual.kind == "ratio" else ""
+    hint = ", as another learning rate or count of updates makes it" if residual.kind == "ratio" else ""
     return f"of the change by the update: {text}{hint}"
 
 
@@ -80,6 +82,12 @@ def format_ratio(ratio: float, error: float = 0.0) -> str:
             decimals += 1
         return f"{ratio:.{decimals}f}"
     return f"{ratio:.3f}" if abs(ratio) >= 0.1 else f"{ratio:.4g}"
+
+
+def describe_narrowing(bits: int) -> str:
+    """Says to how many bits values were rounded: ``narrowed to 7 bits of mantissa (bfloat16)``."""
+    name = _NARROW.get(bits)
+    return f"narrowed to {bits} bits of mantissa{f' ({name})' if name else ''}"
 
 
 def describe_reorder(reorder: Reorder) -> str:
@@ -116,6 +124,16 @@ def _describe_form(residual: Residual) -> str:
             return f"candidate is the baseline shifted by {int(value):+d} along the {_name_indices(dim)}"
         case Reorder() as reorder:
             return describe_reorder(reorder)
+        case Narrowed(num_bits=num_bits):
+            return f"candidate is {describe_narrowing(int(value))}, baseline has {num_bits} bits"
+        case None if residual.kind == "left over":
+            return (
+                f"candidate is the baseline plus {value:.4g} times the tensor of the update before, as a buffer that "
+                "was not cleared leaves it"
+            )
+        case None if residual.kind == "decay":
+            less = "less" if value > 0 else "more"
+            return f"candidate decays by {abs(value):.4g} of the parameter {less} than the baseline: weight decay"
         case None if residual.kind == "constant":
             return f"candidate is the baseline {'plus' if value > 0 else 'minus'} {abs(value):.6g}"
         case None:

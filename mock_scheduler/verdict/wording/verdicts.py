@@ -17,17 +17,21 @@ from mock_scheduler.verdict.reasons import (
     ApartFromReference,
     BeyondBounds,
     BitEqual,
+    CoarserGradients,
     EqualToReference,
+    NotRepeated,
     ProofName,
     RefutedBy,
+    RoundingOfPrecision,
     StaysInFloat64,
     Uncalibrated,
     VanishesInFloat64,
 )
 from mock_scheduler.verdict.verdict import EmulationFacts, Outcome, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_suspicion
-from mock_scheduler.verdict.wording.coverage import describe_smallest_tensor, describe_unseen
+from mock_scheduler.verdict.wording.coverage import describe_begin, describe_smallest_tensor, describe_unseen
 from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
 from mock_scheduler.verdict.wording.reasons import NOT_MEASURED, describe_comparison, describe_rest
@@ -44,7 +48,8 @@ LEGEND: Mapping[VerdictKind, str] = {
     "noise was measured",
     VerdictKind.DIVERGED: "something is beyond its bound or missing, or replicas disagree",
     VerdictKind.INCOMPARABLE: "the run failed, or nothing could be compared",
-    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, so a difference between them proves nothing",
+    VerdictKind.UNVERIFIED: "the runs are not shown to be deterministic, or two of a candidate differ, so a difference "
+    "proves nothing",
 }
 
 #: Whether a verdict is good news, on a page and in a terminal.
@@ -109,8 +114,14 @@ def describe_reason(verdict: Verdict) -> str:
             return f"{order}: {shown}; {_describe_direct(verdict)}"
         case VanishesInFloat64():
             return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
+        case CoarserGradients(note=note):
+            return f"within the bounds, but {describe_note(note)}"
+        case NotRepeated():
+            return describe_rest(verdict)
         case StaysInFloat64():
             return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
+        case RoundingOfPrecision():
+            return f"{_describe_named(verdict, 'emulation')}; {_AGAINST}{_describe_direct(verdict)}"
         case _:
             return describe_comparison(verdict)
 
@@ -150,7 +161,7 @@ def write_headline(
         emulated: The comparison with the reference in the candidate's order of sums, where there is one.
         localisation: Where the divergence begins, by further runs.
     """
-    finding = _write_finding(verdict, emulated, localisation)
+    finding = ": ".join(filter(None, (describe_begin(verdict.unseen), _write_finding(verdict, emulated, localisation))))
     unseen = describe_unseen(verdict.unseen) if verdict.passes else ""
     return f"{finding}; {NOT_LOOKED_AT}: {unseen}" if unseen else finding
 
@@ -164,6 +175,8 @@ def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Loc
             extent = _describe_extent(compared or verdict.tensors)
             return f"every bit is equal to a reference that adds in its order{extent}"
         case VerdictKind.ROUNDING:
+            if isinstance(verdict.why, RoundingOfPrecision):
+                return _write_precision(verdict, verdict.why)
             worst = find_nearest(verdict.tensors)
             nearest = "" if worst is None else f"; nearest is {worst.key.describe()} at {describe_ratio(worst)}"
             return f"differs by no more than rounding does{nearest}"
@@ -185,6 +198,26 @@ def describe_smallest_error(verdict: Verdict) -> str:
     if verdict.kind is not VerdictKind.ROUNDING or verdict.tensors is None:
         return ""
     return describe_smallest_tensor(verdict.tensors)
+
+
+def _write_precision(verdict: Verdict, why: RoundingOfPrecision) -> str:
+    """Whose rounding is between two precisions, and from where on it grows beyond what was measured."""
+    how = "every bit is equal to" if why.is_equal else "within the noise of"
+    text = f"differs by the rounding of {why.precision}: {how} the baseline's code in the candidate's precision"
+    tensors = verdict.tensors
+    if tensors is None or tensors.last_measured is None:
+        return text
+    step, update = tensors.last_measured
+    before = [item for item in tensors.differences if (item.key.step, item.key.update) <= (step, update)]
+    within = f"{count_of(len(before), 'tensor')} of the first update within the noise of {why.precision}"
+    beyond = [item for item in tensors.exceeding if (item.key.step, item.key.update) > (step, update)]
+    if not beyond:
+        return f"{text}, {within}"
+    largest = max(beyond, key=lambda item: item.relative / item.tolerance if item.tolerance else 0.0)
+    return (
+        f"{text}, {within}; from the next update on, where the update itself is stored in another type, "
+        f"{count_of(len(beyond), 'tensor')} beyond it, {largest.key.describe()} by {describe_ratio(largest)}"
+    )
 
 
 def _write_suspect(verdict: Verdict) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -282,8 +283,33 @@ def test_the_users_code_goes_with_it_and_what_that_imports(
     text = (folder / "README.md").read_text()
     assert "- it runs as `python -m mine.deep.run`, whose files are copied here\n" in text
     assert (
-        "- `helpers/tables.py`, `mine/__init__.py`, `mine/deep/run.py`, `mine/kernel.py`: the candidate's code" in text
+        "- `helpers/tables.py`, `mine/__init__.py`, `mine/deep/run.py`, `mine/kernel.py`: the code of the entries"
+        in text
     )
+
+
+def test_the_baselines_code_goes_with_it_too(
+    alignment: Alignment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    for name in ("ours", "theirs"):
+        (tmp_path / "code" / f"{name}.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    alignment.text = CONFIG.replace("align:\n", "align:\n  entry: ours\n", 1)
+    alignment.write()
+    folder = extract(alignment, run_stored_code=True)
+    assert load_config("config", config_path=folder).align.entry == "ours"
+    assert {path.name for path in folder.rglob("*.py")} == {"ours.py"}
+    assert "- both run as `python -m ours`, whose files are copied here\n" in (folder / "README.md").read_text()
+    for made in (folder, alignment.root):
+        shutil.rmtree(made)
+    alignment.text = alignment.text.replace("{name: change,", "{name: change, entry: theirs,")
+    alignment.write()
+    folder = extract(alignment, run_stored_code=True)
+    text = (folder / "README.md").read_text()
+    assert {path.name for path in folder.rglob("*.py")} == {"ours.py", "theirs.py"}
+    assert "- the baseline runs as `python -m ours`" in text
+    assert "- it runs as `python -m theirs`" in text
 
 
 def test_installed_code_is_left_and_said() -> None:

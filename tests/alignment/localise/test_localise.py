@@ -93,6 +93,27 @@ def test_two_causes_in_the_forward_pass_are_both_named(tmp_path: Path) -> None:
     assert passed_on["output_layer"].startswith(f"only passes on what {FC1} does: ")
 
 
+def test_every_module_of_a_kind_is_one_cause(tmp_path: Path) -> None:
+    """A wrong norm was told as five causes, one for each of its instances."""
+    last = "decoder.layers.1.input_layernorm"
+    _, found = find(tmp_path, Fault(forward={NORM: 1.01, last: 1.01}), first=first_at(0))
+    assert (names(found.causes), found.num_alike) == ([NORM, last], 2)
+    assert describe_localisation(found).startswith(
+        f"step 0, forward, every norm (2), each by itself, first {NORM} output: candidate is 1.010 times the baseline; "
+    )
+
+
+def test_modules_of_a_kind_beyond_the_grafts_are_counted(tmp_path: Path) -> None:
+    last = "decoder.layers.1.input_layernorm"
+    fault = Fault(forward={FC2: 1.01, FC1: 1.02, "output_layer": 1.03})
+    _, found = find(tmp_path, fault, first=first_at(0), max_grafts=2)
+    assert describe_localisation(found).startswith(
+        f"step 0, forward, 2 of 5 linear layers, each by itself, first {FC2} output: "
+    )
+    _, found = find(tmp_path / "two", Fault(forward={FC2: 1.01, FC1: 1.02, last: 1.01}), first=first_at(0))
+    assert found.num_alike == 0
+
+
 def test_a_cause_in_the_backward_pass_alone_is_found_by_grafts_of_gradients(tmp_path: Path) -> None:
     runs, found = find(tmp_path, Fault(first_step=1, backward={FC1: 1.5}))
     assert (found.step, found.phase, found.name) == (1, "backward", FC1)
@@ -116,7 +137,7 @@ def test_a_cause_in_the_backward_pass_alone_is_found_by_grafts_of_gradients(tmp_
 
 def test_two_causes_in_the_backward_pass_are_both_named(tmp_path: Path) -> None:
     _, found = find(tmp_path, Fault(backward={FC1: 1.5, NORM: 0.5}))
-    assert names(found.causes) == [FC1, NORM]
+    assert (names(found.causes), found.num_alike) == ([FC1, NORM], 0)
     assert names(found.amplifiers)[-1] == "embedding"
 
 

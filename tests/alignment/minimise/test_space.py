@@ -48,6 +48,22 @@ def levels_of(space: ReductionSpace, **chosen: int) -> tuple[int, ...]:
     return tuple(chosen.get(name, 0) for name in names)
 
 
+def test_the_baselines_entry_is_no_change_of_a_candidate(tmp_path: Path) -> None:
+    """``pipelines.agentic`` is one beside a baseline with an entry, and the same entry is none."""
+    own = {"same": "my.kernel", "plain": "pipelines.agentic"}
+    (tmp_path / "lake.yaml").write_text(CONFIG)
+    baseline = load_config("lake", config_path=tmp_path, overrides=["align.entry=my.kernel"])
+    changes = {
+        name: [
+            item.name
+            for item in build_space(PROGRAM, baseline, baseline, CandidateConfig(name=name, entry=entry)).dimensions
+            if item.kind == "change"
+        ]
+        for name, entry in own.items()
+    }
+    assert changes == {"same": [], "plain": ["entry pipelines.agentic"]}
+
+
 def test_everything_that_can_be_reduced_has_its_levels(tmp_path: Path) -> None:
     space = open_space(tmp_path, *TP2_SP, *PP2_VPP2, DP2, "training.lr=1", entry="my.kernel", python="/p")
     assert [(item.kind, item.name, item.original, item.values) for item in space.dimensions] == [

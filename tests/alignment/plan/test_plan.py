@@ -9,6 +9,14 @@ import pytest
 from mock_scheduler.alignment.plan.interpreters import Interpreter
 from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, Changes, PlannedRun, group_runs
+from mock_scheduler.alignment.prove.proof_runs import (
+    is_one_run,
+    is_same_order,
+    plan_emulated,
+    plan_in_precision,
+    plan_perturbed,
+    plan_wide,
+)
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import build_loader, load_config
 from pipelines.program import PROGRAM
@@ -124,6 +132,71 @@ def test_a_candidate_states_what_it_changes_and_whether_that_may_round(tmp_path:
     assert (newer.python, newer.env, newer.sources) == (OTHER.path, OTHER.env, OTHER.sources)
     assert newer.version_changes == ("python 3.12.1 instead of 3.11.2", "torch 2.14.1 instead of 2.13.0")
     assert (runs["same"].python, runs["same"].version_changes) == (sys.executable, ())
+
+
+ENTRIES = """
+    - {name: replay}
+    - {name: layout, overrides: [parallel.tensor_model_parallel_size=2]}
+    - {name: other, entry: tests.alignment.plan.test_interpreters}
+    - {name: plain, entry: pipelines.agentic}
+"""
+
+
+def test_the_baselines_entry_is_every_candidates_that_has_no_other(tmp_path: Path) -> None:
+    """Code of one's own on both sides repeats itself, but nobody knows in which order another layout adds in it."""
+    planned = plan(tmp_path, f"  entry: tests.alignment.plan.test_plan\n  candidates:{ENTRIES}")
+    assert {run.name: (run.entry, run.has_other_code, run.must_be_exact) for run in planned.runs} == {
+        "baseline": ("tests.alignment.plan.test_plan", False, True),
+        "replay": ("tests.alignment.plan.test_plan", False, True),
+        "layout": ("tests.alignment.plan.test_plan", False, False),
+        "other": ("tests.alignment.plan.test_interpreters", True, False),
+        "plain": ("pipelines.agentic", True, False),
+    }
+    assert [run.own_module for run in planned.candidates if run.name == "plain"] == [""]
+    # Every further run is made by the code of the run that it stands for.
+    runs = {run.name: run for run in planned.runs}
+    load = build_loader("lake", tmp_path)
+    further = (
+        plan_perturbed(planned.baseline, 0, load=load, root=tmp_path),
+        plan_wide(runs["other"], load=load, root=tmp_path),
+        plan_emulated(runs["layout"], planned.baseline, load=load, root=tmp_path),
+        plan_emulated(runs["other"], planned.baseline, load=load, root=tmp_path),
+    )
+    assert [run.entry.rpartition(".")[2] for run in further] == ["test_plan", "test_interpreters"] + ["test_plan"] * 2
+
+
+def test_another_precision_has_a_reference_in_it_with_the_baselines_code(tmp_path: Path) -> None:
+    text = """  candidates:
+    - {name: narrow, overrides: [precision=bfloat16]}
+    - {name: narrow-tp2, overrides: [precision=bfloat16, parallel.tensor_model_parallel_size=2]}
+    - {name: narrow-lr, overrides: [precision=bfloat16, training.lr=0.1]}
+    - {name: narrow-own, overrides: [precision=bfloat16], entry: tests.alignment.plan.test_plan}
+"""
+    planned = plan(tmp_path, text)
+    load, baseline = build_loader("lake", tmp_path), planned.baseline
+    runs = {run.name: run for run in planned.candidates}
+    assert {name: (run.must_be_exact, run.must_equal_reference) for name, run in runs.items()} == {
+        "narrow": (False, True),
+        "narrow-tp2": (False, True),
+        "narrow-lr": (False, False),
+        "narrow-own": (False, False),
+    }
+    # Equal bits in the baseline's order are no matter of the order alone.
+    assert not any(is_same_order(baseline, run) for run in runs.values())
+    reference = plan_emulated(runs["narrow-own"], baseline, load=load, root=tmp_path)
+    assert (reference.config.precision, reference.entry) == ("bfloat16", "pipelines.agentic")
+    narrow = plan_in_precision(baseline, "bfloat16", load=load, root=tmp_path)
+    noise = plan_perturbed(narrow, 3, load=load, root=tmp_path)
+    assert (noise.name, noise.config.precision) == ("in-bfloat16-noise-3", "bfloat16")
+    assert plan_in_precision(baseline, "float32", load=load, root=tmp_path) is baseline
+    # In float64 a candidate of another precision alone is the baseline itself, and acquits nobody.
+    wide = {run.name: plan_wide(run, load=load, root=tmp_path) for run in (baseline, *runs.values())}
+    assert [name for name, run in wide.items() if is_one_run(wide["baseline"], run)] == ["baseline", "narrow"]
+
+
+def test_an_entry_of_the_baseline_must_be_a_module(tmp_path: Path) -> None:
+    text = "  entry: no.such.module\n  candidates: [{name: a}]\n"
+    assert "no.such.module" in refusal(tmp_path, text)
 
 
 def test_a_python_that_cannot_be_used_is_refused_with_its_candidate(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ from mock_scheduler.alignment.runs.cache import (
     NotReusable,
     Reusable,
     compute_fingerprint,
-    digest_checkpoint,
-    digest_folder,
-    digest_sources,
     find_cached,
     save_fingerprint,
 )
+from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder, digest_sources
 from mock_scheduler.support.digests import JSON, seal
 from tests.alignment.finished_runs import finish, plan_run
 from tests.recording.recordings import record

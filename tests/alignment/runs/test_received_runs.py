@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.cache import describe_run_files
+from mock_scheduler.alignment.runs.folder_digests import describe_run_files
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON, open_sealed, seal

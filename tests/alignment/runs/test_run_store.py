@@ -6,7 +6,8 @@ import pytest
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import NotReusable, Reusable
-from mock_scheduler.alignment.runs.run_store import RunCache, open_folder, read_machine, read_settings
+from mock_scheduler.alignment.runs.run_cache import RunCache, read_machine, read_settings
+from mock_scheduler.alignment.runs.run_store import open_folder
 from mock_scheduler.errors import ConfigError
 from tests.alignment.finished_runs import RECORD, finish, plan_run
 from tests.recording.recordings import record

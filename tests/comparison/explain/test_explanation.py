@@ -90,5 +90,6 @@ def test_a_doubled_change_of_a_parameter_is_no_number_of_the_layout(tmp_path: Pa
     (found,) = differences(*folders)
     assert found.residual is not None
     assert describe_residual(found.residual) == (
-        "of the change by the update: candidate is 2.000 times the baseline, as another learning rate makes it"
+        "of the change by the update: candidate is 2.000 times the baseline, as another learning rate or count of "
+        "updates makes it"
     )

@@ -327,3 +327,45 @@ def test_noise_that_nearly_equal_rows_share_is_no_permutation() -> None:
 
 def test_equal_tensors_look_like_nothing() -> None:
     assert classify_residual(torch.ones(4), torch.ones(4)) is None
+
+
+def test_what_the_update_before_left_in_a_buffer_is_named() -> None:
+    """A gradient buffer was not cleared: its old values are in the next gradient, clipped and divided by its tokens."""
+    gradient, before = values(1024, seed=1), values(1024, seed=2)
+    found = classify_residual(gradient, gradient + 0.03 * before, previous=before)
+    assert found is not None
+    assert (found.kind, found.value) == ("left over", pytest.approx(0.03, rel=1e-4))
+    assert describe_residual(found) == (
+        "candidate is the baseline plus 0.03 times the tensor of the update before, as a buffer that was not cleared "
+        "leaves it"
+    )
+    # Where the update before is like this one, a ratio says it.
+    ratio = classify_residual(gradient, 1.03 * gradient, previous=gradient * 1.01)
+    assert ratio is not None
+    assert ratio.kind == "ratio"
+    assert classify_residual(gradient, gradient + 0.03 * values(1024, seed=3), previous=before) is None
+    # The same rows were trained on again: both fit to the last bit.
+    again = classify_residual(gradient, 2 * gradient, previous=gradient.clone())
+    assert again is not None
+    assert again.kind == "ratio"
+
+
+@pytest.mark.parametrize(("extra", "words"), [(1e-4, "less"), (-1e-4, "more")])
+def test_other_weight_decay_is_named(extra: float, words: str) -> None:
+    change, start = 1e-3 * values(1024, seed=1), values(1024, seed=2)
+    found = classify_residual(change, change + extra * start, start=start)
+    assert found is not None
+    assert describe_residual(found) == (
+        f"candidate decays by 0.0001 of the parameter {words} than the baseline: weight decay"
+    )
+    # Half of the parameter is no decay.
+    assert classify_residual(change, change + 0.5 * start, start=start) is None
+
+
+def test_a_multiple_in_another_direction_is_no_ratio() -> None:
+    """Most of the difference lies along the baseline, and the rest is a sixth of it: no one number makes that."""
+    first, other = values(4096, seed=1), values(4096, seed=2)
+    assert classify_residual(first, 1.57 * first + 0.5 * other) is None
+    found = classify_residual(first, 1.57 * first + 0.01 * other)
+    assert found is not None
+    assert found.kind == "ratio"

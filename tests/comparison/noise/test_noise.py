@@ -163,6 +163,17 @@ def test_a_scale_error_far_below_the_noise_is_found_and_named_and_an_honest_run_
     assert "1.02 times the baseline's (tokens)" in describe_suspicion(suspicion)
 
 
+def test_the_limit_of_a_slope_is_wider_where_fewer_runs_measured_it() -> None:
+    """Two runs called honest layouts of an attached training scaled, by 1.4 times the limit of two."""
+    differences, noise = slopes_of(0.0)
+    limits = [
+        judge_slopes(differences, replace(noise, seeds=tuple(range(num_runs))), numbers={})[1].alone
+        for num_runs in (2, 5, 8)
+    ]
+    assert limits[1] == limits[2] == pytest.approx(5 * 4e-4)
+    assert limits[0] == pytest.approx(5 * 4e-4 * math.sqrt(5 / 2))
+
+
 def test_slopes_that_move_together_in_perturbed_runs_do_so_in_honest_ones() -> None:
     """All slopes of an update follow the loss: z alone called honest layouts in bfloat16 scaled."""
     differences, noise = slopes_of(3e-3)

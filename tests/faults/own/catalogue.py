@@ -340,9 +340,9 @@ _UPDATE = (
         expected=_expect("update", _EMBEDDING),
     ),
     OwnFault(
-        id="norms-decayed",
-        description="under tp weight decay is applied to norms too",
-        inject=injectors.norms_decayed,
+        id="norms-not-decayed",
+        description="under tp weight decay is not applied to norms",
+        inject=injectors.norms_not_decayed,
         layout="tp2",
         expected=_expect("update", *_NORMS),
     ),

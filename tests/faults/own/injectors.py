@@ -16,7 +16,6 @@ from tests.faults.fault import Injector
 from tests.faults.modules import turn_too_far
 from tests.faults.own.example import in_example
 from tests.faults.patching import cp_size, dp_rank, dp_size, on_modules, replacing, tp_rank, tp_size
-from tests.faults.updating import decay_everything
 
 Batch = dict[str, torch.Tensor]
 
@@ -29,6 +28,20 @@ def of_megatron_itself(fired: Fired) -> Iterator[None]:
     """The installed Megatron has the fault."""
     fired.count += 1
     yield
+
+
+def _spare_norms(fired: Fired, build: Callable[..., Any]) -> Callable[..., Any]:
+    """Without Megatron's schedule, which multiplies by ``wd_mult``, the optimizer decays norms as everything else."""
+
+    def sparing(*arguments: object, **options: object) -> object:
+        optimizer = build(*arguments, **options)
+        for group in optimizer.param_groups:
+            if not group["wd_mult"]:
+                fired.count += 1
+                group["weight_decay"] = 0.0 if tp_size() > 1 else group["weight_decay"]
+        return optimizer
+
+    return sparing
 
 
 def _shift_mask(fired: Fired, make: Callable[..., Batch]) -> Callable[..., Batch]:
@@ -155,4 +168,4 @@ divided_by_micro_batches = scaled_by(lambda: 1.0 / NUM_MICRO_BATCHES)
 padding_counted = losing(_count_all_tokens)
 last_micro_batch_dropped = losing(_drop_last)
 token_forgotten = losing(_forget_token)
-norms_decayed = in_example("train", "get_megatron_optimizer", decay_everything)
+norms_not_decayed = in_example("train", "get_megatron_optimizer", _spare_norms)

@@ -22,7 +22,7 @@ from pipelines.megatron.run_state import (
     read_run_state,
 )
 from pipelines.megatron.weights import canonical_initial_weight
-from pipelines.run import planned_requests
+from pipelines.rollout.plan import planned_requests
 
 MODEL = ModelConfig(num_layers=8, init_method_std=0.5)
 

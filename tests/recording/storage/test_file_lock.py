@@ -1,6 +1,7 @@
 """Who writes into a folder holds it alone, for as long as the process lives; real processes, by fork."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -109,6 +110,38 @@ def test_a_patient_lock_waits_for_the_other(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     os.close(reader)
     os.close(writer)
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    for part, name in ((None, ".lock"), ("shard_0", ".lock.shard_0")):
+        (tmp_path / name / "train").mkdir(parents=True)
+        (tmp_path / name / "train" / name).symlink_to(outside)
+        with pytest.raises(RecordingError, match=r"^cannot lock .*Too many levels of symbolic links"):
+            open_storage(str(tmp_path / name)).lock("train", part=part)
+    (tmp_path / ".run").symlink_to(outside)
+    with pytest.raises(RecordingError, match=r"^cannot lock "):
+        open_storage(str(tmp_path)).claim("run")
+    assert outside.read_text() == "kept"
+
+
+def test_who_waited_at_a_file_that_was_removed_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS renames an open file that is removed, so that the inode keeps its name and only the path tells."""
+    storage = open_storage(str(tmp_path))
+    taken = []
+    real = fcntl.flock
+
+    def remove_first(descriptor: int, mode: int) -> None:
+        monkeypatch.setattr("fcntl.flock", real)
+        (tmp_path / "train" / ".lock").rename(tmp_path / "train" / ".nfs1")
+        taken.append(storage.lock("train"))
+        real(descriptor, mode)
+
+    monkeypatch.setattr("fcntl.flock", remove_first)
+    with pytest.raises(RecordingError, match="is being written by this very process"):
+        storage.lock("train")
+    assert taken[0] is not None
 
 
 def test_a_file_system_without_locks_is_warned_of(

@@ -14,13 +14,24 @@ IDENTICAL = Verdict(kind=VerdictKind.IDENTICAL, why=BitEqual(by_fingerprints=Fal
 ROUNDING = Verdict(kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=False))
 
 
-def candidate(calls: dict[str, int], *, verdict: Verdict = IDENTICAL, entry: str = "my.kernel") -> CandidateResult:
-    """A candidate whose run counted these calls."""
+def candidate(
+    calls: dict[str, int], *, verdict: Verdict = IDENTICAL, entry: str = "my.kernel", module: str | None = None
+) -> CandidateResult:
+    """A candidate whose run counted these calls; ``module``: where it is not its own ``entry``."""
     run = RunSummary(
         name="own", output_dir=Path("own"), layout="tp1", wall_s=1.0, rollout_s=0.0, elapsed_s=1.0, built={},
         batches={}, own_calls=calls,
     )  # fmt: skip
-    return CandidateResult(name="own", overrides=(), layout="tp1", log_path=None, run=run, verdict=verdict, entry=entry)
+    return CandidateResult(
+        name="own",
+        overrides=(),
+        layout="tp1",
+        log_path=None,
+        run=run,
+        verdict=verdict,
+        entry=entry,
+        module=entry if module is None else module,
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,6 +74,15 @@ def test_equal_bits_are_not_said_without_a_word_on_own_code(
     calls: dict[str, int], verdict: Verdict, remark: str
 ) -> None:
     assert remark_on_own_code(candidate(calls, verdict=verdict)) == remark
+
+
+def test_equal_bits_need_no_remark_where_both_sides_have_the_same_code() -> None:
+    """Unless the code did not run: then equality says nothing of it."""
+    acted, silent = (candidate({"torch.gelu": count}, entry="", module="my.kernel") for count in (2, 0))
+    assert (describe_own_code(acted), remark_on_own_code(acted)) == ("called: torch.gelu (2 calls)", "")
+    assert remark_on_own_code(silent) == "but its own code was never called"
+    back = candidate({}, entry="pipelines.agentic", module="")
+    assert (describe_own_code(back), remark_on_own_code(back)) == ("", "")
 
 
 def test_nothing_is_said_of_a_candidate_without_code_of_its_own() -> None:

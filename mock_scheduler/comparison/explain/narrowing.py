@@ -1,0 +1,109 @@
+"""Values that were rounded to fewer bits than their type has.
+
+A number of ``n`` bits of mantissa has zeros below them. Of 16 different numbers that were not rounded, all end in four
+zeros by chance once in 2^64. So a tensor with fewer bits than the baseline's was rounded to a narrower type, or made of
+nothing else.
+
+Gradients are sums of such numbers, and divided by a number of tokens, so their own bits are full. Multiplied by the
+right whole number, sums of few rounded numbers are short again: *short* elements have at most 12 bits of mantissa,
+which one number of 2^11 has by chance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mock_scheduler.comparison.thresholds import (
+    DIVISION_ROUNDINGS,
+    FEWEST_ELEMENTS,
+    FEWEST_NARROWED,
+    LARGEST_DIVISOR,
+    LEAST_NARROWING,
+    NARROWED_SAMPLE,
+    SHORT_BITS,
+)
+from mock_scheduler.support.tensor_bytes import view_as_bits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortSums:
+    """Elements of the gradients of one update: the divisor at which most are short, and what is known of them there.
+
+    Args:
+        divisor: Whole; 1 where nothing was divided.
+        short: The part of the elements that are short, 0 to 1.
+        bits: The mean of the elements' bits; one more than short ones have for those that are not.
+    """
+
+    divisor: int
+    short: float
+    bits: float
+
+
+def stored_bits(dtype: torch.dtype) -> int:
+    """Returns the bits of a mantissa beside the leading one; 0 of integers."""
+    return -int(math.log2(torch.finfo(dtype).eps)) if dtype.is_floating_point else 0
+
+
+def count_bits(tensor: torch.Tensor) -> int | None:
+    """Counts the bits of mantissa that elements have; ``None`` where too few different ones could tell.
+
+    ``tensor``: on the CPU, of any dtype.
+    """
+    stored = stored_bits(tensor.dtype)
+    if not stored:
+        return None
+    values = tensor.reshape(-1)
+    values = values[values != 0]
+    # Copies of a few numbers, such as ratios of 1, are short by themselves.
+    if len(torch.unique(values[:NARROWED_SAMPLE])) < FEWEST_ELEMENTS:
+        return None
+    mantissas = view_as_bits(values).numpy() & ((1 << stored) - 1)
+    together = int(np.bitwise_or.reduce(mantissas))
+    # The lowest bit that any element has.
+    return stored - (together & -together).bit_length() + 1 if together else 0
+
+
+def find_narrowing(baseline: torch.Tensor, candidate: torch.Tensor) -> int | None:
+    """Finds the bits of mantissa that a candidate was rounded to; ``None`` where it has those of the baseline."""
+    theirs = count_bits(candidate)
+    if theirs is None or baseline.dtype != candidate.dtype:
+        return None
+    mine = count_bits(baseline)
+    # Against the baseline and not the type: whole models are loaded from narrower numbers.
+    return theirs if mine is not None and mine - theirs >= LEAST_NARROWING else None
+
+
+def find_sums(sample: torch.Tensor, *, divisor: int | None = None) -> ShortSums | None:
+    """Finds the divisor that makes most elements short; ``None`` where there is none.
+
+    Args:
+        sample: float32 ``[n]``.
+        divisor: The only one that is tried.
+    """
+    values = sample[sample != 0].double().numpy()
+    if len(values) < FEWEST_NARROWED:
+        return None
+    divisors = np.arange(1, LARGEST_DIVISOR + 1) if divisor is None else np.array([divisor])
+    is_short = _is_short(values[:, None] * divisors[None, :], SHORT_BITS)
+    share = is_short.mean(axis=0)
+    # The smallest of equally good ones: multiples by a power of two are as good.
+    best = int(share.argmax())
+    multiplied = values * divisors[best]
+    bits = np.full(len(values), SHORT_BITS + 1)
+    for count in range(SHORT_BITS, -1, -1):
+        bits[_is_short(multiplied, count)] = count
+    return ShortSums(divisor=int(divisors[best]), short=float(share[best]), bits=float(np.mean(bits)))
+
+
+def _is_short(values: npt.NDArray[np.float64], bits: int) -> npt.NDArray[np.bool_]:
+    """Whether values have at most so many bits of mantissa, but for the rounding of float32."""
+    mantissas, _ = np.frexp(np.abs(values))
+    whole = np.ldexp(mantissas, bits + 1)
+    # A division and its product in float32 leave up to 1.5 roundings of 24 bits.
+    return np.asarray(np.abs(whole - np.rint(whole)) <= np.ldexp(DIVISION_ROUNDINGS, bits - stored_bits(torch.float32)))

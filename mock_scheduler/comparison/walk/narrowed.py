@@ -1,0 +1,96 @@
+"""What the tensors of one step show of values that were rounded to a narrower type.
+
+Moments and updated parameters are state in a wide type in every precision, so that fewer bits than the type has are a
+fault by themselves, whatever the noise. Gradients are as coarse as the sums that they are, which depends on a model's
+type, its kernels and its micro-batches: of them it is only said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from mock_scheduler.comparison.explain.narrowing import count_bits, find_narrowing, find_sums
+from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, finding
+from mock_scheduler.comparison.measure.distance import is_bit_equal
+from mock_scheduler.comparison.pairing.order import order_keys
+from mock_scheduler.comparison.pairing.pairs import TensorPair
+from mock_scheduler.comparison.thresholds import FEWER_BITS, MOST_OF_IT, NARROWED_GRADIENT
+from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.trace.entries import TraceKey
+
+_Samples = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+class NarrowedValues:
+    """Collects what was narrowed, tensor by tensor."""
+
+    def __init__(self) -> None:
+        self._state: dict[TraceKey, tuple[int, int]] = {}
+        self._samples: dict[tuple[int, int], _Samples] = {}
+
+    def watch(self, pairs: Iterable[TensorPair]) -> Iterator[TensorPair]:
+        """Hands on the state of one name, in its order."""
+        before: TensorPair | None = None
+        for pair in pairs:
+            if pair.key.kind == "gradient":
+                self._take_sample(pair)
+            elif pair.key.kind in ("initial", "parameter"):
+                # A parameter that no update moved has the bits that it was loaded with.
+                moved = before is not None and not is_bit_equal(before.candidate, pair.candidate)
+                if pair.key.kind == "parameter" and moved:
+                    self.add(pair)
+                before = pair
+            yield pair
+
+    def add(self, pair: TensorPair) -> None:
+        """Looks at one tensor of the state."""
+        # Equal bits are narrowed in neither, and of absent elements, which are 0, every low bit is 0.
+        if pair.is_equal or pair.present is not None:
+            return
+        theirs = find_narrowing(pair.baseline, pair.candidate)
+        mine = None if theirs is None else count_bits(pair.baseline)
+        if theirs is not None and mine is not None:
+            self._state[pair.key] = theirs, mine
+
+    def findings(self) -> list[Finding]:
+        """One for all tensors of a kind and update: at the first of them."""
+        groups: dict[tuple[int, TraceKind], list[TraceKey]] = {}
+        for key in order_keys(self._state):
+            groups.setdefault((key.update, key.kind), []).append(key)
+        found = []
+        for keys in groups.values():
+            bits, mine = self._state[keys[0]]
+            fact = NarrowedState(num_bits=bits, baseline_bits=mine, num_tensors=len(keys))
+            found.append(finding(keys[0], fact))
+        return found
+
+    def note(self) -> FewerBits | None:
+        """The first update whose gradients are sums of coarser numbers than the baseline's, or of fewer."""
+        for (step, update), (ours, theirs) in sorted(self._samples.items()):
+            their_sums = find_sums(torch.cat(theirs))
+            if their_sums is None or their_sums.short < MOST_OF_IT:
+                continue
+            our_sums = find_sums(torch.cat(ours), divisor=their_sums.divisor)
+            if our_sums is not None and our_sums.bits - their_sums.bits >= FEWER_BITS:
+                return FewerBits(
+                    step=step,
+                    update=update,
+                    divisor=their_sums.divisor,
+                    num_bits=their_sums.bits,
+                    baseline_bits=our_sums.bits,
+                )
+        return None
+
+    def _take_sample(self, pair: TensorPair) -> None:
+        if pair.is_equal or pair.present is not None or pair.baseline.dtype is not torch.float32:
+            return
+        if pair.candidate.dtype is not torch.float32:
+            return
+        ours, theirs = self._samples.setdefault((pair.key.step, pair.key.update), ([], []))
+        stride = max(pair.baseline.numel() // NARROWED_GRADIENT, 1)
+        # Columns are mostly even in number, so that an even stride would never see half of them.
+        stride += stride > 1 and stride % 2 == 0
+        for samples, side in zip((ours, theirs), (pair.baseline, pair.candidate), strict=True):
+            samples.append(side.reshape(-1)[::stride].clone())
