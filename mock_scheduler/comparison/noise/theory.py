@@ -27,14 +27,19 @@ from mock_scheduler.comparison.bounds.bound import BoundsSource, MetricBound, Te
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSource
-from mock_scheduler.comparison.thresholds import SAFETY, SIGNIFICANT, THEORY_FACTOR, THEORY_GROWTH, THEORY_MOMENTS
+from mock_scheduler.comparison.thresholds import (
+    SAFETY,
+    SIGNIFICANT,
+    THEORY_FACTOR,
+    THEORY_GROWTH,
+    THEORY_LAYERS,
+    THEORY_MOMENTS,
+)
 from mock_scheduler.comparison.walk.traces import find_epsilon, open_sources
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.sketch.sketch import difference
 
 _LAYER = re.compile(r"\blayers\.(\d{1,9})\b")
-# Behind more layers the bound allows anything, and a float holds it still; a name may claim any number.
-_MOST_LAYERS = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +94,7 @@ class TheoryBounds:
 
     def _error(self, step: int, update: int, depth: int) -> float:
         # Each layer multiplies an error by at most C, and rounding and distant weights enter it alike.
-        growth = THEORY_GROWTH ** min(depth, _MOST_LAYERS)
+        growth = THEORY_GROWTH ** min(depth, THEORY_LAYERS)
         return SAFETY * THEORY_FACTOR * growth * (self.epsilon + self.distances.get((step, update), 0.0))
 
     def _begins_equal(self, step: int, update: int) -> bool:
