@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherWeight
+from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherStart, OtherWeight
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import REPEATED_SHARE
 from mock_scheduler.verdict.divergences import Divergence, from_tensor
@@ -174,10 +174,13 @@ def _graver(evidence: Evidence) -> Verdict | None:
 
 def _breaks_invariant(item: Divergence | None) -> bool:
     """Whether the candidate's own run contradicts itself there: a weight is not its parameter rounded, a norm is not
-    that of its gradients, or state has not the bits of its type.
+    that of its gradients, or state has not the bits of its type. So it is where the start of one of two precisions is
+    not the other's, rounded to nearest: in float64 nothing is rounded, which acquits nobody.
     """
     fact = item.evidence.fact if item is not None and isinstance(item.evidence, Finding) else None
-    return isinstance(fact, OtherNorm | NarrowedState) or (isinstance(fact, OtherWeight) and fact.side == "candidate")
+    if isinstance(fact, OtherWeight):
+        return fact.side == "candidate"
+    return isinstance(fact, OtherNorm | NarrowedState) or (isinstance(fact, OtherStart) and fact.rounded is not None)
 
 
 def _find_fewer_bits(emulated: Verdict | None) -> FewerBits | None:

@@ -12,7 +12,9 @@ from mock_scheduler.comparison.findings import (
     OnlyIn,
     OtherNorm,
     OtherShape,
+    OtherStart,
     OtherWeight,
+    RoundedOtherwise,
 )
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
@@ -40,7 +42,12 @@ from mock_scheduler.verdict.reasons import (
 )
 from mock_scheduler.verdict.verdict import EqualInputsFacts, OwnChanges, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.proofs import describe_proof
-from mock_scheduler.verdict.wording.verdicts import describe_proved_by, describe_reason, write_headline
+from mock_scheduler.verdict.wording.verdicts import (
+    describe_proved_by,
+    describe_reason,
+    describe_smallest_error,
+    write_headline,
+)
 from tests.comparison.stated import stated
 
 KEY = TraceKey(step=0, update=0, kind="gradient", name="decoder.final_layernorm.weight")
@@ -381,6 +388,7 @@ def test_another_precision_is_the_rounding_of_the_coarser_one_where_the_code_is_
     assert write_headline(verdict) == (
         "differs by the rounding of bfloat16: every bit is equal to the baseline's code in the candidate's precision"
     )
+    assert describe_smallest_error(verdict) == "one changed bit beside the baseline's code in its precision"
     # Code of its own may round elsewhere, which the comparison in one precision is held to.
     own = judge(replace(PRECISION, emulated=ROUNDING, must_equal_reference=False))
     assert write_headline(own) == (
@@ -419,3 +427,13 @@ def test_another_precision_excuses_no_difference_from_the_baselines_code_in_it()
     # With code of its own it may round elsewhere too, and the graver comparison counts.
     own = judge(replace(PRECISION, emulated=DIVERGED, must_equal_reference=False))
     assert (own.kind, own.why) == (VerdictKind.DIVERGED, ApartFromReference(is_refuted=True))
+
+
+def test_a_start_that_is_no_rounding_of_the_baselines_is_acquitted_by_no_float64() -> None:
+    rounded = RoundedOtherwise(side="candidate", dtype="bfloat16", num_different=4, num_elements=9, how="towards zero")
+    direct = replace(DIVERGED, first=first_at(1.0, fact=OtherStart(rounded=rounded)))
+    verdict = judge(replace(PRECISION, direct=direct, emulated=ROUNDING, must_equal_reference=False, wide=IDENTICAL))
+    assert verdict.kind is VerdictKind.DIVERGED
+    # Other weights of one precision are nothing that the run itself contradicts.
+    other = replace(direct, first=first_at(1.0, fact=OtherStart()))
+    assert judge(replace(OTHER, direct=other, wide=IDENTICAL)).kind is VerdictKind.SUSPECT

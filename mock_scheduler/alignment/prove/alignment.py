@@ -331,7 +331,7 @@ class AlignmentRunner:
                         )
                     except (AlignmentError, TraceError) as error:
                         self._warn(f"{item.run.name}: its effect on training is not known: {error}")
-            if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED:
+            if proofs.localise and item.verdict.kind is VerdictKind.DIVERGED and not item.starts_otherwise_rounded:
                 with self.store.timed("localisation"):
                     try:
                         item.localisation = closer.localise(item)

@@ -21,6 +21,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
 )
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, shrinking_factor
+from mock_scheduler.comparison.findings import Finding, OtherStart
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
 from mock_scheduler.comparison.pairing.selection import Selection
@@ -88,6 +89,12 @@ class CandidateState:
     def precision(self) -> str:
         """The coarser precision of its baseline and its own: whose rounding the two are apart by."""
         return coarser_precision(self.baseline.config.precision, self.run.config.precision)
+
+    @property
+    def starts_otherwise_rounded(self) -> bool:
+        """Whether it starts from weights rounded in another way: nothing further is to be found behind that."""
+        evidence = None if self.verdict.first is None else self.verdict.first.evidence
+        return isinstance(evidence, Finding) and isinstance(evidence.fact, OtherStart) and bool(evidence.fact.rounded)
 
     @property
     def is_open(self) -> bool:

@@ -93,9 +93,9 @@ def describe_unseen(unseen: Unseen | None) -> str:
         share = "" if unseen.parameter_share is None else f" with {_percent(unseen.parameter_share)} of all elements"
         names = list_some(list(unseen.parameters), _NUM_NAMED, ", ")
         parts.append(f"{count_of(len(unseen.parameters), 'parameter')}{share} ({names})")
-    parts += map(_describe_absent, unseen.steps)
-    parts += ["the optimizer's moments behind the last update"] if unseen.last_state else []
-    return " and ".join(parts)
+    further = [*map(_describe_absent, unseen.steps)]
+    further += ["the optimizer's moments behind the last update"] if unseen.last_state else []
+    return "; ".join(filter(None, (" and ".join(parts), *further)))
 
 
 def describe_begin(unseen: Unseen | None) -> str:

@@ -195,6 +195,8 @@ def describe_smallest_error(verdict: Verdict) -> str:
     if verdict.kind in (VerdictKind.IDENTICAL, VerdictKind.EMULATED):
         is_recorded = isinstance(verdict.why, BitEqual) and verdict.why.by_fingerprints
         return "one changed bit, by the fingerprints as recorded" if is_recorded else "one changed bit"
+    if isinstance(verdict.why, RoundingOfPrecision) and verdict.why.is_equal:
+        return "one changed bit beside the baseline's code in its precision"
     if verdict.kind is not VerdictKind.ROUNDING or verdict.tensors is None:
         return ""
     return describe_smallest_tensor(verdict.tensors)

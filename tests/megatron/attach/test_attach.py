@@ -133,6 +133,12 @@ def test_a_run_that_is_observed_from_a_later_step_starts_behind_the_one_before(r
         assert list(load(runs / name / "run.json")["batches"]) == ["1"]
         assert different(runs, name, other="later", steps=(1,)) == []
     assert different(runs, "later", steps=(1,)) == []
+    # Beside a run that is observed from its beginning, the comparison begins where the later one does.
+    found = compare(runs / "one", runs / "later")
+    assert (found.kind.value, found.headline.partition(":")[0]) == (
+        "identical",
+        "from step 1 on, where the candidate begins",
+    )
 
 
 def outputs_behind(runs: Path, name: str) -> dict[str, bool]:
