@@ -114,6 +114,10 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         )
     if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
         return _judge_precision(evidence)
+    # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
+    fewer = _find_fewer_bits(emulated)
+    if fewer is not None and direct.kind is VerdictKind.ROUNDING:
+        direct = replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:
@@ -132,10 +136,6 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # larger than measured.
     if direct.kind is VerdictKind.DIVERGED and referee == "proved":
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
-    # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
-    fewer = _find_fewer_bits(emulated)
-    if fewer is not None and direct.kind is VerdictKind.ROUNDING:
-        return replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Float64 has shown that both compute one function, which theory alone cannot.
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
         return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))

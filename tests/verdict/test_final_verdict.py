@@ -260,6 +260,9 @@ def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
         "in the baseline 9.0: they are sums of coarser numbers, as where a buffer is rounded to a narrower type "
         "before its reduction, or of fewer"
     )
+    # A type that is too narrow stays in float64, the rounding of a kernel does not.
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=emulated, wide=DIVERGED)).kind is VerdictKind.DIVERGED
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=emulated, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
     assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 
