@@ -89,11 +89,11 @@ THEORY_GROWTH = _define(
     reason="C: how a relative error grows from layer to layer",
     source="arXiv 2506.09280, Theorem 5.3 and its measurement",
 )
-MOST_LAYERS = _define(
-    "MOST_LAYERS",
+THEORY_LAYERS = _define(
+    "THEORY_LAYERS",
     500,
     unit="layers",
-    reason="behind more the bound allows anything, and a float holds it still; a name may claim any number",
+    reason="behind more the bound allows anything, and a float still holds it; a name may claim any number",
 )
 THEORY_FACTOR = _define(
     "THEORY_FACTOR",

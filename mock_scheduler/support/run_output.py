@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -37,6 +38,8 @@ from mock_scheduler.support.terminal_streams import print_message
 
 logger = logging.getLogger("mock_scheduler.run")
 
+# Of a disk that is broken or full, and of a process with too many files: no program's fault.
+_DISK_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE})
 _CONTINUE = ", or continue that run with resume_from_checkpoint"
 
 
@@ -79,10 +82,15 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as problem:
+            if error is None:  # else the run ends with what failed first
+                raise self._unsynced(problem) from problem
+        finally:
+            if self._board is not None:
+                self._board.close()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one line per step, floats at full precision; NaN and infinity become text, since JSON has no such
@@ -104,7 +112,15 @@ class MetricsWriter:
     def sync(self) -> None:
         """Has all that was logged on the disk: before a checkpoint is, or a resumed run would lack these steps."""
         if self._file is not None:
-            self._file.sync()
+            try:
+                self._file.sync()
+            except OSError as error:
+                raise self._unsynced(error) from error
+
+    def _unsynced(self, error: OSError) -> TraceError:
+        return TraceError(
+            f"{self._path}: metrics may not be on the disk: {_words(error)}; look at the disk, and resume"
+        )
 
 
 def _words(error: OSError) -> str:
@@ -182,8 +198,9 @@ def remove_unfinished_files(output_dir: Path) -> None:
 def report_failure(error: BaseException, output_dir: Path | None, *, global_rank: int, started_s: float) -> int:
     """Says on the terminal and in ``error.json`` why the run ended; returns the process's exit code. Never raises.
 
-    Our own errors print their message, all others their traceback. Of several failing ranks the first writes the file
-    and prints the message; the others print one line. A problem with the file goes to the terminal.
+    Our own errors, and those of a disk, print their message, all others their traceback. Of several failing ranks the
+    first writes the file and prints the message; the others print one line. A problem with the file goes to the
+    terminal.
 
     Args:
         started_s: when this process started, in seconds since the epoch; an older file belongs to an earlier run.
@@ -204,7 +221,8 @@ def report_failure(error: BaseException, output_dir: Path | None, *, global_rank
     if not is_first:
         print_message(f"{prefix}: {str(error).splitlines()[0] if str(error) else ''}")
         return exit_code
-    text = str(error) if isinstance(error, MockSchedulerError) else "".join(traceback.format_exception(error))
+    is_known = isinstance(error, MockSchedulerError) or (isinstance(error, OSError) and error.errno in _DISK_ERRORS)
+    text = str(error) if is_known else "".join(traceback.format_exception(error))
     print_message(f"{prefix}: {text}{_describe_earlier(error)}")
     return exit_code
 

@@ -99,10 +99,9 @@ def judge_runs(
     is_by_content = verdict.tensors is not None and verdict.tensors.is_by_content
     if verdict.passes and not is_by_content and not baseline.batches.keys() & candidate.batches.keys():
         return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=UnknownRollouts())
-    if verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
-        draws = baseline.draws or candidate.draws
-        if draws:
-            return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
+    draws = baseline.draws or candidate.draws
+    if draws and verdict.kind is VerdictKind.DIVERGED and _drew_otherwise(verdict):
+        return replace(verdict, kind=VerdictKind.INCOMPARABLE, why=OtherDraws(draws=draws))
     # Other rows or tokens are read, not computed: no repetition would change them.
     if is_deterministic or verdict.kind is VerdictKind.IDENTICAL or isinstance(verdict.why, OtherData):
         return verdict

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherWeight
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
@@ -33,7 +32,7 @@ from mock_scheduler.verdict.reasons import (
     VanishesInFloat64,
     WithinBounds,
 )
-from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Proof, Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Outcome, Proof, Verdict, VerdictKind
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -89,14 +88,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if emulation == "proved" and evidence.rounds_in:
         return _judge_precision(evidence)
     if emulation == "proved":
-        # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
-        vouched_by: Literal["noise", "referee"] | None = None
-        if "proved" in (noise, referee):
-            vouched_by = "noise" if noise == "proved" else "referee"
-        why = EqualToReference(vouched_by=vouched_by)
-        if vouched_by is None:
-            return replace(direct, kind=VerdictKind.SUSPECT, why=why)
-        return replace(direct, kind=VerdictKind.EMULATED, why=why, first=None)
+        return _equal_to_reference(direct, noise, referee)
     # Only the layout is another, and the reference adds in its order: a difference is no rounding.
     if emulation == "refuted" and emulated is not None:
         return _diverged(direct, emulated, RefutedBy(proof="emulation"))
@@ -105,13 +97,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         difference, excess = evidence.equal_inputs.excess
         shown = from_tensor(replace(difference, tolerance=excess.limit))
         # Beyond its noise as well, it has the bound by which two runs compared by hand are judged.
-        is_same = direct.first is not None and direct.first.place == shown.place
-        return replace(
-            direct,
-            kind=VerdictKind.DIVERGED,
-            why=RefutedBy(proof="equal inputs"),
-            first=direct.first if is_same else shown,
-        )
+        first = direct.first if direct.first is not None and direct.first.place == shown.place else shown
+        return replace(direct, kind=VerdictKind.DIVERGED, why=RefutedBy(proof="equal inputs"), first=first)
     if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
         return _judge_precision(evidence)
     # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
@@ -140,6 +127,15 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
         return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))
     return direct
+
+
+def _equal_to_reference(direct: Verdict, noise: Outcome, referee: Outcome) -> Verdict:
+    # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
+    if noise == "proved":
+        return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="noise"), first=None)
+    if referee == "proved":
+        return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="referee"), first=None)
+    return replace(direct, kind=VerdictKind.SUSPECT, why=EqualToReference(vouched_by=None))
 
 
 def _judge_precision(evidence: Evidence) -> Verdict:

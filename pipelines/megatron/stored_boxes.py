@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.files import Buffer
 from mock_scheduler.support.tensor_bytes import as_bytes
+from mock_scheduler.support.text import MAX_DIGITS
 from mock_scheduler.trace.geometry import Rectangle, intersect, rectangles_of
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.megatron.file_seals import FileSeal, write_sealed
 
+_PLACE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 # Names of safetensors' own; parameters, Adam's state, buffers and random states have no other dtypes.
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -187,7 +190,7 @@ class StoredTensors:
 def _read_name(name: str, shape: tuple[int, ...], path: Path) -> tuple[str, Rectangle]:
     key, _, text = name.rpartition("@")
     places = text.split(",") if text else []
-    if not key or len(places) != len(shape) or not all(place.isdecimal() and place.isascii() for place in places):
+    if not key or len(places) != len(shape) or not all(map(_PLACE.fullmatch, places)):
         raise _unreadable(path, f"the tensor {name!r} of shape {list(shape)} is no box of a whole one")
     return key, Rectangle(origin=tuple(map(int, places)), sizes=shape)
 

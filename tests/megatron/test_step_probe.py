@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,15 @@ from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.megatron.probe import step_probe
 from mock_scheduler.megatron.probe.interface import TrainingProbe
+from mock_scheduler.megatron.probe.state import StatePiece
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.selection import TraceSelection, check_patterns, check_trace_ranks
+from mock_scheduler.trace.shards import whole
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
@@ -413,3 +417,49 @@ def test_globs_are_checked_where_no_later_trace_has_more_names(
 @pytest.mark.parametrize(("steps", "patterns"), [("0-3", ["logprobs"]), ("0-1", ["tokens"])])
 def test_names_that_only_later_steps_have_are_waited_for(tmp_path: Path, steps: str, patterns: list[str]) -> None:
     assert list(observe(tmp_path, steps=steps, patterns=patterns)) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_last", "expected"),
+    [
+        (["parameter"], False, {}),
+        # What is lost behind the last update shows in no later one.
+        (["parameter"], True, {("w.exp_avg", 1): [0.0], ("num_updates", 1): 7.0}),
+        (["router"], True, {}),
+        (
+            ["optimizer", "parameter"],
+            False,
+            {("w.exp_avg", 0): [5.0], ("num_updates", 0): 7.0, ("w.exp_avg", 1): [0.0], ("num_updates", 1): 7.0},
+        ),
+    ],
+)
+def test_moments_are_read_as_late_as_can_be_and_at_the_end_of_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: list[str],
+    is_last: bool,
+    expected: dict[tuple[str, int], object],
+) -> None:
+    moment = torch.zeros(1)
+    adam = SimpleNamespace(state={"w": {"step": torch.tensor(7.0)}}, param_groups=[])
+    model: Any = SimpleNamespace(
+        prefix="", gather_parameters=lambda: None, optimizers=[SimpleNamespace(is_stub_optimizer=False, optimizer=adam)]
+    )
+
+    def read(observed: object, kind: str) -> Iterator[StatePiece]:
+        assert observed is model
+        name = "w.exp_avg" if kind == "optimizer" else "w"
+        yield StatePiece(spec=whole(name, (1,)), tensor=moment, dims=())
+
+    monkeypatch.setattr(step_probe, "read_state", read)
+    with StepProbe(runtime_of(), tmp_path, step=3, config=trace_of(kinds=kinds), is_last=is_last) as probe:
+        start(probe, BATCH, [])
+        for number, update in enumerate(micro_batches_of(FIXED)):
+            probe.start_update(number, update)
+            moment.fill_(4.0 + number)
+            probe.state(model, number, "parameter")
+            moment.fill_(5.0 + number)  # behind the update
+        moment.zero_()  # behind the step
+    with open_trace(tmp_path) as trace:
+        found = {key for key in trace.keys(3) if key.kind == "optimizer"}
+        assert {(key.name, key.update): trace.merge(key).tensor.tolist() for key in found} == expected

@@ -217,6 +217,59 @@ def test_a_full_disk_at_a_resume_loses_nothing(tmp_path: Path, monkeypatch: pyte
     assert (path.read_bytes(), os.listdir(tmp_path)) == (content, ["metrics.jsonl"])
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fails_to_keep_metrics_is_one_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """An error of ``fsync`` before a checkpoint, and at the end of a run, was a traceback."""
+
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    expected = f"{tmp_path / 'metrics.jsonl'}: metrics may not be on the disk: {os.strerror(number)}; look at the disk"
+    writer = MetricsWriter(tmp_path, enabled=True, tensorboard=False)
+    writer.write(0, {"a": 1.0})
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(TraceError) as before_checkpoint:
+        writer.sync()
+    with pytest.raises(TraceError) as at_end:
+        writer.__exit__(None, None, None)
+    assert [str(one.value) for one in (before_checkpoint, at_end)] == [f"{expected}, and resume"] * 2
+
+
+def test_a_disk_that_fails_at_the_end_replaces_no_earlier_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def run() -> None:
+        with MetricsWriter(tmp_path, enabled=True, tensorboard=False):
+            monkeypatch.setattr(os, "fsync", fail)
+            raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("number", "has_traceback"),
+    [(errno.EIO, False), (errno.ENOSPC, False), (errno.EMFILE, False), (errno.EISDIR, True)],
+)
+def test_an_error_of_the_disk_has_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, has_traceback: bool
+) -> None:
+    """A full disk at the last file of a run, the record of its code, was a traceback."""
+    try:
+        raise OSError(number, os.strerror(number), "/x/run.json")
+    except OSError as error:
+        code = report_failure(error, tmp_path, global_rank=0, started_s=time.time())
+    text = capsys.readouterr().err
+    assert code == ExitCode.USAGE
+    assert f"[Errno {number}] {os.strerror(number)}: '/x/run.json'" in text
+    assert ("Traceback" in text) is has_traceback
+
+
 @pytest.mark.parametrize("num_written", [0, 1, 20])
 def test_a_full_disk_while_a_line_is_written_leaves_whole_lines_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int

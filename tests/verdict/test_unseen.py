@@ -13,6 +13,7 @@ from mock_scheduler.comparison.findings import NotCompared, NotShown, NotWritten
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import AlignmentError
 from mock_scheduler.report.verdict_json import verdict_to_json
 from mock_scheduler.run_folder.finished_run import load_summary
@@ -210,3 +211,16 @@ def test_steps_that_a_configuration_leaves_out_are_said_and_no_divergence(tmp_pa
 def test_damaged_statements_of_steps_are_refused(tmp_path: Path, steps: object) -> None:
     with pytest.raises(AlignmentError, match="expected the steps that the run was to have"):
         load_summary("run", write_run(tmp_path / "run", steps_stated=steps), elapsed_s=1.0)
+
+
+def test_an_optimizer_whose_last_moments_nobody_compared_is_said(tmp_path: Path) -> None:
+    """Only runs that state their precision can show them, and only whole comparisons miss them."""
+    folders = [write_run(tmp_path / name, precision="float32") for name in ("one", "two")]
+    verdict = judge(*folders)
+    assert write_headline(verdict).endswith("; not looked at: the optimizer's moments behind the last update")
+    tensors = comparison(equal("gradient", "a.weight", 4), equal("optimizer", "a.weight.exp_avg", 4))
+    assert find_unseen(tensors, modules={}, parameters={}, asks_last_state=True) is None
+    lacks = comparison(equal("gradient", "a.weight", 4))
+    assert find_unseen(lacks, modules={}, parameters={}, asks_last_state=True) == Unseen(last_state=True)
+    chosen = Selection(steps=StepRanges.of([0]))
+    assert find_unseen(lacks, modules={}, parameters={}, asks_last_state=True, selection=chosen) is None

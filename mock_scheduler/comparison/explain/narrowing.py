@@ -75,6 +75,7 @@ def find_narrowing(baseline: torch.Tensor, candidate: torch.Tensor) -> int | Non
     if theirs is None or baseline.dtype != candidate.dtype:
         return None
     mine = count_bits(baseline)
+    # Against the baseline and not the type: whole models are loaded from narrower numbers.
     return theirs if mine is not None and mine - theirs >= LEAST_NARROWING else None
 
 

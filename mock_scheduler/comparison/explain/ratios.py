@@ -122,6 +122,7 @@ def find_ratio(
 
 def is_parallel(ratio: float, size: float, remainder: torch.Tensor) -> bool:
     """Whether the candidate has the baseline's direction; ``size``: ||a||², the remainder stands upright on it."""
+    # ||b||² is the square along a and that of the remainder, so their quotient is the cosine's square.
     along = ratio * ratio * size
     return along >= PARALLEL**2 * (along + square_of(remainder))
 

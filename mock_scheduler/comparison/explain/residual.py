@@ -63,8 +63,7 @@ def classify_residual(
     """Explains ``candidate`` in terms of ``baseline``; ``None`` where nothing explains most of the difference.
 
     Args:
-        baseline: Finite.
-        candidate: Finite, of the same shape and dtype.
+        baseline, candidate: Finite, of one shape and dtype.
         present: bool, as of ``compute_figures``; elements that count.
         layout: Numbers a ratio may be, as ``{"tp": 2, "micro-batches": 4}``.
         previous: The baseline's tensor of the update before.
@@ -79,15 +78,12 @@ def classify_residual(
     figures = compute_figures(baseline, candidate, present=present)
     # Integers have no rounding, so that any difference of them may be explained.
     rounding = torch.finfo(baseline.dtype).eps * EXPLAINED_ROUNDING_UNITS if baseline.is_floating_point() else 0.0
-    one = _find_one_element(figures, rounding=rounding)
-    if one is not None or not 0.0 < figures.norm < math.inf:
-        return one
+    special = _find_one_element(figures, rounding=rounding) or _find_narrowed(baseline, candidate, present, figures)
+    if special is not None or not 0.0 < figures.norm < math.inf:
+        return special
     pair = flatten(baseline, candidate, present, figures, rounding=rounding)
     sample = [spread(item.expand(baseline.shape), pair.stride, pair.present) for item in parts]
-    before = None if previous is None else spread(previous, pair.stride, pair.present)
-    if present is None and (narrowed := _find_narrowed(baseline, candidate, figures)) is not None:
-        return narrowed
-    decayed = None if start is None else spread(start, pair.stride, pair.present)
+    before, decayed = (None if item is None else spread(item, pair.stride, pair.present) for item in (previous, start))
     # Beside rounding, other explanations fit what is only rounded.
     is_slight = not rounding < figures.relative
     ratio_of = partial(find_ratio, pair, bound=bound, common=common)
@@ -100,10 +96,7 @@ def classify_residual(
         lambda: _find_constant(pair),
         lambda: _find_block(pair),
     )
-    slight: tuple[Callable[[], Residual | None], ...] = (
-        lambda: _find_zeros(pair),
-        lambda: ratio_of({}),
-    )
+    slight: tuple[Callable[[], Residual | None], ...] = (lambda: _find_zeros(pair), lambda: ratio_of({}))
     for test in slight if is_slight else tests:
         if (found := test()) is not None:
             return replace(found, sample=pair.sample)
@@ -114,9 +107,11 @@ def classify_residual(
     return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
 
 
-def _find_narrowed(baseline: torch.Tensor, candidate: torch.Tensor, figures: Figures) -> Residual | None:
+def _find_narrowed(
+    baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None, figures: Figures
+) -> Residual | None:
     """Finds that rounding to fewer bits of mantissa makes a difference of this size."""
-    bits = find_narrowing(baseline, candidate)
+    bits = find_narrowing(baseline, candidate) if present is None and figures.norm else None
     # A larger difference has another cause, whatever its type.
     if bits is None or not figures.relative <= 2.0**-bits:
         return None
@@ -179,6 +174,7 @@ def _find_decay(pair: FlatPair, start: torch.Tensor | None) -> Residual | None:
 
 def _fit(pair: FlatPair, other: torch.Tensor) -> Residual | None:
     """Fits the difference as a multiple of another tensor."""
+    # Least squares of b - a by one tensor t: <t, b - a> / <t, t>.
     size = square_of(other)
     if pair.is_small or size == 0.0:
         return None

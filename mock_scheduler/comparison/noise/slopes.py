@@ -173,6 +173,7 @@ def _summarise(place: tuple[int, int], items: Sequence[TensorDifference], noise:
 
 def _few_runs(num_runs: int) -> float:
     """Returns the factor by which a limit grows that fewer runs than the calibrated number give."""
+    # The error of a spread of n runs falls with √n.
     return math.sqrt(max(CALIBRATED_RUNS / max(num_runs, 1), 1.0))
 
 

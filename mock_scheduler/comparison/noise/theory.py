@@ -28,11 +28,11 @@ from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSource
 from mock_scheduler.comparison.thresholds import (
-    MOST_LAYERS,
     SAFETY,
     SIGNIFICANT,
     THEORY_FACTOR,
     THEORY_GROWTH,
+    THEORY_LAYERS,
     THEORY_MOMENTS,
 )
 from mock_scheduler.comparison.walk.traces import find_epsilon, open_sources
@@ -94,7 +94,7 @@ class TheoryBounds:
 
     def _error(self, step: int, update: int, depth: int) -> float:
         # Each layer multiplies an error by at most C, and rounding and distant weights enter it alike.
-        growth = THEORY_GROWTH ** min(depth, MOST_LAYERS)
+        growth = THEORY_GROWTH ** min(depth, THEORY_LAYERS)
         return SAFETY * THEORY_FACTOR * growth * (self.epsilon + self.distances.get((step, update), 0.0))
 
     def _begins_equal(self, step: int, update: int) -> bool:

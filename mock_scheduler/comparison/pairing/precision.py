@@ -63,6 +63,7 @@ def check_rounded(values: Pair, narrow: Narrow) -> RoundedOtherwise | None:
     """
     side, dtype = narrow
     own, wide = values[side], values[1 - side]
+    # torch's cast rounds to nearest, ties to even, and so does Megatron's copy into the model's weights.
     rounded = wide.to(dtype)
     expected = rounded.to(own.dtype)
     if is_bit_equal(expected, own):

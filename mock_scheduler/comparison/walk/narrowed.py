@@ -46,6 +46,7 @@ class NarrowedValues:
 
     def add(self, pair: TensorPair) -> None:
         """Looks at one tensor of the state."""
+        # Equal bits are narrowed in neither, and of absent elements, which are 0, every low bit is 0.
         if pair.is_equal or pair.present is not None:
             return
         theirs = find_narrowing(pair.baseline, pair.candidate)

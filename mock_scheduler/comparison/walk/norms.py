@@ -53,6 +53,7 @@ class _Norm:
         """The norms that the gradients make, the mean over their updates."""
         updates = {item.key.update for item in self.squares}
         sums = [[item for item in self.squares if item.key.update == update] for update in updates]
+        # The root is taken of each update before the mean, as each update clips by its own norm.
         mine = math.fsum(math.sqrt(math.fsum(item.baseline for item in each)) for each in sums)
         other = math.fsum(math.sqrt(math.fsum(item.candidate for item in each)) for each in sums)
         return mine / len(sums), other / len(sums)
@@ -82,6 +83,7 @@ def find_other_norms(
         # One that was not compared is in the norm all the same.
         if any(side != {item.key for item in own} for side in gradients):
             continue
+        # A norm that one side alone has is missing there, which the walk has told of.
         shared = [key for key in keys[step][0] & keys[step][1] if key.kind == "gradient_norm"]
         in_step = [finding for norm in _list_traced(own, shared, readers) if (finding := _judge(norm, readers))]
         # The metric is the mean of these, and tells no more.
@@ -137,9 +139,11 @@ def _judge(norm: _Norm, readers: Readers) -> Finding | None:
     if not values or not all(math.isfinite(value) and value > 0.0 for value in values):
         return None
     mine, other = (stated / made - 1.0 for stated, made in zip(norm.stated, norm.made, strict=True))
+    # The baseline's own miss is the measure: what its squares round, the candidate's may round too.
     if abs(mine) > NORM_HOLDS or abs(other) <= max(NORM_ROUNDING, SAFETY * abs(mine)):
         return None
     pieces = [readers[1].pieces(item.key) for item in norm.squares]
+    # Padding can only add to a norm, so one that is too small is judged all the same.
     if other > 0.0 and any(_has_padding(piece) for held in pieces for piece in held):
         return None
     count = _explain(norm, readers[1], pieces)
@@ -220,6 +224,7 @@ def _makes(squares: _Squares, norm: _Norm) -> bool:
         by_update.setdefault(key.update, []).append(square)
     predicted = math.fsum(math.sqrt(max(math.fsum(each), 0.0)) for each in by_update.values()) / len(by_update)
     stated, made = norm.stated[1], norm.made[1]
+    # Held to the gap that it has to explain: a mistake that moves the norm by little must fit as well as a large one.
     return abs(predicted - stated) <= NORM_EXPLAINED * abs(stated - made)
 
 
@@ -238,8 +243,10 @@ def _find_subset(changes: _Squares, own: _Squares, norm: _Norm, *, sign: float) 
 
     if fits(roles):
         return ()
+    # All subsets of n kinds are 2^n sums, so of many kinds each is tried alone.
     sizes = range(1, len(roles)) if len(roles) <= MOST_NORM_GROUPS else range(1, 2)
     found = [chosen for size in sizes for chosen in combinations(roles, size) if fits(chosen)]
+    # Two choices that fit alike tell nothing.
     return found[0] if len(found) == 1 else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,13 @@ def test_the_log_of_operations_has_the_trainings_own_from_pass_to_update_and_cha
     assert "aten.addcdiv_.default" in operators  # Adam's
     assert not any("allgather" in operator for operator in operators)  # of ours
     parameters, expected = merge(runs / "recorded"), merge(runs / "one")
-    assert len(parameters) == 54
+    # Only parameters were chosen; the last step has the optimizer's state at the end of the run beside them.
+    assert Counter((key.step, key.kind) for key in parameters) == {
+        (0, "parameter"): 27,
+        (1, "parameter"): 27,
+        (1, "optimizer"): 55,
+    }
+    assert parameters[TraceKey(step=1, update=0, kind="optimizer", name="num_updates")].tensor.item() == 2
     assert all(torch.equal(item.tensor, expected[key].tensor) for key, item in parameters.items())
 
 

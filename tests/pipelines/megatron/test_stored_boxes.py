@@ -132,6 +132,9 @@ REFUSED = {
     "another tensor": ({"parameter/v@0,0": WHOLE}, "48 of 48 elements of parameter/w are not there"),
     "a tensor that is no box": ({"parameter/w": WHOLE}, "is no box of a whole one"),
     "a place below 0": ({"parameter/w@-1,0": WHOLE}, "is no box of a whole one"),
+    "a place of 19 digits": ({f"parameter/w@{'9' * 19},0": WHOLE}, "is no box of a whole one"),
+    "a place of 5,000 digits": ({f"parameter/w@0,{'9' * 5000}": WHOLE}, "is no box of a whole one"),
+    "a place far outside": ({f"parameter/w@{'9' * 18},0": WHOLE}, "is no part of [8, 6]"),
     "a place in other digits": ({"parameter/w@²,0": WHOLE}, "is no box of a whole one"),
 }
 

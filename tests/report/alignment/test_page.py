@@ -89,7 +89,7 @@ def test_proofs_have_a_column_for_each_thing_that_is_said_of_them(page: str) -> 
 
 
 def test_a_module_of_its_own_is_named_as_what_may_move_a_bit(result: AlignmentResult, page: str) -> None:
-    own = replace(result, candidates=(replace(result.candidates[1], entry="my.kernel"),))
+    own = replace(result, candidates=(replace(result.candidates[1], entry="my.kernel", module="my.kernel"),))
     text = text_of(render_alignment_page(build_view(own)))
     own_code = "my.kernel put no function and no class of its own into a package before the run"
     assert f"overrides exp_name=tp2.clip entry my.kernel own code {own_code}" in text
