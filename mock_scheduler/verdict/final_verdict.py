@@ -43,6 +43,11 @@ def judge(evidence: Evidence) -> Verdict:
     return replace(_decide(evidence, proofs), proofs=proofs)
 
 
+def breaks_law(verdict: Verdict) -> bool:
+    """Whether a law of the candidate's own run decided: no further run changes that."""
+    return verdict.kind is VerdictKind.DIVERGED and _breaks_invariant(verdict.first)
+
+
 def withdraw(verdict: Verdict, repeated: TensorComparison | None) -> Verdict:
     """The verdict on a candidate of which two runs were compared; unverified where they differ.
 
@@ -80,7 +85,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if replicas == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="replicas"))
     # A law of the candidate's own run is no matter of noise or precision, and copies of parameters are not in float64.
-    if direct.kind is VerdictKind.DIVERGED and _breaks_invariant(direct.first):
+    if breaks_law(direct):
         return direct
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":

@@ -21,7 +21,7 @@ from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import Divergence, from_tensor
-from mock_scheduler.verdict.final_verdict import judge, withdraw
+from mock_scheduler.verdict.final_verdict import breaks_law, judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
@@ -246,6 +246,9 @@ def test_laws_of_the_candidates_own_run_decide_before_float64_and_the_reference(
     direct = first_with(fact)
     verdict = judge(replace(OTHER, direct=direct, wide=IDENTICAL, emulated=DIVERGED))
     assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, direct.first)
+    # No run in float64 is made for it.
+    assert breaks_law(verdict)
+    assert not breaks_law(DIVERGED)
 
 
 def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
