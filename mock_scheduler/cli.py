@@ -1,6 +1,6 @@
 """The command line: ``mock-scheduler``.
 
-The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its name.
+The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its subject.
 
 Contract: ``mock-scheduler --help`` imports neither torch nor Hydra and answers at once, so each command imports its
 work in its own body. A failure in the user's hands is one message on stderr and the exit code of

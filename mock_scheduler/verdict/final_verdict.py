@@ -43,6 +43,11 @@ def judge(evidence: Evidence) -> Verdict:
     return replace(_decide(evidence, proofs), proofs=proofs)
 
 
+def breaks_law(verdict: Verdict) -> bool:
+    """Whether a law of the candidate's own run decided: no further run changes that."""
+    return verdict.kind is VerdictKind.DIVERGED and _breaks_invariant(verdict.first)
+
+
 def withdraw(verdict: Verdict, repeated: TensorComparison | None) -> Verdict:
     """The verdict on a candidate of which two runs were compared; unverified where they differ.
 
@@ -80,7 +85,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if replicas == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="replicas"))
     # A law of the candidate's own run is no matter of noise or precision, and copies of parameters are not in float64.
-    if direct.kind is VerdictKind.DIVERGED and _breaks_invariant(direct.first):
+    if breaks_law(direct):
         return direct
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
@@ -101,6 +106,10 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         return replace(direct, kind=VerdictKind.DIVERGED, why=RefutedBy(proof="equal inputs"), first=first)
     if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
         return _judge_precision(evidence)
+    # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
+    fewer = _find_fewer_bits(emulated)
+    if fewer is not None and direct.kind is VerdictKind.ROUNDING:
+        direct = replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
     sharper = _graver(evidence)
     if referee == "refuted" and wide is not None:
@@ -119,10 +128,6 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # larger than measured.
     if direct.kind is VerdictKind.DIVERGED and referee == "proved":
         return replace(direct, kind=VerdictKind.SUSPECT, why=VanishesInFloat64())
-    # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
-    fewer = _find_fewer_bits(emulated)
-    if fewer is not None and direct.kind is VerdictKind.ROUNDING:
-        return replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Float64 has shown that both compute one function, which theory alone cannot.
     if isinstance(direct.why, Uncalibrated) and referee == "proved":
         return replace(direct, kind=VerdictKind.ROUNDING, why=WithinBounds(is_estimated=direct.why.is_estimated))

@@ -23,7 +23,7 @@ from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import Divergence, from_tensor
-from mock_scheduler.verdict.final_verdict import judge, withdraw
+from mock_scheduler.verdict.final_verdict import breaks_law, judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
@@ -253,6 +253,9 @@ def test_laws_of_the_candidates_own_run_decide_before_float64_and_the_reference(
     direct = first_with(fact)
     verdict = judge(replace(OTHER, direct=direct, wide=IDENTICAL, emulated=DIVERGED))
     assert (verdict.kind, verdict.first) == (VerdictKind.DIVERGED, direct.first)
+    # No run in float64 is made for it.
+    assert breaks_law(verdict)
+    assert not breaks_law(DIVERGED)
 
 
 def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
@@ -267,6 +270,9 @@ def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
         "in the baseline 9.0: they are sums of coarser numbers, as where a buffer is rounded to a narrower type "
         "before its reduction, or of fewer"
     )
+    # A type that is too narrow stays in float64, the rounding of a kernel does not.
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=emulated, wide=DIVERGED)).kind is VerdictKind.DIVERGED
+    assert judge(replace(OTHER, direct=ROUNDING, emulated=emulated, wide=IDENTICAL)).kind is VerdictKind.SUSPECT
     assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 

@@ -44,6 +44,7 @@ from mock_scheduler.support.text import printable_message
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
+from mock_scheduler.verdict.final_verdict import breaks_law
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, Verdict, VerdictKind
@@ -297,7 +298,7 @@ class AlignmentRunner:
             item.judge()
 
     def _needs_referee(self, item: CandidateState) -> bool:
-        if item.judged is None or item.summary is None:
+        if item.judged is None or item.summary is None or breaks_law(item.judged):
             return False
         referee = self.plan.baseline.config.align.proofs.referee
         if item.precision == "float64":
