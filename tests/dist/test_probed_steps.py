@@ -126,7 +126,8 @@ def test_moments_are_those_of_adam(root: Path) -> None:
         torch.testing.assert_close(
             tensors[0, "optimizer", f"{name}.exp_avg_sq"], 0.05 * gradient.square(), rtol=1e-6, atol=1e-15
         )
-    assert len([name for _, kind, name in tensors if kind == "optimizer"]) == 2 * len(names)
+    assert float(tensors[0, "optimizer", "num_updates"]) == 1
+    assert len([name for _, kind, name in tensors if kind == "optimizer"]) == 2 * len(names) + 1
 
 
 def test_a_ledger_has_the_all_reduces_of_tensor_parallelism_that_can_be_counted(root: Path) -> None:
@@ -153,7 +154,7 @@ def test_members_of_a_group_issue_the_same_collectives_in_the_same_order(root: P
     collective = [[call for call in calls if call.operation not in point_to_point] for calls in (one, other)]
     assert collective[0] == collective[1]
     assert collective[0]
-    assert {call.dtype for call in collective[0]} <= {"float64", "int64", "float32", "uint8", "bool"}
+    assert {call.dtype for call in collective[0]} <= {"float64", "int64", "int32", "float32", "uint8", "bool"}
 
 
 def test_what_one_stage_sends_the_next_one_receives(root: Path) -> None:

@@ -170,7 +170,10 @@ class _Search:
         if difference is None or difference.residual is not None or difference.localities:
             return item
         selection = Selection(
-            steps=StepRanges.of([stage.step]), kinds=frozenset({item.key.kind}), patterns=(item.key.name,)
+            steps=StepRanges.of([stage.step]),
+            kinds=frozenset({item.key.kind}),
+            patterns=(item.key.name,),
+            precisions=self._precisions,
         )
         again = compare_trace_folders(*stage.full, bounds=self.bounds or EXACT, selection=selection)
         found = [other for other in find_differing(again, is_exact=self.bounds is None) if other.key == item.key]
@@ -179,6 +182,10 @@ class _Search:
     @property
     def _sides(self) -> tuple[PlannedRun, PlannedRun]:
         return self.reference, self.candidate
+
+    @property
+    def _precisions(self) -> tuple[str, str]:
+        return self.reference.config.precision, self.candidate.config.precision
 
     @property
     def _item_bytes(self) -> int:
@@ -221,7 +228,7 @@ class _Search:
             return math.inf
 
     def _compare(self, folders: tuple[Path, Path], step: int | None) -> TensorComparison:
-        selection = Selection(steps=None if step is None else StepRanges.of([step]))
+        selection = Selection(steps=None if step is None else StepRanges.of([step]), precisions=self._precisions)
         return compare_trace_folders(*folders, bounds=self.bounds or EXACT, selection=selection)
 
     def _run_both(self, stage: str, overrides: list[list[str]]) -> tuple[Path, Path]:

@@ -202,6 +202,24 @@ def test_another_dtype_is_a_finding_and_still_has_figures(tmp_path: Path) -> Non
     assert 1e-4 < difference.relative < 2.0**-8
 
 
+def test_two_stated_precisions_explain_dtypes_and_a_rounded_start_and_nothing_else(tmp_path: Path) -> None:
+    """The narrower run has weights of its own, which are its rounded parameters; the wider one has none."""
+    run, selection = make_run(), Selection(precisions=("float32", "bfloat16"))
+    narrow = run.with_tensor("activation", LAYER, run.tensors["activation", LAYER].bfloat16())
+    after = run.tensors["parameter", WEIGHT]
+    for kind, values in (("initial", run.tensors["initial", WEIGHT].bfloat16().float()), ("weight", after.bfloat16())):
+        narrow = narrow.with_tensor(kind, WEIGHT, values)
+    baseline = run.write(tmp_path / "a")
+    found = compare(baseline, narrow.write(tmp_path / "b"), selection)
+    assert (found.findings, found.has_two_precisions, found.last_measured) == ((), True, (0, 0))
+    assert [(item.kind, item.name, item.sides) for item in found.not_compared] == [("weight", WEIGHT, ("baseline",))]
+    cut = (run.tensors["initial", WEIGHT].view(torch.int32) & -65536).view(torch.float32)
+    wrong = compare(baseline, narrow.with_tensor("initial", WEIGHT, cut).write(tmp_path / "c"), selection)
+    assert [describe_finding(item).partition(": ")[0] for item in wrong.findings] == [
+        f"parameter of {WEIGHT} before step 0 is not the baseline's, rounded to bfloat16, in the candidate"
+    ]
+
+
 def test_a_tensor_that_a_run_was_not_told_to_trace_makes_it_incomparable_and_says_so(tmp_path: Path) -> None:
     footer = StepFooter(rows=ROWS, update_rows=((0, 1, 2),), kinds=("initial", "input", "gradient", "parameter"))
     candidate = replace(make_run().without("activation", LAYER), footer=footer)
