@@ -86,10 +86,10 @@ def published(path: Path, *, url: str, token: str) -> Iterator[None]:
             write_service_file(path, url=url, token=token)
             is_there = True
         finally:
-            for which in came_early[:1]:
+            if came_early:
                 if is_there:
                     path.unlink(missing_ok=True)
-                end_by(which)
+                end_by(came_early[0])
         yield
     finally:
         if is_there:
