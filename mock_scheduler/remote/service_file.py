@@ -62,21 +62,38 @@ def published(path: Path, *, url: str, token: str) -> Iterator[None]:
     In the main thread only. Raises ``FileExistsError`` where there is a file.
     """
     handled = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGHUP)}
+    is_there = False
+    came_early: list[int] = []
 
     def remove(which: int, _frame: FrameType | None) -> None:
+        if not is_there:  # half written: neither it nor its name aside may be left
+            came_early.append(which)
+            return
         path.unlink(missing_ok=True)
+        end_by(which)
+
+    def end_by(which: int) -> None:
         # The end is that of the signal itself: the launcher tells ended ranks from failed ones by it.
         signal.signal(which, signal.SIG_DFL)
         os.kill(os.getpid(), which)
 
-    write_service_file(path, url=url, token=token)
     try:
+        # Before there is a file: whoever waits for it may end the service at once.
         for which, handler in handled.items():
             if handler == signal.SIG_DFL:
                 signal.signal(which, remove)
+        try:
+            write_service_file(path, url=url, token=token)
+            is_there = True
+        finally:
+            if came_early:
+                if is_there:
+                    path.unlink(missing_ok=True)
+                end_by(came_early[0])
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if is_there:
+            path.unlink(missing_ok=True)
         for which, handler in handled.items():
             signal.signal(which, handler)
 

@@ -5,7 +5,8 @@ cannot leave out, and a page of another name that leads here (DNS rebinding) has
 
 uvicorn bounds neither the time of a connection on which nothing comes nor, but by refusing honest ones too, their
 number. Contract: at most ``MAX_CONNECTIONS`` are open, each for one request. One more takes the place of the oldest
-that has not shown the token, so strangers keep nobody out.
+that has not shown the token, so strangers keep nobody out. Of what a stranger sends, a head of ``MAX_HEAD_BYTES`` is
+parsed, and as much after it: chunks of one byte each kept a client waiting for half a minute.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def bracketed(host: str) -> str:
 MAX_CONNECTIONS = 256
 #: For the head of a request.
 _HEAD_S = 10.0
+#: Of one head, and of each read before the token was shown; an honest head has some 500.
+MAX_HEAD_BYTES = 4096
+_READ_BYTES = 256 * 2**10  # asyncio's own
 
 
 class Connection(H11Protocol):
@@ -88,6 +92,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
         self._opened_s = 0.0
         self._deadline: asyncio.TimerHandle | None = None
+        self._unwanted: float | None = None  # bytes still to drop; infinite where the client did not say
         #: Its request has the token.
         self.is_admitted = False
         #: Its request was read to the end, so only its answer is left.
@@ -97,6 +102,7 @@ class Connection(H11Protocol):
         """Start the time for the head of the request, and make room."""
         super().connection_made(transport)
         self._opened_s = self.loop.time()
+        self._read_at_once(MAX_HEAD_BYTES)
         self._deadline = self.loop.call_later(_HEAD_S, self.abort)
         others = [other for other in self.connections if isinstance(other, Connection) and not other.is_closing()]
         if len(others) > MAX_CONNECTIONS:
@@ -106,6 +112,30 @@ class Connection(H11Protocol):
         """Stop the clock."""
         self.stop_clock()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data, or drop them where nobody wants them."""
+        if self._unwanted is None:
+            super().data_received(data)
+            return
+        self._unwanted -= len(data)
+        if self._unwanted <= 0:
+            self.is_read = True
+            self.cycle.message_event.set()
+
+    def admit(self) -> None:
+        """Its request has the token: its body may come quickly."""
+        self.is_admitted = True
+        self._read_at_once(_READ_BYTES)
+
+    def drop_body(self, announced_bytes: float) -> None:
+        """Parse no more of the request; it is read once so many bytes of its body were dropped."""
+        self.is_read = self.is_read or not self.cycle.more_body
+        self._unwanted = announced_bytes - len(self.cycle.body)
+        self._read_at_once(_READ_BYTES)
+
+    def _read_at_once(self, size_bytes: int) -> None:
+        self.transport.max_size = size_bytes  # type: ignore[attr-defined]  # of asyncio's transports over sockets
 
     def stop_clock(self) -> None:
         """The head was read: the application sees to the rest."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import queue
 import re
@@ -32,7 +33,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.remote.protocol import DIGEST_HEADER, MEDIA_TYPE, RUN_HEADER
 from mock_scheduler.remote.service_file import make_token
 from mock_scheduler.support.digests import JSON
-from pipelines.service.access import Access, Connection, bracketed, own_hosts
+from pipelines.service.access import MAX_HEAD_BYTES, Access, Connection, bracketed, own_hosts
 from pipelines.service.order import Operation, OutOfOrderError, StepOrder, StepRequest
 
 _BACKLOG = 1024
@@ -158,7 +159,7 @@ class _App:
         refusal = self._access.refuse(request.headers)
         if refusal is not None:
             raise _RequestError(refusal, refusal.phrase)
-        connection.is_admitted = True
+        connection.admit()
         method, path = request.method, request.scope["path"]
         step_path = _STEP_PATH.fullmatch(path)
         is_known = (method, path) in _PATHS or (method == "POST" and step_path is not None)
@@ -205,7 +206,7 @@ class _App:
             turn.connection.abort()
         self._turn = turn = _Turn(request=wanted, connection=connection)
         try:
-            body = await self._read_body(request, wanted.digest)
+            body = await self._read_body(request, wanted.digest, connection)
             if self._turn is not turn:
                 raise _RequestError(HTTPStatus.SERVICE_UNAVAILABLE, _AGAIN)
             turn.call = Call(operation=wanted.operation, request=wanted, body=body)
@@ -227,7 +228,7 @@ class _App:
             with self._lock:
                 self._waiting.discard(call)
 
-    async def _read_body(self, request: Request, digest: str) -> bytes:
+    async def _read_body(self, request: Request, digest: str, connection: Connection) -> bytes:
         """Read a body; it takes memory as it arrives, not as it is announced."""
         size = _announced_bytes(request.scope)
         limit_s = _seconds_for(size)
@@ -240,6 +241,7 @@ class _App:
         except TimeoutError as error:
             problem = f"{len(body)} of the body's {size} bytes came within {limit_s:g} s"
             raise _RequestError(HTTPStatus.REQUEST_TIMEOUT, problem) from error
+        connection.is_read = True
         if found.hexdigest() != digest:
             raise _RequestError(HTTPStatus.BAD_REQUEST, f"the body is not that of its {DIGEST_HEADER}")
         return bytes(body)
@@ -276,9 +278,11 @@ async def _send(answer: Answer, connection: Connection, scope: Scope, receive: R
     if answer.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     await Response(answer.body, answer.status, headers=headers, media_type=media_type)(scope, receive, send_open)
+    if not connection.is_read:
+        is_announced = "content-length" in Headers(scope=scope)
+        connection.drop_body(_announced_bytes(scope) if is_announced else math.inf)
     while not connection.is_read:
-        message = await receive()
-        connection.is_read = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        connection.is_read = (await receive())["type"] == "http.disconnect" or connection.is_read
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -333,6 +337,7 @@ def _server_config(app: _App) -> uvicorn.Config:
         date_header=False,
         proxy_headers=False,
         backlog=_TAKEN_AT_ONCE,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
     )
 

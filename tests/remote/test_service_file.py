@@ -183,3 +183,40 @@ def test_the_file_of_another_service_is_not_taken(tmp_path: Path) -> None:
         pass
     assert path.read_text() == "another's"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+_EARLY_ENDS = """
+import os, signal, sys, time
+from pathlib import Path
+from mock_scheduler.remote.service_file import published
+from mock_scheduler.support import files
+
+folder = Path(sys.argv[1])
+for place in ("_write_pieces", "_link_new", "_sync"):
+    child = os.fork()
+    if child == 0:
+        real = getattr(files, place)
+
+        def end_then(*arguments):
+            real(*arguments)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        setattr(files, place, end_then)
+        with published(folder / "service.json", url="http://127.0.0.1:1", token="t" * 43):
+            time.sleep(60.0)
+    status = os.waitpid(child, 0)[1]
+    print(place, os.waitstatus_to_exitcode(status), [path.name for path in folder.iterdir()])
+"""
+
+
+def test_a_service_that_is_ended_as_its_file_appears_leaves_nothing(tmp_path: Path) -> None:
+    """Of 300 that were ended in that moment, 100 left the file, and 93 the one aside, each with the token."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _EARLY_ENDS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120.0,
+        check=True,
+    )
+    assert ended.stdout.splitlines() == ["_write_pieces -15 []", "_link_new -15 []", "_sync -15 []"]

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -366,3 +367,40 @@ def test_the_run_of_a_front_is_that_of_its_first_accepted_datums(front: Front) -
     assert train(front, line=FINISH, Run_Id="b" * 32)[0] == 200  # nobody's yet
     assert train(front, Run_Id="b" * 32)[0] == 200
     assert train(front, line="POST /v1/steps/1/train HTTP/1.1", Run_Id=RUN)[0] == 409
+
+
+@pytest.mark.parametrize("changed", [{"Authorization": None}, {}])
+def test_no_chunk_is_parsed_of_a_body_that_nobody_wants(front: Front, changed: dict[str, str | None]) -> None:
+    """Parsing chunks of one byte, 20 strangers kept a client waiting for 30 s."""
+    heads = {"Content_Length": None, "Transfer_Encoding": "chunked", **changed}
+    text = head(front, **heads).encode()
+    with ExitStack() as open_ones:
+        unwanted = [open_ones.enter_context(socket.create_connection(address(front), timeout=30.0)) for _ in range(8)]
+        for connection in unwanted:
+            connection.sendall(text + b"1\r\nx\r\n" * 500_000)
+        # The answer comes, and what is no chunk at all is dropped alike.
+        for connection in unwanted:
+            connection.sendall(b"no chunk")
+            assert connection.recv(12) == (b"HTTP/1.1 411" if "Authorization" not in changed else b"HTTP/1.1 401")
+        began_s = time.monotonic()
+        assert train(front) == (200, b'{"bytes": 5}')
+        assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.parametrize(("size", "status"), [(3000, 200), (9000, 400), (200_000, 400)])
+def test_a_head_is_short(front: Front, size: int, status: int) -> None:
+    """A head that came at once was parsed whatever its length."""
+    with socket.create_connection(address(front), timeout=30.0) as connection:
+        connection.sendall(head(front, SERVICE).encode()[:-2] + b"a:\r\n" * (size // 4) + b"\r\n")
+        try:
+            assert int(connection.recv(12)[9:]) == status
+        except ConnectionResetError:  # more of the head lay unread
+            assert status == 400
+
+
+def test_a_body_with_another_digest_is_answered_and_its_connection_closed(front: Front) -> None:
+    """It stayed open for 20 s, though all of the body had come."""
+    with socket.create_connection(address(front), timeout=10.0) as connection:
+        connection.sendall(head(front, body=b"other").encode() + b"hello")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 400")
