@@ -141,6 +141,8 @@ def test_a_passing_verdict_names_what_it_did_not_look_at_and_its_share(tmp_path:
         "parameters": [],
         "num_parameters": 0,
         "parameter_share": 0.0,
+        "steps": [],
+        "last_state": False,
     }
     assert f"not looked at in same: {sentence}" in text
     page = (tmp_path / "out" / "align" / "align.html").read_text(encoding="utf-8")
