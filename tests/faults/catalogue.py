@@ -595,7 +595,7 @@ _UPDATE = (
         inject=updating.step_count_lost,
         shows=_TP2,
         silent=_DP2,
-        expected=_update("embedding.word_embeddings.weight", update=1),
+        expected=_update("num_updates"),
     ),
     Fault(
         id="frozen-on-one-rank",
