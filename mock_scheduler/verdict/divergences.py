@@ -17,6 +17,7 @@ from mock_scheduler.comparison.pairing.order import BOOKKEEPING, order_keys, pha
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
+from mock_scheduler.comparison.walk.norms import GRADIENT_NORM
 from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
@@ -32,8 +33,6 @@ _PHASES: dict[DifferenceKind, int] = {
     "rows": Phase.START - 1,
     "ledger": BOOKKEEPING + 1,
 }
-#: How names of norms of gradients end.
-_NORM = "grad_norm"
 _FIRST_IN_STEP: frozenset[DifferenceKind] = frozenset({"step", "recording", "rows"})
 
 
@@ -169,7 +168,7 @@ def _phase_of(item: Divergence, key: TraceKey | None) -> int:
     if key is not None:
         return phase_of(key)
     # Gradients are clipped by a norm, so that parameters follow from it.
-    is_norm = item.kind == "metric" and item.name.endswith(_NORM) and item.value is not None
+    is_norm = item.kind == "metric" and item.name.endswith(GRADIENT_NORM) and item.value is not None
     return Phase.NORM if is_norm or _is_other_norm(item) else _PHASES[item.kind]
 
 

@@ -69,14 +69,14 @@ def count_bits(tensor: torch.Tensor) -> int | None:
     return stored - (together & -together).bit_length() + 1 if together else 0
 
 
-def find_narrowing(baseline: torch.Tensor, candidate: torch.Tensor) -> int | None:
-    """Finds the bits of mantissa that a candidate was rounded to; ``None`` where it has those of the baseline."""
+def find_narrowing(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[int, int] | None:
+    """Finds the bits of mantissa that a candidate was rounded to, and the baseline's; ``None`` where it has as many."""
     theirs = count_bits(candidate)
     if theirs is None or baseline.dtype != candidate.dtype:
         return None
     mine = count_bits(baseline)
     # Against the baseline and not the type: whole models are loaded from narrower numbers.
-    return theirs if mine is not None and mine - theirs >= LEAST_NARROWING else None
+    return (theirs, mine) if mine is not None and mine - theirs >= LEAST_NARROWING else None
 
 
 def find_sums(sample: torch.Tensor, *, divisor: int | None = None) -> ShortSums | None:

@@ -18,7 +18,7 @@ from itertools import combinations
 import torch
 
 from mock_scheduler.comparison.explain.moves import find_move
-from mock_scheduler.comparison.explain.narrowing import count_bits, find_narrowing
+from mock_scheduler.comparison.explain.narrowing import find_narrowing
 from mock_scheduler.comparison.explain.permutations import Holders
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_ratio, only_enough
 from mock_scheduler.comparison.measure.figures import compute_figures
@@ -111,13 +111,11 @@ def _find_narrowed(
     baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None, figures: Figures
 ) -> Residual | None:
     """Finds that rounding to fewer bits of mantissa makes a difference of this size."""
-    bits = find_narrowing(baseline, candidate) if present is None and figures.norm else None
+    found = find_narrowing(baseline, candidate) if present is None and figures.norm else None
     # A larger difference has another cause, whatever its type.
-    if bits is None or not figures.relative <= 2.0**-bits:
+    if found is None or not figures.relative <= 2.0 ** -found[0]:
         return None
-    num_bits = count_bits(baseline)
-    assert num_bits is not None
-    return Residual(kind="narrowed", value=float(bits), explained=1.0, detail=Narrowed(num_bits=num_bits))
+    return Residual(kind="narrowed", value=float(found[0]), explained=1.0, detail=Narrowed(num_bits=found[1]))
 
 
 def _best(*found: Residual | None) -> Residual | None:
@@ -156,23 +154,23 @@ def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | Non
 
 def _find_left_over(pair: FlatPair, previous: torch.Tensor | None) -> Residual | None:
     """Finds that the candidate is the baseline and a multiple of the tensor of the update before."""
-    found = None if previous is None else _fit(pair, previous)
+    found = None if previous is None else _fit(pair, previous, "left over")
     if found is None:
         return None
     # Where one update is like the next, both fit, and a ratio says less.
     size = square_of(pair.baseline)
     ratio = float(torch.dot(pair.baseline, pair.difference)) / size if size else 0.0
     rest = square_of(torch.sub(pair.difference, pair.baseline, alpha=ratio))
-    return replace(found, kind="left over") if rest > (1.0 - ENOUGH) * pair.square else None
+    return found if rest > (1.0 - ENOUGH) * pair.square else None
 
 
 def _find_decay(pair: FlatPair, start: torch.Tensor | None) -> Residual | None:
     """Finds that the changes differ by a multiple of the parameter itself."""
-    found = None if start is None else _fit(pair, start)
-    return replace(found, kind="decay") if found is not None and abs(found.value) <= LARGEST_DECAY else None
+    found = None if start is None else _fit(pair, start, "decay")
+    return found if found is not None and abs(found.value) <= LARGEST_DECAY else None
 
 
-def _fit(pair: FlatPair, other: torch.Tensor) -> Residual | None:
+def _fit(pair: FlatPair, other: torch.Tensor, kind: ResidualKind) -> Residual | None:
     """Fits the difference as a multiple of another tensor."""
     # Least squares of b - a by one tensor t: <t, b - a> / <t, t>.
     size = square_of(other)
@@ -180,7 +178,7 @@ def _fit(pair: FlatPair, other: torch.Tensor) -> Residual | None:
         return None
     multiple = float(torch.dot(other, pair.difference)) / size
     explained = pair.explained(torch.sub(pair.difference, other, alpha=multiple))
-    return only_enough(Residual(kind="left over", value=multiple, explained=explained))
+    return only_enough(Residual(kind=kind, value=multiple, explained=explained))
 
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:

@@ -70,7 +70,8 @@ class FullStep:
         # In both runs: a gradient that one run lacks is a finding, and its parameter no decision.
         self._without_gradient = find_without_gradient(sides.keys[0]) & find_without_gradient(sides.keys[1])
         self._num_initial = 0
-        self._narrowed = NarrowedValues()
+        # Sums of the first step only: what follows has the same reason, and the search takes 0.1 s an update.
+        self._narrowed = NarrowedValues(has_sums=sides.is_first)
         self._pools = RoundingPools()
         self._found.absences += sides.find_unobserved()
 
@@ -85,8 +86,7 @@ class FullStep:
             yield len(group)
         self._add_rounding()
         self._found.findings += self._narrowed.findings()
-        # Of the first step: what follows has the same reason, and the search takes 0.1 s an update.
-        note = self._narrowed.note() if self._sides.is_first else None
+        note = self._narrowed.note()
         if note is not None:
             self._found.notes[note] = None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from mock_scheduler.comparison.explain.narrowing import count_bits, find_narrowing, find_sums
+from mock_scheduler.comparison.explain.narrowing import find_narrowing, find_sums
 from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, finding
 from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.comparison.pairing.order import order_keys
@@ -24,9 +24,10 @@ _Samples = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class NarrowedValues:
-    """Collects what was narrowed, tensor by tensor."""
+    """Collects what was narrowed, tensor by tensor; ``has_sums``: gradients are looked at, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_sums: bool) -> None:
+        self._has_sums = has_sums
         self._state: dict[TraceKey, tuple[int, int]] = {}
         self._samples: dict[tuple[int, int], _Samples] = {}
 
@@ -35,7 +36,8 @@ class NarrowedValues:
         before: TensorPair | None = None
         for pair in pairs:
             if pair.key.kind == "gradient":
-                self._take_sample(pair)
+                if self._has_sums:
+                    self._take_sample(pair)
             elif pair.key.kind in ("initial", "parameter"):
                 # A parameter that no update moved has the bits that it was loaded with.
                 moved = before is not None and not is_bit_equal(before.candidate, pair.candidate)
@@ -49,10 +51,9 @@ class NarrowedValues:
         # Equal bits are narrowed in neither, and of absent elements, which are 0, every low bit is 0.
         if pair.is_equal or pair.present is not None:
             return
-        theirs = find_narrowing(pair.baseline, pair.candidate)
-        mine = None if theirs is None else count_bits(pair.baseline)
-        if theirs is not None and mine is not None:
-            self._state[pair.key] = theirs, mine
+        found = find_narrowing(pair.baseline, pair.candidate)
+        if found is not None:
+            self._state[pair.key] = found
 
     def findings(self) -> list[Finding]:
         """One for all tensors of a kind and update: at the first of them."""

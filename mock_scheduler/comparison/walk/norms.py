@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 
 from mock_scheduler.comparison.findings import DifferenceKind, Finding, NormCount, OtherNorm
@@ -23,10 +24,12 @@ from mock_scheduler.comparison.walk.metrics import MetricLog
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import Piece, TraceReader
 
-_NORM = "grad_norm"
+#: How names of norms of gradients end, of traced ones and of metrics.
+GRADIENT_NORM = "grad_norm"
 _NUMBER = re.compile(r"\d+")
 
 Readers = tuple[TraceReader, TraceReader]
+_Squares = Mapping[TraceKey, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +41,7 @@ class GradientSquare:
     candidate: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class _Norm:
     """A stated norm with the gradients that it is of; ``update``: ``None`` for a metric, the mean over a step."""
 
@@ -48,15 +51,20 @@ class _Norm:
     stated: tuple[float, float]
     squares: tuple[GradientSquare, ...]
 
-    @property
+    @cached_property
     def made(self) -> tuple[float, float]:
         """The norms that the gradients make, the mean over their updates."""
-        updates = {item.key.update for item in self.squares}
-        sums = [[item for item in self.squares if item.key.update == update] for update in updates]
-        # The root is taken of each update before the mean, as each update clips by its own norm.
-        mine = math.fsum(math.sqrt(math.fsum(item.baseline for item in each)) for each in sums)
-        other = math.fsum(math.sqrt(math.fsum(item.candidate for item in each)) for each in sums)
-        return mine / len(sums), other / len(sums)
+        mine = _mean_norm({item.key: item.baseline for item in self.squares})
+        return mine, _mean_norm({item.key: item.candidate for item in self.squares})
+
+
+def _mean_norm(squares: _Squares) -> float:
+    """The norm of gradients with these squares, the mean over their updates."""
+    by_update: dict[int, list[float]] = {}
+    for key, square in squares.items():
+        by_update.setdefault(key.update, []).append(square)
+    # The root is taken of each update before the mean, as each update clips by its own norm.
+    return math.fsum(math.sqrt(max(math.fsum(each), 0.0)) for each in by_update.values()) / len(by_update)
 
 
 def find_other_norms(
@@ -94,26 +102,20 @@ def find_other_norms(
 
 
 def _list_traced(squares: Sequence[GradientSquare], keys: Sequence[TraceKey], readers: Readers) -> Iterator[_Norm]:
-    keys = [key for key in keys if key.name.endswith(_NORM)]
-    prefixes = {key.name.removesuffix(_NORM) for key in keys}
+    keys = [key for key in keys if key.name.endswith(GRADIENT_NORM)]
+    prefixes = {key.name.removesuffix(GRADIENT_NORM) for key in keys}
     for key in sorted(keys, key=lambda key: (key.update, key.name)):
         own = [item for item in squares if item.key.update == key.update]
         mine, other = (float(reader.merge(key).tensor) for reader in readers)
-        squares_of = _of_model(own, key.name.removesuffix(_NORM), prefixes)
-        yield _Norm(
-            step=key.step,
-            update=key.update,
-            name=key.name,
-            stated=(mine, other),
-            squares=squares_of,
-        )
+        squares_of = _of_model(own, key.name.removesuffix(GRADIENT_NORM), prefixes)
+        yield _Norm(step=key.step, update=key.update, name=key.name, stated=(mine, other), squares=squares_of)
 
 
 def _list_logged(step: int, squares: Sequence[GradientSquare], logs: tuple[MetricLog, MetricLog]) -> Iterator[_Norm]:
     mine, other = (log.get(step, {}) for log in logs)
-    names = sorted(name for name in mine.keys() & other.keys() if name.endswith(_NORM))
+    names = sorted(name for name in mine.keys() & other.keys() if name.endswith(GRADIENT_NORM))
     # ``critic/grad_norm`` is of the gradients ``critic.…``.
-    prefixes = {name: name.removesuffix(_NORM).replace("/", ".") for name in names}
+    prefixes = {name: name.removesuffix(GRADIENT_NORM).replace("/", ".") for name in names}
     for name in names:
         yield _Norm(
             step=step,
@@ -160,9 +162,6 @@ def _has_padding(piece: Piece) -> bool:
         < piece.spec.local_shape[dim]
         for dim in dims
     )
-
-
-_Squares = Mapping[TraceKey, float]
 
 
 def _explain(norm: _Norm, reader: TraceReader, pieces: Sequence[tuple[Piece, ...]]) -> NormCount | None:
@@ -219,13 +218,9 @@ def _square_of(reader: TraceReader, key: TraceKey, ranks: Collection[int]) -> fl
 
 def _makes(squares: _Squares, norm: _Norm) -> bool:
     """Whether sums of these squares make the stated norm: the mean over the updates."""
-    by_update: dict[int, list[float]] = {}
-    for key, square in squares.items():
-        by_update.setdefault(key.update, []).append(square)
-    predicted = math.fsum(math.sqrt(max(math.fsum(each), 0.0)) for each in by_update.values()) / len(by_update)
     stated, made = norm.stated[1], norm.made[1]
     # Held to the gap that it has to explain: a mistake that moves the norm by little must fit as well as a large one.
-    return abs(predicted - stated) <= NORM_EXPLAINED * abs(stated - made)
+    return abs(_mean_norm(squares) - stated) <= NORM_EXPLAINED * abs(stated - made)
 
 
 def _find_subset(changes: _Squares, own: _Squares, norm: _Norm, *, sign: float) -> tuple[str, ...] | None:

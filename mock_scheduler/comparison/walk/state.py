@@ -76,18 +76,17 @@ def compare_state(pairs: Iterable[TensorPair], rules: StateRules) -> Iterator[tu
     Memory: the gradient, and the parameter before and after an update, and the weight, of both sides.
     """
     gradient: TensorPair | None = None
+    before: TensorPair | None = None
     parameter: TensorPair | None = None
-    last: TensorPair | None = None
     for pair in pairs:
         kind = pair.key.kind
         outcome: Outcome | None = None
         if kind == "gradient":
             gradient, outcome = pair, "any tensor"
         elif kind == "weight":
-            outcome = _check_weight(pair, parameter, last)
+            outcome = _check_weight(pair, parameter, before)
         else:
             before, parameter = parameter, pair
-            last = before
             if kind in rules.reported:
                 outcome = _judge(before, pair, gradient, rules)
             # A gradient belongs to the next update only.
@@ -151,9 +150,9 @@ def _compare_update(
 
 
 def _check_weight(
-    pair: TensorPair, parameter: TensorPair | None, last: TensorPair | None
+    pair: TensorPair, parameter: TensorPair | None, before: TensorPair | None
 ) -> LacksParameter | OtherWeight | Literal["exact"]:
-    """Checks the weight of both runs; ``last``: the parameter before the update."""
+    """Checks the weight of both runs; ``before``: the parameter before the update."""
     if parameter is None:
         return LacksParameter(needed_by="weight")
     present = all_of([pair.present, parameter.present])
@@ -161,7 +160,7 @@ def _check_weight(
     for place, (side, weight, value) in enumerate(zip(SIDES, weights, parameters, strict=True)):
         # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
         if not is_bit_equal(weight, value.to(weight.dtype)):
-            old = None if last is None else _kept(last, present)[place].to(weight.dtype)
+            old = None if before is None else _kept(before, present)[place].to(weight.dtype)
             return OtherWeight(side=side, is_of_before=old is not None and is_bit_equal(weight, old))
     return "exact"
 

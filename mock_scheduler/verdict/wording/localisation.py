@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.comparison.tensors import Figures, TensorDifference
+from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import ENOUGH, PARALLEL
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import count_of, list_some
@@ -117,13 +117,10 @@ def _describe_problem(item: DifferingTensor) -> str:
 def _describe_size(difference: TensorDifference) -> str:
     figures = difference.figures
     # The ratio must make most of the difference, and direction as well as size fit.
-    if figures is not None and (figures.slope - 1.0) ** 2 >= ENOUGH * figures.relative**2 and _is_parallel(figures):
+    is_ratio = figures is not None and (figures.slope - 1.0) ** 2 >= ENOUGH * figures.relative**2
+    if figures is not None and is_ratio and figures.cosine >= PARALLEL:
         return f"candidate is {figures.slope:.6g} times the baseline (relative difference {difference.relative:.3g})"
     return f"differs by {difference.relative:.3g}"
-
-
-def _is_parallel(figures: Figures) -> bool:
-    return figures.cosine >= PARALLEL
 
 
 def _describe_subject(key: TraceKey) -> str:
