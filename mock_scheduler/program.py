@@ -220,7 +220,7 @@ class Program(Protocol):
     """A training program.
 
     ``schema``: the model of its configurations. ``entry``: the Python module of every process of a run;
-    ``session_entry``: the one for several runs in one process group, ``None`` where each run has processes of its own;
+    ``preload``: modules of other packages that every rank of a run imports, so that one process may do it for all;
     ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none. ``packages``:
     their sources decide the bits of a run, beside the library's. ``initial_state_key``: the key for the folder of a
     trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by themselves.
@@ -234,7 +234,7 @@ class Program(Protocol):
     @property
     def entry(self) -> str: ...
     @property
-    def session_entry(self) -> str | None: ...
+    def preload(self) -> tuple[str, ...]: ...
     @property
     def replay_entry(self) -> str | None: ...
     @property

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
@@ -64,44 +65,26 @@ def run_entry(
     that reads the environment itself. Where a launcher started this process, it ends with it.
     """
     end_with_parent(os.environ)
-
-    def load() -> PipelineConfig:
-        # Imports typer, for which a session, whose runs come here without arguments, should not wait.
-        from mock_scheduler.config.loading import parse_config_arguments
-
-        return load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
-
-    with guarded_terminal():
-        return attempt_run(load, check=check, run=run, prepare=prepare)
-
-
-def attempt_run(
-    load: Callable[[], PipelineConfig],
-    *,
-    check: Callable[[PipelineConfig], None],
-    run: Callable[[PipelineConfig], None],
-    prepare: Callable[[], None] = no_preparation,
-) -> int:
-    """Makes one run from configuration to end; returns its exit code, and reports a failure as the run's own."""
     started_s = time.time()
     global_rank = int(os.environ.get("RANK", "0"))
     output_dir: Path | None = None
-    try:
-        config = load()
-        output_dir = Path(config.output_dir)
-        check(config)
-        apply_environment(config.system_envs)
-        prepare()
-        own = count_own_calls(_PACKAGES) if prepare is not no_preparation else None
-        run(config)
-        save_loaded_code(
-            output_dir, global_rank=global_rank, packages=_PACKAGES, calls=None if own is None else own.calls
-        )
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    # The edge of the process; BaseException, since torch.distributed.checkpoint's CheckpointException is no Exception.
-    except BaseException as error:  # noqa: BLE001
-        return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
+    with guarded_terminal():
+        try:
+            config = load_source(parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=prog))
+            output_dir = Path(config.output_dir)
+            check(config)
+            apply_environment(config.system_envs)
+            prepare()
+            own = count_own_calls(_PACKAGES) if prepare is not no_preparation else None
+            run(config)
+            calls = None if own is None else own.calls
+            save_loaded_code(output_dir, global_rank=global_rank, packages=_PACKAGES, calls=calls)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        # The edge of the process; BaseException, since torch.distributed.checkpoint's CheckpointException is no
+        # Exception.
+        except BaseException as error:  # noqa: BLE001
+            return report_failure(error, output_dir, global_rank=global_rank, started_s=started_s)
     return 0
 
 

@@ -25,7 +25,18 @@ class PipelineProgram:
 
     schema: type[ConfigSection] = PipelineConfig
     entry: str = "pipelines.agentic"
-    session_entry: str | None = "pipelines.session"
+    preload: tuple[str, ...] = (
+        "httpx",
+        "hydra",
+        "megatron.core.distributed",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel",
+        "rich.console",
+        "safetensors",
+        "torch.utils.tensorboard",
+        "typer",
+    )
     replay_entry: str | None = "pipelines.replay_actions"
     packages: tuple[str, ...] = ("pipelines",)
     initial_state_key: str | None = None

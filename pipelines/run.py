@@ -50,7 +50,7 @@ from pipelines.batch_metrics import (
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
-from pipelines.megatron.process_of_rank import Runtime, leave_layout, start_runtime, stop_runtime
+from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.progress import StepProgress, configure_logging
@@ -287,10 +287,8 @@ class AgenticPipeline:
         )
 
 
-def run_pipeline(config: PipelineConfig, *, in_group: bool = False) -> None:
+def run_pipeline(config: PipelineConfig) -> None:
     """One run in this process's place of the layout. Every rank must call it, after its environment was applied.
-
-    ``in_group``: leave the layout at the end and stay in the process group, so that another run can follow.
 
     Raises:
         MockSchedulerError: of any kind, where the run cannot start or a step cannot be carried out.
@@ -309,7 +307,4 @@ def run_pipeline(config: PipelineConfig, *, in_group: bool = False) -> None:
             AgenticPipeline(config, runtime, tokenizer, settings=settings, resumed=resumed).run()
         check_took_effect(read_back(os.environ), deterministic=is_deterministic)
     finally:
-        if in_group:
-            leave_layout()
-        else:
-            stop_runtime()
+        stop_runtime()

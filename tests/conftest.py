@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 # makes the alignment that the last four look at: in between, the other workers do not wait for it.
 LONGEST_FIRST = (
     "tests/pipelines/test_end_to_end.py",
-    "tests/pipelines/test_session.py",
     "tests/megatron/test_module_probe.py",
     "tests/dist/test_layouts.py",
     "tests/dist/test_ordered_collectives.py",

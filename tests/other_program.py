@@ -48,11 +48,11 @@ FORM = ConfigForm(schema=OtherConfig)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherProgram:
-    """What cannot be offered is left out: no sessions, nothing that becomes smaller, no order of sums, no clip."""
+    """What cannot be offered is left out: nothing that becomes smaller, no order of sums, no clip."""
 
     schema: type[ConfigSection] = OtherConfig
     entry: str = "tests.other_program"
-    session_entry: str | None = None
+    preload: tuple[str, ...] = ()
     replay_entry: str | None = None
     packages: tuple[str, ...] = ()
     initial_state_key: str | None = None

@@ -11,12 +11,11 @@ import mock_scheduler
 from mock_scheduler.alignment.minimise.space import build_space
 from mock_scheduler.alignment.plan.interpreters import Interpreter
 from mock_scheduler.alignment.plan.plan import plan_alignment
-from mock_scheduler.alignment.plan.planned_run import AlignPlan, group_runs
+from mock_scheduler.alignment.plan.planned_run import AlignPlan
 from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.launch.launcher import plan_launch, plan_session
-from mock_scheduler.launch.sessions import SessionRun
+from mock_scheduler.launch.launcher import plan_launch
 from mock_scheduler.program import find_program, import_program, load_config
 from pipelines.program import PROGRAM as PIPELINE
 from tests.other_program import PROGRAM, OtherConfig
@@ -103,7 +102,6 @@ def test_an_alignment_of_another_program_is_planned_with_its_own_entry_and_keys(
     assert tp2.changes.layout == ("parallel.tensor_model_parallel_size",)
     assert tp2.must_be_exact
     assert not any("checkpoint_config" in override for override in tp2.overrides)
-    assert [len(group.runs) for group in group_runs([baseline, baseline])] == [1, 1]  # it makes no sessions
     source = ConfigSource(config_name="other", config_path=str(tmp_path), overrides=tp2.overrides)
     launch = plan_launch(tp2.config, PROGRAM.arguments(tp2.entry, source), python="python")
     folder = str(tmp_path / "align" / "tp2")
@@ -115,8 +113,3 @@ def test_what_a_program_cannot_offer_is_said(tmp_path: Path) -> None:
     config = load_config(source)
     with pytest.raises(ConfigError, match=r"^runs of tests\.other_program cannot be reduced: it does not say how$"):
         build_space(PROGRAM, config, config, CandidateConfig(name="x"))
-    run = SessionRun(
-        config_name="other", config_path=str(tmp_path), overrides=(), output_dir=tmp_path, log_path=tmp_path / "log"
-    )
-    with pytest.raises(ConfigError, match=r"^runs of tests\.other_program cannot share processes: it has no module"):
-        plan_session([run], program=PROGRAM)

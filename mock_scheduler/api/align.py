@@ -204,7 +204,6 @@ def run_alignment(
                 launch=make_launch(config_name, config_path),
                 cache=RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign),
                 console=console,
-                share=plan.baseline.config.align.share_processes,
                 at_once=plan.baseline.config.align.at_once,
             ),
             save=reports.save,

@@ -119,7 +119,7 @@ class CommandProgram:
 
     schema: type[ConfigSection] = CommandConfig
     entry: str = "mock_scheduler.command_program.entry"
-    session_entry: str | None = None
+    preload: tuple[str, ...] = ()
     replay_entry: str | None = None
     packages: tuple[str, ...] = ()
     initial_state_key: str | None = "initial_state"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mock_scheduler.alignment.runs.execution import (
-    LaunchRuns,
+    LaunchRun,
     MakeLaunch,
     execute_run,
     failed_run_error,
@@ -95,7 +95,7 @@ def run_doctor(
         return int(ExitCode.DIVERGED if is_torn and diagnosis.exit_code is ExitCode.ALIGNED else diagnosis.exit_code)
 
 
-def _run_all(plan: DoctorPlan, launch: LaunchRuns, console: Console) -> None:
+def _run_all(plan: DoctorPlan, launch: LaunchRun, console: Console) -> None:
     """Run what was planned; raises ``AlignmentError`` where a run fails."""
     for line in plan.describe().split("\n"):
         console.print(line, highlight=False)

@@ -84,9 +84,8 @@ class AlignConfig(ConfigSection):
     """``mock-scheduler align``: the overrides of the baseline and of each candidate, and how they are judged.
 
     ``entry``: the Python module that runs the baseline, and every candidate without one of its own; ``None``: the
-    program's own. ``tolerance``: the user's bounds in the place of measured noise. ``share_processes``: candidates of
-    one world size run one after another in one process group. ``at_once``: how many groups of processes may run at a
-    time.
+    program's own. ``tolerance``: the user's bounds in the place of measured noise. ``at_once``: how many runs may go
+    at a time.
     """
 
     # No run reads this section: it says how runs are made and judged.
@@ -99,5 +98,4 @@ class AlignConfig(ConfigSection):
     matrix: MatrixConfig = MatrixConfig()
     tolerance: ToleranceConfig | None = None
     proofs: ProofsConfig = ProofsConfig()
-    share_processes: bool = True
     at_once: PositiveInt = 1

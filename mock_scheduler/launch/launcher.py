@@ -24,9 +24,9 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.kernel_cache import claim_kernel_cache
 from mock_scheduler.launch.meeting import STORE_VARIABLE
 from mock_scheduler.launch.ranks import LISTENER_VARIABLE, Place, ranks_command
-from mock_scheduler.launch.sessions import STATUS_FILE, SessionRun, check_session, write_plan
 from mock_scheduler.launch.supervision import GRACE_S, write_error
-from mock_scheduler.program import Program, RunConfig, load_config
+from mock_scheduler.launch.warm_start import ForkedProcess, WarmStarts
+from mock_scheduler.program import RunConfig
 from mock_scheduler.support.processes import (
     PARENT_VARIABLE,
     describe_signal,
@@ -50,8 +50,8 @@ class LaunchPlan:
     """This node's part of a run.
 
     ``argv``: the command. ``env``: variables to set over the launcher's own. ``num_processes``: on this node;
-    ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes if a signal ends it; of several
-    runs the plan's file, since it leads to the running one; ``None``: nowhere.
+    ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes if a signal ends it; ``None``:
+    nowhere. ``preload``: the modules of others that a process to fork this run from has imported.
     """
 
     argv: tuple[str, ...]
@@ -59,25 +59,34 @@ class LaunchPlan:
     num_processes: int
     world_size: int
     output_dir: Path | None = None
+    preload: tuple[str, ...] = ()
+
+
+#: The process that starts this machine's ranks: new, or forked.
+_Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class RunningProcesses:
     """The processes of waiting threads, kept so that another thread can end them."""
 
     def __init__(self) -> None:
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[_Process] = set()
+        self._is_over = False
 
     @contextmanager
-    def holding(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    def holding(self, process: _Process) -> Iterator[None]:
         """Count a process among them while the block waits for it."""
         self._processes.add(process)
         try:
+            if self._is_over:
+                _end_group(process)
             yield
         finally:
             self._processes.discard(process)
 
     def end(self) -> None:
-        """End all of them; the main thread calls it when it is interrupted."""
+        """End all of them, and those that start yet; the main thread calls it when it is interrupted."""
+        self._is_over = True
         for process in tuple(self._processes):
             _end_group(process)
 
@@ -104,34 +113,6 @@ def plan_launch(
     _check_nodes(config.parallel.describe(), world_size, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
     place = Place(num_local=world_size // nnodes, nnodes=nnodes, node_rank=node_rank, endpoint=rdzv_endpoint)
     return _plan(tuple(arguments), config, place=place, told_to=Path(config.output_dir), python=python)
-
-
-def plan_session(
-    runs: Sequence[SessionRun],
-    *,
-    program: Program,
-    plan_path: Path | None = None,
-    python: str = sys.executable,
-    entry: str | None = None,
-) -> LaunchPlan:
-    """Plans several runs one after another in one process group on this machine.
-
-    Writes the plan for ``entry`` (``None``: the program's own) to ``plan_path`` (``None``: ``session.json``
-    beside the first run's ``output_dir``) and removes the statuses of an earlier session of these runs. Raises
-    ``ConfigError`` where there is no run, the program has no module for sessions, or the runs cannot share processes
-    (``check_session``).
-    """
-    if not runs:
-        raise ConfigError("a session needs at least one run")
-    module = entry or program.session_entry
-    if module is None:
-        raise ConfigError(f"runs of {program.entry} cannot share processes: it has no module for sessions")
-    configs = [load_config(run.source, program) for run in runs]
-    check_session(runs, configs)
-    path = (plan_path or runs[0].output_dir.parent / STATUS_FILE).absolute()
-    write_plan(path, runs)
-    place = Place(num_local=configs[0].parallel.world_size)
-    return _plan(("-m", module, str(path)), configs[0], place=place, told_to=path, python=python)
 
 
 def _plan(arguments: tuple[str, ...], config: RunConfig, *, place: Place, told_to: Path, python: str) -> LaunchPlan:
@@ -185,20 +166,21 @@ def run_plan(
     cwd: Path | None = None,
     watch: Callable[[], None] | None = None,
     running: RunningProcesses | None = None,
+    warm: WarmStarts | None = None,
 ) -> int:
     """Carries the plan out and returns its exit code; output goes to ``log_path``, or where this process's goes.
 
-    ``watch`` is called about once a second while the run goes on, by this thread; an error of it ends the run.
-    ``running`` counts the process while it is waited for. A run ended by a signal has the code 128 + the signal's
-    number; a run ended with Python's own 1 has 70. On Ctrl-C, SIGTERM or SIGHUP the child's process group is
-    terminated and waited for, then KeyboardInterrupt is raised.
+    ``warm`` starts it where it can; else it is a new process. ``watch`` is called about once a second while the run
+    goes on, by this thread; an error of it ends the run. ``running`` counts the process while it is waited for. A run
+    ended by a signal has the code 128 + the signal's number; a run ended with Python's own 1 has 70. On Ctrl-C, SIGTERM
+    or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
     """
     running = running or RunningProcesses()
     if log_path is None:
-        return _run(plan, log=None, cwd=cwd, watch=watch, running=running)
+        return _run(plan, log=None, cwd=cwd, watch=watch, running=running, warm=warm)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        return _run(plan, log=log, cwd=cwd, watch=watch, running=running)
+        return _run(plan, log=log, cwd=cwd, watch=watch, running=running, warm=warm)
 
 
 def _run(
@@ -208,18 +190,12 @@ def _run(
     cwd: Path | None,
     watch: Callable[[], None] | None,
     running: RunningProcesses,
+    warm: WarmStarts | None,
 ) -> int:
     # Signals reach the main thread alone; it ends the processes of other threads with ``RunningProcesses.end``.
     is_main = threading.current_thread() is threading.main_thread()
     with ending_signals_as_interrupt() if is_main else nullcontext():
-        process = subprocess.Popen(
-            plan.argv,
-            env={**child_environment(plan, os.environ), PARENT_VARIABLE: str(os.getpid())},
-            cwd=cwd,
-            stdout=log,
-            stderr=subprocess.STDOUT if log else None,
-            start_new_session=True,
-        )
+        process = _start(plan, log=log, cwd=cwd, warm=warm)
         with running.holding(process):
             try:
                 code = process.wait() if watch is None else _wait_watching(process, watch)
@@ -236,7 +212,24 @@ def _run(
     return meant_exit_code(code)
 
 
-def _wait_watching(process: subprocess.Popen[bytes], watch: Callable[[], None]) -> int:
+def _start(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, warm: WarmStarts | None) -> _Process:
+    environ = {**child_environment(plan, os.environ), PARENT_VARIABLE: str(os.getpid())}
+    if warm is not None:
+        output = (1, 2) if log is None else (log.fileno(), log.fileno())
+        forked = warm.start(plan.argv, preload=plan.preload, environ=environ, cwd=cwd, output=output)
+        if forked is not None:
+            return forked
+    return subprocess.Popen(
+        plan.argv,
+        env=environ,
+        cwd=cwd,
+        stdout=log,
+        stderr=subprocess.STDOUT if log else None,
+        start_new_session=True,
+    )
+
+
+def _wait_watching(process: _Process, watch: Callable[[], None]) -> int:
     while True:
         try:
             return process.wait(timeout=_WATCH_S)
@@ -260,7 +253,7 @@ def _print_line(text: str, log: IO[bytes] | None) -> None:
         log.flush()
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: _Process) -> None:
     """End the group that ``process`` leads: asked first, killed when the grace is over or at a second interrupt."""
     if process.poll() is not None:
         return
@@ -273,7 +266,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _end_rest(process: subprocess.Popen[bytes]) -> None:
+def _end_rest(process: _Process) -> None:
     """Kills the rest of the group that ``process`` led; there is one only where ``process`` itself was killed."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

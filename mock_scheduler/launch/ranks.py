@@ -33,7 +33,8 @@ from mock_scheduler.support.terminal_streams import print_message
 #: On several machines: the number of rank 0's descriptor that listens at the endpoint; empty for the other ranks.
 LISTENER_VARIABLE = "MOCK_SCHEDULER_LISTENER"
 
-_MODULE = "mock_scheduler.launch.ranks"
+#: Before the arguments of ``main`` in a command.
+MODULE = "mock_scheduler.launch.ranks"
 _NO_ENDPOINT, _IN_MEMORY = "-", "memory"
 
 
@@ -81,7 +82,7 @@ def ranks_command(python: str, arguments: Sequence[str], *, told_to: str | Path,
     endpoint = place.endpoint if place.nnodes > 1 and place.endpoint else _NO_ENDPOINT
     endpoint = _IN_MEMORY if place.is_foreign else endpoint
     numbers = (str(place.num_local), str(place.nnodes), str(place.node_rank))
-    return (python, "-P", *unbuffered, "-m", _MODULE, str(told_to), *numbers, endpoint, *arguments)
+    return (python, "-P", *unbuffered, "-m", MODULE, str(told_to), *numbers, endpoint, *arguments)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,7 @@ own, and are killed after a grace. A signal to the supervisor ends all ranks the
 the parent of every orphan below it, so helper processes of the ranks end too, in whatever session they are. A run that
 a signal ended is told of it: on stderr, and in the ``error.json`` of its folder.
 
-Contract: signals are blocked from ``block_signals`` on, and taken here one by one; standard library only, besides
-reading the plan of a session when something has failed.
+Contract: signals are blocked from ``block_signals`` on, and taken here one by one; standard library only.
 """
 
 from __future__ import annotations
@@ -193,12 +192,6 @@ def report_failed_ranks(failures: Sequence[RankExit], told_to: Path) -> int:
 def write_error(
     told_to: Path, message: str, *, code: int, global_rank: int | None, cwd: Path | None = None
 ) -> list[str]:
-    """Writes a signal's end to the folder of the run, or of the ended one of a session; returns lines to say."""
-    folder: Path | None = (cwd or Path()) / told_to
-    if told_to.is_absolute() and told_to.is_file():
-        # Imports what reads configurations, for which no rank should wait at its start.
-        from mock_scheduler.launch.sessions import find_running
-
-        folder = find_running(told_to)
-    problem = None if folder is None else write_signal_error(folder, message, code=code, global_rank=global_rank)
+    """Writes a signal's end to the folder of the run; returns lines to say."""
+    problem = write_signal_error((cwd or Path()) / told_to, message, code=code, global_rank=global_rank)
     return [] if problem is None else [problem]

@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import LaunchRuns
+from mock_scheduler.alignment.runs.execution import LaunchRun
 from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.instruments import TraceKind
@@ -75,12 +75,12 @@ class FakeLauncher:
     behave: dict[str, Callable[[PlannedRun], int]] = field(default_factory=dict)
     started: list[PlannedRun] = field(default_factory=list)
 
-    def make(self, config_name: str, config_path: Path) -> LaunchRuns:
+    def make(self, config_name: str, config_path: Path) -> LaunchRun:
         return self.launch
 
-    def launch(self, runs: Sequence[PlannedRun], watch: Callable[[], None]) -> dict[str, int]:
-        self.started += runs
-        return {run.name: self.behave.get(run.name, write_results)(run) for run in runs}
+    def launch(self, run: PlannedRun) -> int:
+        self.started.append(run)
+        return self.behave.get(run.name, write_results)(run)
 
 
 @dataclass

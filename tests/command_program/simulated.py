@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import LaunchRuns, Watch
+from mock_scheduler.alignment.runs.execution import LaunchRun
 from mock_scheduler.command_program.command import Command
 from mock_scheduler.command_program.entry import run_command
 from mock_scheduler.command_program.program import own_config
@@ -54,14 +54,13 @@ class Runs:
     made: list[str] = field(default_factory=list)
     before: Callable[[str], None] = lambda name: None
 
-    def make_launch(self, config_name: str, config_path: Path) -> LaunchRuns:
+    def make_launch(self, config_name: str, config_path: Path) -> LaunchRun:
         """Gives the function that starts runs, as a ``MakeLaunch``."""
 
-        def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-            (run,) = runs
+        def launch(run: PlannedRun) -> int:
             self.before(run.name)
             self.made.append(run.name)
-            return {run.name: self._run(run, config_path)}
+            return self._run(run, config_path)
 
         return launch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import LaunchRuns
+from mock_scheduler.alignment.runs.execution import LaunchRun
 from mock_scheduler.commands.doctor import run_doctor
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations
@@ -60,11 +60,11 @@ class Bench:
     started: list[PlannedRun] = field(default_factory=list)
     output: io.StringIO = field(default_factory=io.StringIO)
 
-    def launch(self, runs: Sequence[PlannedRun], watch: Callable[[], None]) -> dict[str, int]:
-        self.started += runs
-        return {run.name: self.behave.get(run.name, write_replay)(run) for run in runs}
+    def launch(self, run: PlannedRun) -> int:
+        self.started.append(run)
+        return self.behave.get(run.name, write_replay)(run)
 
-    def make_launch(self, config_name: str, config_path: Path) -> LaunchRuns:
+    def make_launch(self, config_name: str, config_path: Path) -> LaunchRun:
         return self.launch
 
     def doctor(self, *overrides: str, **options: object) -> int:

@@ -11,6 +11,8 @@ import pytest
 
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.ranks import Place, ranks_command
+from mock_scheduler.launch.warm_start import WarmStarts
+from pipelines.program import PROGRAM
 from tests.launch.process_tree import find_below, find_listeners, find_open
 from tests.programs import run_program
 from tests.sharing import make_once
@@ -18,6 +20,9 @@ from tests.sharing import make_once
 ROOT = Path(__file__).parents[2]
 LAYOUTS = ("tp2-pp2", "pp2-dp2", "tp2-dp2-sp")
 FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+#: Forks the ranks of all launches of this process.
+WARM = WarmStarts()
 
 
 def launch(
@@ -35,9 +40,11 @@ def launch(
         return
     arguments = ("-m", module, str(folder), *tasks)
     argv = ranks_command(sys.executable, arguments, told_to=folder, place=Place(num_local=num_ranks))
-    plan = LaunchPlan(argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks)
+    plan = LaunchPlan(
+        argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks, preload=PROGRAM.preload
+    )
     log_path = folder / f"{num_ranks}.log"
-    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, watch=watch)
+    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, watch=watch, warm=WARM)
     assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
 
 

@@ -1,4 +1,4 @@
-"""The runs of an alignment as plain data: their changes from the baseline, and the groups that may share processes.
+"""The runs of an alignment as plain data, with their changes from the baseline.
 
 Contract: two checked configurations are compared by the effects of their keys, as ``config.base`` has them. Nothing
 is loaded, started or written here.
@@ -7,7 +7,7 @@ is loaded, started or written here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -194,41 +194,3 @@ class AlignPlan:
     def runs(self) -> tuple[PlannedRun, ...]:
         """The baseline and all candidates."""
         return (self.baseline, *self.candidates)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunGroup:
-    """One set of processes carries these runs out one after another, in this order; never empty."""
-
-    runs: tuple[PlannedRun, ...]
-
-    @property
-    def world_size(self) -> int:
-        """Processes of each of its runs."""
-        return self.runs[0].config.parallel.world_size
-
-
-def group_runs(runs: Sequence[PlannedRun], *, share: bool = True) -> list[RunGroup]:
-    """Groups runs for shared processes; groups follow their first runs, runs their own order.
-
-    The runs of a group have one interpreter and one environment, since a process reads them once, one number of
-    processes, and are all or none in float64. A run with an entry module of its own may change anything in its process
-    and stays alone; so does every run with ``share`` false, or where the program makes no sessions.
-    """
-    groups: dict[tuple[object, ...], list[PlannedRun]] = {}
-    for position, run in enumerate(runs):
-        is_alone = not share or run.own_module or run.program.session_entry is None
-        key: tuple[object, ...] = (position,) if is_alone else _process_key(run)
-        groups.setdefault(key, []).append(run)
-    return [RunGroup(runs=tuple(members)) for members in groups.values()]
-
-
-def _process_key(run: PlannedRun) -> tuple[object, ...]:
-    config = run.config
-    return (
-        config.parallel.world_size,
-        tuple(sorted(config.system_envs.items())),
-        run.python,
-        tuple(sorted(run.env.items())),
-        config.precision == "float64",
-    )

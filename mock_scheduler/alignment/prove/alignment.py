@@ -1,6 +1,6 @@
 """Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
 
-The runs of a stage start together, since they can then share processes: the baseline; all candidates; then the
+The runs of a stage start together, several at a time where the user wants that: the baseline; all candidates; then the
 proofs for candidates without equal bits (perturbed baselines, references in their order of sums); then the referee's
 runs for suspect and diverged ones; then, one candidate after another, the runs to localise a divergence.
 
@@ -26,8 +26,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
     plan_perturbed,
     plan_wide,
 )
-from mock_scheduler.alignment.runs.execution import failed_run_error
-from mock_scheduler.alignment.runs.progress import Outcome
+from mock_scheduler.alignment.runs.execution import Outcome, failed_run_error
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, StatedBounds, WideBounds
 from mock_scheduler.comparison.bounds.measured import NoiseBounds

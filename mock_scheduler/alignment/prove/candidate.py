@@ -6,7 +6,7 @@ Contract: a state changes by its own results alone; ``CloserLook`` makes further
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mock_scheduler.alignment.localise.localise import localise
@@ -48,8 +48,8 @@ class CandidateState:
     """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
     ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
-    reference in its order of sums. ``repeated``: its run with another of the same. ``judged``: the verdict with its
-    proofs. ``start``: what its run started from.
+    reference in its order of sums. ``repeated``: its run with another of the same, out of ``further_runs``.
+    ``judged``: the verdict with its proofs. ``start``: what its run started from.
     """
 
     run: PlannedRun
@@ -67,6 +67,7 @@ class CandidateState:
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
     repeated: TensorComparison | None = None
+    further_runs: set[Path] = field(default_factory=set)
     judged: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None
@@ -95,6 +96,11 @@ class CandidateState:
         """Whether it starts from weights rounded in another way: nothing further is to be found behind that."""
         evidence = None if self.verdict.first is None else self.verdict.first.evidence
         return isinstance(evidence, Finding) and isinstance(evidence.fact, OtherStart) and bool(evidence.fact.rounded)
+
+    @property
+    def has_differed(self) -> bool:
+        """Whether it is known not to repeat itself."""
+        return self.repeated is not None and any(not item.bit_equal for item in self.repeated.differences)
 
     @property
     def is_open(self) -> bool:
@@ -252,11 +258,18 @@ class CloserLook:
         )
 
     def _compare_repeated(self, item: CandidateState, found: Localisation) -> None:
-        """Compare the candidate's run with its second one, which localisation made to trace more of a step."""
+        """Compare the candidate's run with a further one, which localisation made to trace more of a step."""
         assert item.summary is not None
-        folders = item.summary.output_dir / TRACE_FOLDER, found.trace_dirs[1]
+        further = found.trace_dirs[1]
+        # The same further run serves every question, and one that agrees takes no earlier difference back.
+        if further in item.further_runs or item.has_differed:
+            return
+        item.further_runs.add(further)
         item.repeated = compare_trace_folders(
-            *folders, bounds=EXACT, selection=Selection(steps=StepRanges.of([found.step]))
+            item.summary.output_dir / TRACE_FOLDER,
+            further,
+            bounds=EXACT,
+            selection=Selection(steps=StepRanges.of([found.step])),
         )
 
     def _measure_all_kinds(self, step: int, precision: str) -> Bounds:

@@ -19,8 +19,7 @@ from rich.text import Text
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import Reusable
-from mock_scheduler.alignment.runs.execution import LaunchRuns, execute_runs
-from mock_scheduler.alignment.runs.progress import OnDone, Outcome
+from mock_scheduler.alignment.runs.execution import LaunchRun, OnDone, Outcome, execute_runs
 from mock_scheduler.alignment.runs.run_cache import RunCache
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
@@ -66,14 +65,12 @@ _PURPOSES: tuple[Purpose, ...] = (
 class RunStore:
     """Runs by their folders.
 
-    ``share``: whether several may share processes; ``at_once``: groups of processes that go at a time; ``console``
-    shows them.
+    ``at_once``: runs that go at a time; ``console`` shows them.
     """
 
-    launch: LaunchRuns
+    launch: LaunchRun
     cache: RunCache
     console: Console
-    share: bool
     at_once: int = 1
     _seconds: dict[Purpose, float] = field(default_factory=dict)
     _inside_s: list[float] = field(default_factory=list)
@@ -106,7 +103,7 @@ class RunStore:
             on_done(run, outcome)
 
         return outcomes | execute_runs(
-            due, launch=self.launch, console=self.console, share=self.share, at_once=self.at_once, on_done=keep
+            due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep
         )
 
     def summarise(self, run: PlannedRun, outcome: Outcome) -> RunSummary | RunFailure:

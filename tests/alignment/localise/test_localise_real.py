@@ -21,6 +21,7 @@ from mock_scheduler.verdict.wording.localisation import describe_localisation
 from pipelines.config.loading import build_loader
 from pipelines.program import PROGRAM
 from tests.alignment.output_scaled_on_one_rank import FAULTY
+from tests.dist.conftest import WARM
 from tests.pipelines.tiny_runs import ROOT, write_tiny_config
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(1500)]
@@ -76,7 +77,8 @@ class Bench:
                 ConfigSource(config_name="tiny", config_path=str(self.configs), overrides=planned.overrides),
             ),
         )
-        exit_code = run_plan(plan, log_path=planned.log_path, cwd=ROOT)
+        plan = replace(plan, preload=PROGRAM.preload)
+        exit_code = run_plan(plan, log_path=planned.log_path, cwd=ROOT, warm=WARM)
         assert exit_code == 0, planned.log_path.read_text(encoding="utf-8")[-4000:]
 
 

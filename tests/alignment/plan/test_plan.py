@@ -1,14 +1,13 @@
 """The plan of an alignment: its runs, their overrides, and everything that is refused before one starts."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mock_scheduler.alignment.plan.interpreters import Interpreter
 from mock_scheduler.alignment.plan.plan import plan_alignment
-from mock_scheduler.alignment.plan.planned_run import AlignPlan, Changes, PlannedRun, group_runs
+from mock_scheduler.alignment.plan.planned_run import AlignPlan, Changes
 from mock_scheduler.alignment.prove.proof_runs import (
     is_one_run,
     is_same_order,
@@ -18,7 +17,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
     plan_wide,
 )
 from mock_scheduler.errors import ConfigError
-from pipelines.config.loading import build_loader, load_config
+from pipelines.config.loading import build_loader
 from pipelines.program import PROGRAM
 from tests.recording.recordings import record
 
@@ -266,60 +265,6 @@ def test_a_recording_that_is_too_short_or_none_is_refused(tmp_path: Path) -> Non
     )
     missing = tmp_path / "none"
     assert refusal(tmp_path, text, recording=missing).startswith("the recording to replay cannot be used: ")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[PlannedRun]:
-    folder = tmp_path_factory.mktemp("configs")
-    (folder / "lake.yaml").write_text(CONFIG)
-
-    def planned(name: str, *overrides: str, entry: str = "pipelines.agentic", python: str = "python") -> PlannedRun:
-        config = load_config("lake", config_path=folder, overrides=overrides)
-        return PlannedRun(
-            program=PROGRAM,
-            name=name,
-            entry=entry,
-            own_overrides=(),
-            overrides=(),
-            config=config,
-            output_dir=Path(name),
-            python=python,
-        )
-
-    dp2, pp2 = "parallel.data_parallel_size=2", "parallel.pipeline_model_parallel_size=2"
-    in_two = planned("dp2", dp2)
-    return [
-        planned("baseline"),
-        planned("tp2", TP2),
-        planned("lr", "training.lr=0.1"),
-        planned("kernel", TP2, entry="my.kernel"),
-        replace(in_two, name="kernel2", entry="my.kernel"),
-        in_two,
-        replace(in_two, name="newer", python="/env/bin/python"),
-        planned("wide", dp2, "precision=float64"),
-        planned("env", dp2, "+system_envs.NCCL_ALGO=Ring"),
-        planned("wide-pp2", pp2, "precision=float64"),
-        replace(in_two, name="path", env={"PYTHONPATH": "/p"}),
-    ]
-
-
-def test_runs_share_processes_where_size_environment_interpreter_and_width_are_equal(runs: list[PlannedRun]) -> None:
-    groups = group_runs(runs)
-    assert [[run.name for run in group.runs] for group in groups] == [
-        ["baseline", "lr"],
-        ["tp2", "dp2"],
-        ["kernel"],
-        ["kernel2"],
-        ["newer"],
-        ["wide", "wide-pp2"],
-        ["env"],
-        ["path"],
-    ]
-    assert [group.world_size for group in groups] == [1, 2, 2, 2, 2, 2, 2, 2]
-
-
-def test_runs_that_must_not_share_stay_alone(runs: list[PlannedRun]) -> None:
-    assert [len(group.runs) for group in group_runs(runs, share=False)] == [1] * len(runs)
 
 
 def test_all_that_keeps_an_alignment_from_being_planned_is_said_at_once(tmp_path: Path) -> None:

@@ -1,104 +1,66 @@
-"""Runs that share processes: how each ended is told while the others go on."""
+"""Runs are carried out one by one or several at a time: how each ended is told while the others go on."""
 
 import io
 import json
 import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import Watch, execute_runs
-from mock_scheduler.alignment.runs.progress import Outcome
+from mock_scheduler.alignment.runs.execution import Outcome, execute_runs
 from mock_scheduler.display.console import Console
-from mock_scheduler.launch.launcher import LaunchPlan, run_plan
-from mock_scheduler.launch.sessions import RunStatus, write_status
+from mock_scheduler.launch.launcher import LaunchPlan, RunningProcesses, run_plan
 from mock_scheduler.run_folder.finished_run import RunFailure
 from tests.alignment.simulated import planned
 
 FAILED = {"type": "ContractError", "message": "it went wrong", "exit_code": 3, "global_rank": 0}
 
 
-@dataclass
-class Session:
-    """Processes that make runs in order, of which ``ends`` says how; the parent looks after each."""
-
-    ends: dict[str, int | None]
-    output: io.StringIO = field(default_factory=io.StringIO)
-    events: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-
-    def launch(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        """``None`` in ``ends``: the processes end in the middle of that run; alone it then completes."""
-        codes: dict[str, int] = {}
-        launched_s = time.time()
-        for run in runs:
-            self.events.append(f"{run.name} starts")
-            code = self.ends[run.name] if len(runs) > 1 else self.ends[run.name] or 0
-            write_status(run.output_dir, RunStatus(started_s=launched_s))
-            watch()
-            if code is None:
-                return codes
-            if code:
-                (run.output_dir / "error.json").write_text(json.dumps(FAILED))
-            write_status(run.output_dir, RunStatus(started_s=launched_s, elapsed_s=2.0, exit_code=code))
-            codes[run.name] = code
-            watch()
-            watch()
-        self.events.append("processes end")
-        return codes
-
-    def execute(self, runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
-        def on_done(run: PlannedRun, outcome: Outcome) -> None:
-            self.events.append(f"{run.name} is taken")
-            self.lines.append(self.output.getvalue().splitlines()[-1])
-
-        return execute_runs(runs, launch=self.launch, console=Console(file=self.output, width=80), on_done=on_done)
-
-
 def make_runs(folder: Path, *names: str) -> list[PlannedRun]:
     return [planned(name, folder) for name in names]
 
 
-def test_each_run_of_a_group_is_told_and_taken_before_the_next_one_starts(tmp_path: Path) -> None:
-    """All lines came when the last run of a group had ended: of a dozen candidates none for many minutes."""
-    session = Session({"one": 0, "two": 3, "three": 0})
-    outcomes = session.execute(make_runs(tmp_path, "one", "two", "three"))
-    assert session.events == [
-        *("one starts", "one is taken"),
-        *("two starts", "two is taken"),
-        *("three starts", "three is taken"),
-        "processes end",
-    ]
-    assert session.lines == ["  one done in 2.0 s", "  two failed with exit code 3", "  three done in 2.0 s"]
-    assert outcomes["two"] == RunFailure(exit_code=3, message="ContractError: it went wrong")
-    assert [outcomes[name] for name in ("one", "three")] == pytest.approx([2.0, 2.0], abs=0.05)
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=80)
 
 
-def test_a_run_that_the_processes_did_not_finish_is_started_anew_and_the_finished_one_is_not(tmp_path: Path) -> None:
-    session = Session({"one": 0, "two": None, "three": 0})
-    session.execute(make_runs(tmp_path, "one", "two", "three"))
-    assert session.events == [
-        *("one starts", "one is taken"),
-        *("two starts", "two starts", "two is taken", "processes end"),
-        *("three starts", "three is taken", "processes end"),
-    ]
+def test_each_run_is_told_and_taken_before_the_next_one_starts(tmp_path: Path) -> None:
+    """All lines came when the last run had ended: of a dozen candidates none for many minutes."""
+    output, events, lines = io.StringIO(), [], []
+    ends = {"one": 0, "two": 3, "three": 0}
 
+    def launch(run: PlannedRun) -> int:
+        events.append(f"{run.name} starts")
+        if ends[run.name]:
+            (run.output_dir / "error.json").write_text(json.dumps(FAILED))
+        return ends[run.name]
 
-def test_runs_that_leave_no_status_share_the_seconds_of_their_processes(tmp_path: Path) -> None:
-    def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        watch()
-        return {run.name: 0 for run in runs}
+    def on_done(run: PlannedRun, outcome: Outcome) -> None:
+        events.append(f"{run.name} is taken")
+        lines.append(output.getvalue().splitlines()[-1].partition(" in ")[0])
 
     outcomes = execute_runs(
-        make_runs(tmp_path, "one", "two"), launch=launch, console=Console(file=io.StringIO(), width=80)
+        make_runs(tmp_path, *ends), launch=launch, console=Console(file=output, width=80), on_done=on_done
     )
-    assert list(outcomes) == ["one", "two"]
-    assert outcomes["one"] == outcomes["two"]
+    assert events == [f"{name} {what}" for name in ends for what in ("starts", "is taken")]
+    assert lines == ["  done", "  failed with exit code 3", "  done"]
+    assert outcomes["two"] == RunFailure(exit_code=3, message="ContractError: it went wrong")
+    assert all(isinstance(outcomes[name], float) for name in ("one", "three"))
+
+
+def test_a_failure_without_an_error_of_its_own_has_the_end_of_its_log(tmp_path: Path) -> None:
+    def launch(run: PlannedRun) -> int:
+        run.log_path.write_text("one line\nKilled\n")
+        return 137
+
+    (failure,) = execute_runs(make_runs(tmp_path, "one"), launch=launch, console=quiet()).values()
+    assert failure == RunFailure(
+        exit_code=137, message="no error.json; the last lines of its output:\none line\nKilled"
+    )
 
 
 def test_what_an_interrupt_kept_from_being_taken_is_taken_then(tmp_path: Path) -> None:
@@ -110,26 +72,12 @@ def test_what_an_interrupt_kept_from_being_taken_is_taken_then(tmp_path: Path) -
         if taken == ["one", "two"]:
             raise KeyboardInterrupt
 
-    session = Session({"one": 0, "two": 0, "three": 0})
     with pytest.raises(KeyboardInterrupt):
-        execute_runs(
-            make_runs(tmp_path, "one", "two", "three"),
-            launch=session.launch,
-            console=Console(file=io.StringIO(), width=80),
-            on_done=on_done,
-        )
+        execute_runs(make_runs(tmp_path, "one", "two", "three"), launch=lambda run: 0, console=quiet(), on_done=on_done)
     assert taken == ["one", "two", "two"]
 
 
-def in_groups(folder: Path, *names: str) -> list[PlannedRun]:
-    """Runs of which two go in each group, by their number of processes."""
-    return [
-        planned(name, folder, parallel={"data_parallel_size": size}, train_env_manager={"num_env_groups": 4})
-        for name, size in zip(names, (1, 1, 2, 2), strict=True)
-    ]
-
-
-def test_groups_that_go_at_a_time_are_taken_by_the_thread_that_asked(tmp_path: Path) -> None:
+def test_runs_that_go_at_a_time_are_taken_by_the_thread_that_asked(tmp_path: Path) -> None:
     one_is_taken, threads = threading.Event(), {}
 
     def on_done(run: PlannedRun, outcome: Outcome) -> None:
@@ -137,64 +85,66 @@ def test_groups_that_go_at_a_time_are_taken_by_the_thread_that_asked(tmp_path: P
         if run.name == "one":
             one_is_taken.set()
 
-    def launch(runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        for run in runs:
-            if run.name == "two":
-                assert one_is_taken.wait(timeout=60)  # while its own group goes on
-            write_status(run.output_dir, RunStatus(started_s=0.0, elapsed_s=2.0, exit_code=0))
-            watch()
-        return {run.name: 0 for run in runs}
+    def launch(run: PlannedRun) -> int:
+        # While another one goes on, which began with it.
+        return 0 if run.name == "one" or one_is_taken.wait(timeout=60) else 70
 
-    runs = in_groups(tmp_path, "one", "two", "three", "four")
-    outcomes = execute_runs(
-        runs, launch=launch, console=Console(file=io.StringIO(), width=80), at_once=2, on_done=on_done
-    )
-    assert outcomes == {"one": 2.0, "two": 2.0, "three": 2.0, "four": 2.0}
-    assert set(threads) == {"one", "two", "three", "four"}
+    names = ("one", "two", "three", "four")
+    outcomes = execute_runs(make_runs(tmp_path, *names), launch=launch, console=quiet(), at_once=2, on_done=on_done)
+    assert set(outcomes) == set(names)
+    assert not any(isinstance(outcome, RunFailure) for outcome in outcomes.values())
+    assert set(threads) == set(names)
     assert set(threads.values()) == {threading.current_thread()}
 
 
 @dataclass(frozen=True)
 class _InterruptedLaunch:
-    """Two groups that go until the interrupt ends them; ``started``: the runs of every start."""
+    """The runs that are started go until the interrupt ends them, but for ``made``; ``started``: all of them."""
 
-    started: list[list[str]] = field(default_factory=list)
+    made: tuple[str, ...]
+    started: list[str] = field(default_factory=list)
     is_interrupted: threading.Event = field(default_factory=threading.Event)
-    others_go: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, runs: Sequence[PlannedRun], watch: Watch) -> dict[str, int]:
-        self.started.append([run.name for run in runs])
-        if runs[0].name == "three":
-            self.others_go.set()
-            assert self.is_interrupted.wait(timeout=60)
-            return {}  # ended by the interrupt
-        assert self.others_go.wait(timeout=60)
-        write_status(runs[0].output_dir, RunStatus(started_s=0.0, elapsed_s=2.0, exit_code=0))
-        watch()
+    def __call__(self, run: PlannedRun) -> int:
+        self.started.append(run.name)
+        if run.name in self.made:
+            return 0
         assert self.is_interrupted.wait(timeout=60)
-        return {runs[0].name: 0}
+        return 143
 
     def end_running(self) -> None:
         self.is_interrupted.set()
 
 
-def test_an_interrupt_starts_nothing_anew_in_the_other_threads(tmp_path: Path) -> None:
-    """The processes that it ended had not come to all runs, and these were started anew, alone, to their end."""
-    launch = _InterruptedLaunch()
+def test_an_interrupt_starts_nothing_more_and_loses_no_run_that_was_made(tmp_path: Path) -> None:
+    launch = _InterruptedLaunch(made=("one", "two"))
+    taken: list[str] = []
 
     def interrupt(run: PlannedRun, outcome: Outcome) -> None:
-        if not launch.is_interrupted.is_set():
+        taken.append(run.name)
+        if len(taken) == 1:
+            wait_until(lambda: {"three", "four"} <= set(launch.started))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         execute_runs(
-            in_groups(tmp_path, "one", "two", "three", "four"),
+            make_runs(tmp_path, "one", "two", "three", "four", "five"),
             launch=launch,
-            console=Console(file=io.StringIO(), width=80),
+            console=quiet(),
             at_once=2,
             on_done=interrupt,
         )
-    assert sorted(launch.started) == [["one", "two"], ["three", "four"]]
+    assert set(launch.started) == {"one", "two", "three", "four"}
+    assert set(taken) == {"one", "two"}
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if is_so():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it did not come about within a minute")
 
 
 def python_plan(code: str) -> LaunchPlan:
@@ -213,3 +163,10 @@ def test_a_watcher_that_fails_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_plan(python_plan("import time; time.sleep(600)"), log_path=tmp_path / "log", watch=fail)
+
+
+def test_what_is_started_after_all_were_ended_is_ended_too(tmp_path: Path) -> None:
+    """A thread that was about to start a run when the main one was interrupted."""
+    running = RunningProcesses()
+    running.end()
+    assert run_plan(python_plan("import time; time.sleep(600)"), log_path=tmp_path / "log", running=running) == 143
