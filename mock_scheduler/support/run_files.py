@@ -31,6 +31,8 @@ LEDGER_FILE = "ledger.json"
 LOG_FILE = "run.log"
 #: Folder of gradients and parameters (``trace``).
 TRACE_FOLDER = "trace"
+#: Folder of the collectives that ranks have begun in a step that goes on, or did not end (``trace.begun_calls``).
+COLLECTIVES_FOLDER = "collectives"
 #: Folder of operation logs (``determinism.operations``).
 OPERATIONS_FOLDER = "operations"
 #: Folder of TensorBoard's files.

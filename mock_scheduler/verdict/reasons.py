@@ -11,7 +11,7 @@ from typing import Literal
 
 from mock_scheduler.comparison.findings import FewerBits, Finding, Unmatched
 from mock_scheduler.comparison.pairing.selection import Selection
-from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.tensors import LedgerComparison, TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -181,10 +181,14 @@ class NotReadable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFailed:
-    """The candidate's run failed with its own ``error``; ``exit_code`` is 0 where it ended well and ran nothing."""
+    """The candidate's run failed with its own ``error``; ``exit_code`` is 0 where it ended well and ran nothing.
+
+    ``collectives``: where its ranks did not issue the same ones, as a further run of it shows.
+    """
 
     exit_code: int
     error: str
+    collectives: LedgerComparison | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

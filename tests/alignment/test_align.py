@@ -21,7 +21,8 @@ from mock_scheduler.display.console import Console
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.view import AlignmentView
-from mock_scheduler.trace.entries import TraceEntry
+from mock_scheduler.trace.begun_calls import BegunCalls
+from mock_scheduler.trace.entries import LedgerCall, TraceEntry
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.results import AlignmentResult
 from pipelines.config.loading import load_config
@@ -206,6 +207,33 @@ def test_a_baseline_that_fails_ends_the_alignment(bench: Bench) -> None:
         f"its whole output is in {bench.root / 'baseline' / 'run.log'}"
     )
     assert [run.name for run in launcher.started] == ["baseline"]
+
+
+def test_ranks_that_did_not_issue_the_same_collectives_are_told_by_a_further_run(bench: Bench) -> None:
+    """A rank that leaves a collective out aborts another one, whose error tells of neither."""
+    calls = {0: ["reduce_scatter", "all_reduce"], 1: ["all_reduce"]}
+
+    def abort(run: PlannedRun) -> int:
+        run.log_path.write_text("Aborted\n")
+        if run.config.trace.kinds == ["collective"]:
+            for rank, operations in calls.items():
+                begun = BegunCalls(run.output_dir, global_rank=rank, step=0)
+                for operation in operations:
+                    begun.add(LedgerCall(operation=operation, group=(0, 1), dtype="float32", num_elements=64))
+        return 134
+
+    launcher = FakeLauncher({"tp2": abort, "same": abort, "collectives-tp2": abort})
+    assert bench.align(launcher) == 3
+    # A run of one process has no other rank to disagree with.
+    assert [run.name for run in launcher.started] == ["baseline", "same", "tp2", "collectives-tp2"]
+    alone, torn = json.loads((bench.root / "align.json").read_text())["candidates"]
+    assert alone["reason"].startswith("the run failed (exit code 134): no error.json")
+    assert torn["reason"].startswith(
+        "its ranks did not issue the same collectives: step 0: group [0, 1], collective 0 is reduce_scatter of 64 "
+        "float32 over ranks 0, 1 in global rank 0, and all_reduce of 64 float32 over ranks 0, 1 in global rank 1; "
+        "the run failed (exit code 134)"
+    )
+    assert torn["why"]["collectives"]["difference"]["group"] == [0, 1]
 
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(3, 3), (4, 4), (5, 5), (70, 70), (137, 137), (1, 70)])

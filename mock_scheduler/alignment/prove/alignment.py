@@ -1,8 +1,9 @@
 """Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
 
-The runs of a stage start together, several at a time where the user wants that: the baseline; all candidates; then the
-proofs for candidates without equal bits (perturbed baselines, references in their order of sums); then the referee's
-runs for suspect and diverged ones; then, one candidate after another, the runs to localise a divergence.
+The runs of a stage start together, several at a time where the user wants that: the baseline; all candidates; a further
+run of each candidate whose ranks failed, with their collectives; then the proofs for candidates without equal bits
+(perturbed baselines, references in their order of sums); then the referee's runs for suspect and diverged ones; then,
+one candidate after another, the runs to localise a divergence.
 
 A failed baseline ends it; a failed candidate is ``incomparable`` (``unverified`` where it could not show its
 determinism), with its own error as the reason.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.text import Text
@@ -25,6 +26,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
     plan_in_precision,
     plan_perturbed,
     plan_wide,
+    plan_with_collectives,
 )
 from mock_scheduler.alignment.runs.execution import Outcome, failed_run_error
 from mock_scheduler.alignment.runs.run_store import RunStore
@@ -33,6 +35,7 @@ from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.comparison.noise.theory import build_theory_bounds
+from mock_scheduler.comparison.pairing.ledgers import find_broken_group
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
@@ -40,6 +43,7 @@ from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import printable_message
+from mock_scheduler.trace.begun_calls import load_begun_step
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
@@ -80,6 +84,7 @@ class AlignmentRunner:
         # In this order, since each is dearer than the one before and needed by fewer candidates.
         for stage in (
             self._run_candidates,
+            self._explain_failures,
             self._prove,
             self._judge_equal_inputs,
             self._call_referee,
@@ -113,6 +118,27 @@ class AlignmentRunner:
             return
         kind = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
         item.direct = Verdict(kind=kind, why=RunFailed(exit_code=summary.exit_code, error=summary.message))
+
+    def _explain_failures(self, baseline: RunSummary) -> None:
+        """Find out whether the ranks of a failed candidate did not issue the same collectives, by a further run."""
+        for item in self._candidates:
+            why = None if item.direct is None else item.direct.why
+            # An error of ours says what is wrong; what ranks do to each other ends them with other codes.
+            if not isinstance(why, RunFailed) or 0 <= why.exit_code <= ExitCode.USAGE:
+                continue
+            if item.run.config.parallel.world_size == 1:
+                continue
+            try:
+                run = plan_with_collectives(item.run, load=self.load, root=self.plan.proofs_dir)
+            except ConfigError as error:
+                self._warn(f"{item.run.name}: its collectives cannot be listed: {_in_one_line(error)}")
+                continue
+            with self.store.timed("localisation"):
+                self.store.execute([run])
+            begun = load_begun_step(run.output_dir)
+            broken = None if begun is None else find_broken_group(begun)
+            if broken is not None and item.direct is not None:
+                item.direct = replace(item.direct, why=replace(why, collectives=broken))
 
     def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Verdict:
         assert item.summary is not None

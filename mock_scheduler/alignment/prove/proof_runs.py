@@ -128,6 +128,19 @@ def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
     return derive_run(run, f"float64-{run.name}", [f"{PRECISION_KEY}=float64"], load=load, root=root)
 
 
+def plan_with_collectives(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
+    """Plans the run with a ledger of the collectives that its ranks begin."""
+    overrides = [
+        "trace.level=full",
+        "trace.kinds=[collective]",
+        "trace.patterns=['*']",
+        "trace.exclude=[]",
+        "trace.ranks=null",
+        "trace.steps=null",
+    ]
+    return derive_run(run, f"collectives-{run.name}", overrides, load=load, root=root)
+
+
 def is_one_run(one: PlannedRun, other: PlannedRun) -> bool:
     """Says whether two planned runs compute the same, whatever their names and folders are."""
     return all(

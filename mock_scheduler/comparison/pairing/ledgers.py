@@ -13,6 +13,7 @@ from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.pairing.sources import LedgerSource
 from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, LedgerKind
+from mock_scheduler.trace.begun_calls import BegunStep
 from mock_scheduler.trace.entries import LedgerCall, RankPlace
 
 _NO_CALLS: tuple[LedgerCall, ...] = ()
@@ -73,6 +74,38 @@ def check_groups(reader: LedgerSource, step: int) -> LedgerComparison | None:
                     difference=_difference_at(position, (sequences[0], sequence), whose, group=tuple(group)),
                 )
     return LedgerComparison(kind="collective", step=step, num_ranks=len(by_rank), num_calls=num_equal, difference=None)
+
+
+def find_broken_group(begun: BegunStep) -> LedgerComparison | None:
+    """Finds where the ranks of a group did not issue the same collectives, in a step that none of them ended.
+
+    A call that only some have begun is a difference where no two calls are: the others may have ended before. Of
+    several, the one that a rank came to first.
+    """
+    both_sided = {rank: [call for call in own if not _is_one_sided(call)] for rank, own in begun.calls.items()}
+    found: list[tuple[bool, int, LedgerDifference]] = []
+    for group in sorted({call.group for own in both_sided.values() for call in own}):
+        members = [rank for rank in group if rank in both_sided]
+        sequences = [[call for call in both_sided[rank] if call.group == group] for rank in members]
+        for rank, sequence in zip(members[1:], sequences[1:], strict=True):
+            position = _first_difference(sequences[0], sequence)
+            if position is None:
+                continue
+            places = tuple(RankPlace(global_rank=number, coordinates={}) for number in (members[0], rank))
+            difference = _difference_at(position, (sequences[0], sequence), places, group=tuple(group))
+            longer = members[0] if difference.calls[0] is not None else rank
+            found.append((None in difference.calls, _place_of(both_sided[longer], group, position), difference))
+    if not found:
+        return None
+    first = min(found, key=lambda item: item[:2])[2]
+    return LedgerComparison(
+        kind="collective", step=begun.step, num_ranks=len(begun.calls), num_calls=first.position, difference=first
+    )
+
+
+def _place_of(calls: Sequence[LedgerCall], group: tuple[int, ...], position: int) -> int:
+    """Returns the place among all of a rank's calls of the call at ``position`` among those of a group."""
+    return [index for index, call in enumerate(calls) if call.group == group][position]
 
 
 def _compare(kind: LedgerKind, step: int, ours: _ByRank, theirs: _ByRank) -> LedgerComparison:

@@ -7,7 +7,7 @@ attention of TransformerEngine).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -49,11 +49,15 @@ _SENT = ("input_tensors", "input_tensor", "input_list", "inputs", "input")
 
 
 class CallLedger(WatchingMode):
-    """The mode that lists calls of ``kinds`` while it is entered. ``calls``: by kind, in order."""
+    """The mode that lists calls of ``kinds`` while it is entered. ``calls``: by kind, in order.
 
-    def __init__(self, kinds: Sequence[LedgerKind]) -> None:
+    ``begin`` is told of every collective before it begins.
+    """
+
+    def __init__(self, kinds: Sequence[LedgerKind], *, begin: Callable[[LedgerCall], None]) -> None:
         super().__init__()
         self.calls: dict[LedgerKind, list[LedgerCall]] = {kind: [] for kind in kinds}
+        self._begin = begin
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
         """Runs the operation, and writes its call down."""
@@ -62,6 +66,7 @@ class CallLedger(WatchingMode):
             call = _read_collective(facts, facts.bind(args, kwargs))
             if call is not None:
                 self.calls["collective"].append(call)
+                self._begin(call)
         result = func(*args, **kwargs)
         if "random" in self.calls and _may_draw(func) and _draws(func, facts.bind(args, kwargs)):
             self.calls["random"].append(_describe_draw(func, args, result))

@@ -28,7 +28,8 @@ from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.megatron.ranks import ModelRanks
 from mock_scheduler.megatron.step_tokens import MetRows, MicroBatchTokens
 from mock_scheduler.support.run_output import Clock
-from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
+from mock_scheduler.trace.begun_calls import BegunCalls
+from mock_scheduler.trace.entries import LedgerCall, RankPlace, RowTable, StepFooter, TraceEntry, TraceSink
 from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole
 
@@ -73,7 +74,8 @@ class StepProbe(TrainingProbe):
         if any(self.selection.wants_kind(kind) for kind in _MODULE_KINDS):
             self._module_probe = ModuleProbe(ranks, self.selection, self._emit, aside=self._aside)
         ledgers = [kind for kind in LEDGER_KINDS if self.selection.wants_ledger(kind)]
-        self._ledger = CallLedger(ledgers) if ledgers else None
+        self._begun: BegunCalls | None = None
+        self._ledger = CallLedger(ledgers, begin=self._begin_collective) if ledgers else None
         self._entered = ExitStack()
         self._rows: StepRows = RowTable()
         self._index: TokenIndex | None = None
@@ -103,7 +105,13 @@ class StepProbe(TrainingProbe):
             for model in models:
                 self._add_state(model, 0, ["initial"])
         if self._ledger is not None:
+            if self.selection.wants_ledger("collective"):
+                self._begun = BegunCalls(self._trace_dir.parent, global_rank=self._ranks.global_rank, step=self._step)
             self._entered.enter_context(self._ledger)
+
+    def _begin_collective(self, call: LedgerCall) -> None:
+        if self._begun is not None:
+            self._begun.add(call)
 
     def tokens(
         self,
@@ -240,6 +248,8 @@ class StepProbe(TrainingProbe):
     def save(self) -> None:
         """End the trace of the step; raises ``TraceError`` where it cannot be written."""
         self.end_step()
+        if self._begun is not None:
+            self._begun.remove()
         if self._sink is None:
             return
         config, world = self._config, range(self._ranks.world_size)
@@ -260,6 +270,8 @@ class StepProbe(TrainingProbe):
         """Leave nothing of this step, neither file nor thread, as its training did not come to its end."""
         self._moved = {}
         self.end_step()
+        if self._begun is not None:
+            self._begun.close()
         self.selection = _nothing_of(self._config)
         sink, self._sink = self._sink, None
         if sink is not None:

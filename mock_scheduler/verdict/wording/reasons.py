@@ -58,7 +58,12 @@ from mock_scheduler.verdict.wording.coverage import (
     describe_unexercised,
 )
 from mock_scheduler.verdict.wording.divergences import describe_divergence, describe_evidence
-from mock_scheduler.verdict.wording.findings import describe_finding, describe_selection, describe_unmatched
+from mock_scheduler.verdict.wording.findings import (
+    describe_finding,
+    describe_ledger,
+    describe_selection,
+    describe_unmatched,
+)
 from mock_scheduler.verdict.wording.tensors import describe_metric, describe_tensor, name_kind
 
 _NUM_LISTED = 3
@@ -208,7 +213,9 @@ def _describe_failure(why: Reason) -> str:
                 "trained on the same"
             )
         case RunFailed():
-            return f"the run failed (exit code {why.exit_code}): {why.error}" if why.exit_code else why.error
+            text = f"the run failed (exit code {why.exit_code}): {why.error}" if why.exit_code else why.error
+            broken = "" if why.collectives is None else describe_ledger(why.collectives)
+            return f"its ranks did not issue the same collectives: {broken}; {text}" if broken else text
         case NotReadable():
             return why.error
         case StillOpen():

@@ -1,4 +1,4 @@
-"""A candidate that does not repeat itself, in a real alignment: chance is never called rounding."""
+"""Real alignments of candidates that cannot be compared: one that does not repeat itself, one whose ranks part."""
 
 from __future__ import annotations
 
@@ -25,3 +25,16 @@ def test_a_sum_in_an_order_that_no_seed_fixes_is_unverified(tmp_path: Path) -> N
     assert (any_order["verdict"], same["verdict"]) == ("unverified", "identical")
     assert any_order["reason"].startswith("the candidate does not repeat itself: two runs of it differ first in the ")
     assert "mock-scheduler doctor with its overrides and its --entry names the operation" in any_order["reason"]
+
+
+@pytest.mark.all
+@pytest.mark.timeout(1800)
+def test_a_rank_that_leaves_a_collective_out_is_named_with_it(tmp_path: Path) -> None:
+    candidate = "{name: torn, entry: tests.faults.gradient_sync_skipped, overrides: [parallel.data_parallel_size=2]}"
+    command = ("max_steps=1", f"align.candidates=[{candidate}]")
+    finished = run_cli("align", write_tiny_config(tmp_path), ["--output-dir", str(tmp_path / "out"), *command])
+    assert finished.returncode == 3, finished.stdout + finished.stderr
+    (torn,) = read_json(tmp_path / "out" / "align.json")["candidates"]
+    assert torn["why"]["collectives"]["difference"]["group"] == [0, 1]
+    assert "collective 1 is reduce_scatter of " in torn["reason"]
+    assert "in global rank 0, and all_reduce of 1 int32 over ranks 0, 1 in global rank 1" in torn["reason"]
