@@ -18,7 +18,7 @@ def plant(fired: Fired) -> None:
 
     start = _ParamAndGradBucketGroup.start_grad_sync
 
-    def start_or_skip(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - Megatron's own
+    def start_or_skip(self: Any, *arguments: Any, **options: Any) -> None:
         if parallel_state.get_data_parallel_rank() == 1 and not fired.count:
             fired.count += 1
             return
