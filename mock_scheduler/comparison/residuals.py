@@ -222,6 +222,32 @@ class Residual:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """How a difference is spread over a tensor; a row is an index of the first dimension, without rows of zeros.
+
+    Args:
+        direction_z: How far the rows' parts of <a, b - a> have one sign, in standard deviations of chance; rows of
+            equal values count as one. The columns' where these have less of one sign.
+        num_rows: Rows.
+        num_equal_rows: Rows with equal bits.
+        row_size: Elements of a row.
+        density: Of rows with other bits, the median part of their elements that are other.
+        num_parts: Ranks' pieces of the other dimensions; 1 where there are none.
+        num_equal_parts: Those with equal bits in all rows.
+        num_bits: Bits of mantissa down to the lowest that any element of the baseline has.
+    """
+
+    direction_z: float
+    num_rows: int
+    num_equal_rows: int
+    row_size: int
+    density: float
+    num_parts: int
+    num_equal_parts: int
+    num_bits: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Locality:
     """A part of a tensor in which the difference is concentrated, as head 3 or tokens 40 to 55.
 

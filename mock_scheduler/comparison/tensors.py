@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mock_scheduler.comparison.findings import AbsentSteps, Finding, NotCompared, Note, Unmatched
-from mock_scheduler.comparison.residuals import Locality, Residual
+from mock_scheduler.comparison.residuals import Locality, Residual, Spread
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND
 from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.trace.entries import LedgerCall, RankPlace, TraceKey
@@ -104,6 +104,7 @@ class TensorDifference:
         localities: Of the first and the largest beyond their tolerance; of a tensor within its bound, places that
             differ by more than their own measured noise.
         residual: Of the first and the largest beyond their tolerance.
+        spread: Of these too.
         dtypes: Of both sides, where they differ; the values are then compared.
         low: At level ``sketch``, the lower end of the error bar of ``relative``; ``None`` at level ``full``.
         high: The upper end.
@@ -128,6 +129,7 @@ class TensorDifference:
     figures: Figures | None = None
     localities: tuple[Locality, ...] = ()
     residual: Residual | None = None
+    spread: Spread | None = None
     dtypes: tuple[str, str] | None = None
     low: float | None = None
     high: float | None = None

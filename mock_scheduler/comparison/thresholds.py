@@ -558,6 +558,41 @@ KERNEL_UPDATE = _define(
     unit="relative difference of the changes by one update",
     reason="an update is made in float32, element by element; an eighth of the spacing of bfloat16 is no rounding",
 )
+KERNEL_DENSITY = _define(
+    "KERNEL_DENSITY",
+    0.05,
+    unit="of the elements of a row",
+    reason="sums of float32 in another order move one element of bfloat16 in a thousand, and rounding on the way to a "
+    "result a quarter of them",
+    source="arithmetic",
+)
+KERNEL_EQUAL_ROWS = _define(
+    "KERNEL_EQUAL_ROWS",
+    0.4,
+    unit="of the rows",
+    reason="first tokens attend to themselves alone, which no kernel rounds: a row in five of short sequences; one of "
+    "two data-parallel ranks has half",
+)
+KERNEL_SHARED = _define(
+    "KERNEL_SHARED",
+    8.0,
+    unit="elements of a row that are rounded together",
+    reason="a row shares a divisor, a probability or a scale",
+)
+KERNEL_EVIDENCE = _define(
+    "KERNEL_EVIDENCE",
+    20.0,
+    unit="-log of a chance",
+    reason="once in 5e8 tensors",
+    source="arithmetic",
+)
+KERNEL_ROWS = _define(
+    "KERNEL_ROWS",
+    30,
+    unit="rows",
+    reason="that all of them are moved in one rank's piece and in none of another's is chance once in 2^30",
+    source="arithmetic",
+)
 
 NORM_ROUNDING = _define(
     "NORM_ROUNDING",

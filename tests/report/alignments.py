@@ -68,7 +68,7 @@ WORST_ROW, WORST_TOKEN = 2, 3
 WORST_SAMPLE = "default/group 1/episode 0/env 0/turn 0"
 WRONG = "decoder.layers.1.mlp.linear_fc1.weight"
 SENTENCE = (
-    f"step 1, backward, {WRONG} gradient: candidate is 2.000 times the baseline: √rows; "
+    f"step 1, backward, {WRONG} gradient: candidate is 2.000 times the baseline; "
     "the 21 tensors before it are equal; "
     "nothing else of the pass differs"
 )

@@ -167,7 +167,8 @@ class _Search:
     def explain(self, stage: _Stage, item: DifferingTensor) -> DifferingTensor:
         """Adds the look of its difference to a tensor; a comparison looks at the first ones alone."""
         difference = item.difference
-        if difference is None or difference.residual is not None or difference.localities:
+        # The first ones of a comparison have been looked at already, behind the grafts of that comparison.
+        if difference is None or difference.spread is not None:
             return item
         selection = Selection(
             steps=StepRanges.of([stage.step]),

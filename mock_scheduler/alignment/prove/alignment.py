@@ -30,7 +30,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
 )
 from mock_scheduler.alignment.runs.execution import Outcome, failed_run_error
 from mock_scheduler.alignment.runs.run_store import RunStore
-from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, StatedBounds, WideBounds
+from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, OtherCodeBounds, StatedBounds, WideBounds
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.files import NOISE_FILE, save_noise
@@ -230,6 +230,8 @@ class AlignmentRunner:
         otherwise: Bounds | None = self._noise.get(item.precision)
         if otherwise is None:
             otherwise = build_theory_bounds(baseline.output_dir / TRACE_FOLDER, item.summary.output_dir / TRACE_FOLDER)
+        if item.run.has_other_code or item.run.version_changes:
+            otherwise = OtherCodeBounds(inner=otherwise)
         return StatedBounds(tolerance=self.plan.tolerance, otherwise=otherwise)
 
     def _compare_with_emulated(self, baseline: RunSummary, item: CandidateState, outcome: Outcome) -> None:

@@ -9,7 +9,7 @@ are in ``verdict.wording.bounds``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mock_scheduler.comparison.bounds.bound import BoundsSource, MetricBound, TensorBound
@@ -121,6 +121,36 @@ class StatedBounds:
     def _all(self) -> tuple[float | None, ...]:
         stated = self.tolerance
         return stated.metric, stated.activation, stated.gradient, stated.update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherCodeBounds:
+    """The inner bounds, of a candidate with code of its own: its updates may be rounded otherwise when they are stored.
+
+    An update is made element by element, so that two layouts of one code never round it apart, and noise has nothing
+    of it; another optimizer's code does, by the spacing of the parameter's numbers.
+    """
+
+    inner: Bounds
+
+    @property
+    def source(self) -> BoundsSource:
+        """The source of the inner bounds."""
+        return self.inner.source
+
+    @property
+    def noise(self) -> NoiseBounds | None:
+        """The noise of the inner bounds."""
+        return self.inner.noise
+
+    def tensor(self, key: TraceKey) -> TensorBound:
+        """Returns the inner bound; of a parameter, with the rounding of storing it."""
+        bound = self.inner.tensor(key)
+        return replace(bound, has_rounding=True) if key.kind == "parameter" else bound
+
+    def metric(self, step: int, name: str) -> MetricBound:
+        """Returns the inner bound."""
+        return self.inner.metric(step, name)
 
 
 def is_calibrated(bounds: Bounds, kind: TraceKind | None) -> bool:

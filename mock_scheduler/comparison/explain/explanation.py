@@ -25,6 +25,7 @@ from mock_scheduler.comparison.explain.parts import classify_parts
 from mock_scheduler.comparison.explain.permutations import find_holders
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_common_scale
 from mock_scheduler.comparison.explain.residual import classify_residual
+from mock_scheduler.comparison.explain.spread import measure_spread
 from mock_scheduler.comparison.findings import Finding, OtherStart
 from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.comparison.pairing.pairs import TensorPair, TracePair, all_of, pair_up
@@ -128,16 +129,12 @@ def _explain(
         if residual is not None and before is not None:
             residual = replace(residual, is_of_change=True)
     dims = dims_of(pair)
+    boundaries = boundaries_of(key, traces.readers, is_same_order=tokens.is_same_order)
+    spread = measure_spread(pair.baseline, pair.candidate, present=pair.present, boundaries=boundaries)
     if not dims:
-        return replace(difference, residual=residual)
-    localities = find_localities(
-        pair.baseline,
-        pair.candidate,
-        dims=dims,
-        present=pair.present,
-        boundaries=boundaries_of(key, traces.readers, is_same_order=tokens.is_same_order),
-    )
-    return replace(difference, residual=residual, localities=localities)
+        return replace(difference, residual=residual, spread=spread)
+    localities = find_localities(pair.baseline, pair.candidate, dims=dims, present=pair.present, boundaries=boundaries)
+    return replace(difference, residual=residual, localities=localities, spread=spread)
 
 
 def _classify(

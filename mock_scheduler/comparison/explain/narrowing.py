@@ -63,9 +63,14 @@ def count_bits(tensor: torch.Tensor) -> int | None:
     # Copies of a few numbers, such as ratios of 1, are short by themselves.
     if len(torch.unique(values[:NARROWED_SAMPLE])) < FEWEST_ELEMENTS:
         return None
-    mantissas = view_as_bits(values).numpy() & ((1 << stored) - 1)
+    return used_bits(values)
+
+
+def used_bits(tensor: torch.Tensor) -> int:
+    """Counts the bits of mantissa down to the lowest one that any element has; ``tensor``: floating point."""
+    stored = stored_bits(tensor.dtype)
+    mantissas = view_as_bits(tensor.reshape(-1)).numpy() & ((1 << stored) - 1)
     together = int(np.bitwise_or.reduce(mantissas))
-    # The lowest bit that any element has.
     return stored - (together & -together).bit_length() + 1 if together else 0
 
 

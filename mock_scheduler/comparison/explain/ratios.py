@@ -204,6 +204,8 @@ def name_factor(value: float, layout: Mapping[str, float], *, closeness: float =
     known = {name: float(number) for name, number in layout.items() if number > 0 and number != 1}
     # A loss or a gradient may be scaled by √n where variances are averaged over n.
     roots = {f"√{name}": math.sqrt(number) for name, number in known.items()}
+    # The root of 4 rows is 2, as nearly every mistake by a factor is.
+    roots = {name: root for name, root in roots.items() if not root.is_integer()}
     for candidates in (_with_inverses(known), _with_inverses(roots), _products(known)):
         errors = {name: abs(value / number - 1.0) for name, number in candidates.items()}
         # Simple numbers first: a product of two fits nearly anything.

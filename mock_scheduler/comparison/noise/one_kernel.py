@@ -6,11 +6,15 @@ values on the way, to its own precision. So with the unit roundoff u of that pre
 
 - *size*: ``||a - b|| / ||a||`` is at most a few u;
 - *element*: no element is further away than a few u of its own size, or of a large element's, whichever is larger;
-- *scale*: ``<a, b> / <a, a>`` is 1 but for the mean of independent roundings;
+- *scale*: ``<a, b> / <a, a>`` is 1 but for the mean of independent roundings; and less far from 1 where nearly all
+  rows, and all columns, are moved to the same side, as by a factor near 1 and never by rounding;
+- *rows*: a kernel of less than float32 rounds all tokens; where it moves many elements of some tokens, it leaves no
+  others, and no piece of another rank, as they are (*piece*);
 - *choice*: experts chosen by equal scores and biases are the same;
 - *update*: parameters and moments are made in float32 of equal gradients, so their change is equal but for rounding.
 
-The norm of the gradients is added in float32 too.
+The norm of the gradients is added in float32 too. Whatever the forward pass makes in float32 inside of a model of
+bfloat16 (a router, log-probabilities, the loss) is held to float32, as the mantissas of the baseline show it.
 
 Contract: pure. A tensor without figures (level ``sketch``) is judged by its size alone.
 """
@@ -25,15 +29,25 @@ from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (
     FEWEST_ELEMENTS,
     KERNEL_ACCUMULATION,
+    KERNEL_DENSITY,
+    KERNEL_EQUAL_ROWS,
+    KERNEL_EVIDENCE,
     KERNEL_LARGE_ELEMENT,
     KERNEL_ROUNDINGS,
+    KERNEL_ROWS,
+    KERNEL_SHARED,
     KERNEL_UPDATE,
     LARGEST_Z,
 )
+from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase
 from mock_scheduler.trace.names import is_choice
 
-KernelTest = Literal["size", "element", "scale", "choice", "update"]
+#: Whose own bits are those of the kernel that made them; gradients are sums of narrower numbers.
+_FORWARD_KINDS: frozenset[TraceKind] = frozenset({"advantage", "activation", "router", "logits", "output", "loss"})
+_BY_TOKEN: frozenset[TraceKind] = frozenset({"activation", "logits", "activation_gradient"})
+
+KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +72,17 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
         return _beyond("update", item.relative if item.low is None else item.low, KERNEL_UPDATE)
     # The norm of all gradients is added in float32, whatever the model computes in.
     is_norm = PHASES[item.key.kind] is Phase.NORM
+    unit = _own_unit(item, unit)
     least = KERNEL_ACCUMULATION if is_norm else max(KERNEL_ROUNDINGS * unit, KERNEL_ACCUMULATION)
     size = _beyond("size", item.relative if item.low is None else item.low, least)
-    return size or _judge_elements(item, least) or _judge_scale(item, unit)
+    return size or _judge_elements(item, least) or _judge_scale(item, unit) or _judge_spread(item, unit)
+
+
+def _own_unit(item: TensorDifference, unit: float) -> float:
+    """Returns the unit of what the forward pass makes by the bits of its numbers; else the run's."""
+    if item.key.kind not in _FORWARD_KINDS or item.spread is None:
+        return unit
+    return min(unit, 2.0 ** -(item.spread.num_bits + 1))
 
 
 def _judge_elements(item: TensorDifference, least: float) -> KernelExcess | None:
@@ -80,7 +102,33 @@ def _judge_scale(item: TensorDifference, unit: float) -> KernelExcess | None:
         return None
     # The elements of a row share roundings, so that about the root of all elements round by themselves.
     limit = max(LARGEST_Z * unit / math.sqrt(math.sqrt(figures.num_elements)), KERNEL_ACCUMULATION)
+    if item.spread is not None and item.spread.direction_z > LARGEST_Z:
+        limit = KERNEL_ACCUMULATION
     return _beyond("scale", abs(figures.slope - 1.0), limit)
+
+
+def _judge_spread(item: TensorDifference, unit: float) -> KernelExcess | None:
+    """Judges whether some tokens, or the pieces of some ranks, were computed otherwise and others were not."""
+    spread = item.spread
+    # In float32 another order of a few sums, as of the last tile, moves many elements of its rows by a unit.
+    is_by_token = item.key.kind in _BY_TOKEN
+    if spread is None or not is_by_token or unit < KERNEL_ACCUMULATION or spread.density < KERNEL_DENSITY:
+        return None
+    num_other = spread.num_rows - spread.num_equal_rows
+    if spread.num_equal_parts and num_other >= KERNEL_ROWS:
+        return KernelExcess(test="piece", value=spread.num_equal_parts / spread.num_parts, limit=0.0)
+    share = spread.num_equal_rows / spread.num_rows
+    # Elements of a row share roundings: so many fewer of them round on their own.
+    by_chance = (1.0 - spread.density) ** (spread.row_size / KERNEL_SHARED)
+    if share < KERNEL_EQUAL_ROWS or by_chance >= share:
+        return None
+    # The chance of so many equal rows is below exp(-rows * divergence): Chernoff's bound of a binomial's tail.
+    divergence = share * math.log(share / max(by_chance, math.ulp(0.0)))
+    if share < 1.0:
+        divergence += (1.0 - share) * math.log((1.0 - share) / (1.0 - by_chance))
+    if spread.num_rows * divergence <= KERNEL_EVIDENCE:
+        return None
+    return KernelExcess(test="rows", value=share, limit=by_chance)
 
 
 def _beyond(test: KernelTest, value: float, limit: float) -> KernelExcess | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mock_scheduler.comparison.bounds.bounds import Bounds, StatedBounds, UniformBounds, WideBounds
+from mock_scheduler.comparison.bounds.bounds import Bounds, OtherCodeBounds, StatedBounds, UniformBounds, WideBounds
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import Pool
 from mock_scheduler.comparison.noise.suspicions import (
@@ -40,6 +40,8 @@ def describe_bounds_level(bounds: Bounds) -> str:
             return f"the noise of {count_of(count, 'perturbed run')}"
         case TheoryBounds():
             return "uncalibrated bounds of theory"
+        case OtherCodeBounds(inner=inner):
+            return describe_bounds_level(inner)
         case WideBounds(inner=inner):
             return f"{describe_bounds_level(inner)}, made smaller for float64"
         case StatedBounds(otherwise=otherwise):
@@ -62,6 +64,8 @@ def describe_bounds(bounds: Bounds) -> str:
             return _describe_noise(bounds)
         case TheoryBounds():
             return _describe_theory(bounds)
+        case OtherCodeBounds(inner=inner):
+            return f"{describe_bounds(inner)} Other code may round an update by the spacing of the parameter's numbers."
         case WideBounds(inner=inner, factor=factor):
             return f"{1 / factor:.1e} times less than: {describe_bounds(inner)}"
         case StatedBounds():
@@ -77,7 +81,7 @@ def describe_bounds_advice(bounds: Bounds, *, is_by_content: bool = False) -> st
     match bounds:
         case TheoryBounds():
             return _CALIBRATE.format(how="on the same rows" if is_by_content else "replaying its recording")
-        case WideBounds(inner=inner):
+        case WideBounds(inner=inner) | OtherCodeBounds(inner=inner):
             return describe_bounds_advice(inner, is_by_content=is_by_content)
         case StatedBounds(states_all=False, otherwise=otherwise):
             return describe_bounds_advice(otherwise, is_by_content=is_by_content)

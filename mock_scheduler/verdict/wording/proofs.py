@@ -129,6 +129,8 @@ _EXCESS: Mapping[KernelTest, str] = {
     "size": "it differs by {value:.1e} of its size, and one kernel's rounding by {limit:.1e} at most",
     "element": "an element differs by {value:.1e} of its size, and one kernel's rounding by {limit:.1e} at most",
     "scale": "its scale differs by {value:.1e}, and by rounding it does by {limit:.1e} at most",
+    "rows": "{value:.0%} of its tokens are equal while others are not, and by rounding {limit:.1e} would be",
+    "piece": "{value:.0%} of the ranks' pieces of every token are equal while others are not, which no rounding makes",
     "choice": "equal scores and biases chose other experts",
     "update": "its change by the update differs by {value:.1e} of its size, and by rounding it does by {limit:.1e} at "
     "most",

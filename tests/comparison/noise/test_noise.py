@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.comparison.bounds.bounds import OtherCodeBounds, UniformBounds
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
+from mock_scheduler.comparison.measure.distance import compare_updates
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.files import NOISE_FILE, find_noise, load_noise, save_noise
 from mock_scheduler.comparison.noise.judging import Series, measure_drift
@@ -303,3 +305,30 @@ def test_noise_comes_back_from_its_file_and_is_found_beside_its_own_baseline_onl
     assert find_noise(baseline) == noise
     other = write(tmp_path / "other", *noisy(7))
     assert find_noise(other) is None
+
+
+def test_an_update_of_other_code_may_be_rounded_when_it_is_stored() -> None:
+    """AdamW written out with another association moved parameters by a last place, which noise has nothing of."""
+    generator = torch.Generator().manual_seed(11)
+    before = torch.randn(64, 64, generator=generator)
+    change = 2.5e-4 * torch.randn(64, 64, generator=generator).sign()
+    after = before + change
+    other = (before.double() + change.double() * (1 + 2.0**-23)).float()
+    moved = torch.rand(64, 64, generator=generator) < 0.3
+    other = torch.where(moved, other.nextafter(torch.full_like(other, torch.inf)), other)
+    parameter = TraceKey(step=0, update=0, kind="parameter", name="w")
+    inner = UniformBounds(is_exact=True)
+    relative = []
+    for limits in (inner, OtherCodeBounds(inner=inner)):
+        found = compare_updates(
+            parameter,
+            before=(before, before),
+            after=(after, other),
+            gradients=None,
+            significant=1.0,
+            bound=limits.tensor(parameter),
+        )
+        relative.append((found.exceeds, found.relative))
+    assert relative == [(True, pytest.approx(1.4e-4, rel=0.5)), (False, pytest.approx(1.4e-4, rel=0.5))]
+    gradient = TraceKey(step=0, update=0, kind="gradient", name="w")
+    assert OtherCodeBounds(inner=inner).tensor(gradient) == inner.tensor(gradient)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
+from mock_scheduler.comparison.explain.spread import measure_spread
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess, find_kernel_excess
 from mock_scheduler.comparison.tensors import Figures, TensorDifference, WorstElement
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
@@ -14,7 +15,12 @@ FLOAT32 = UNIT_ROUNDOFFS["float32"]
 
 
 def difference(
-    baseline: torch.Tensor, candidate: torch.Tensor, *, kind: TraceKind = "activation", name: str = "decoder.layers.0"
+    baseline: torch.Tensor,
+    candidate: torch.Tensor,
+    *,
+    kind: TraceKind = "activation",
+    name: str = "decoder.layers.0",
+    pieces: tuple[int, ...] = (),
 ) -> TensorDifference:
     """The comparison of two whole tensors, with its figures."""
     a, b = baseline.double().flatten(), candidate.double().flatten()
@@ -40,6 +46,7 @@ def difference(
         tolerance=UNBOUNDED.tensor(TraceKey(step=0, update=0, kind=kind, name=name)).relative,
         size=float(a.norm()),
         figures=figures,
+        spread=measure_spread(baseline, candidate, boundaries={1: pieces}),
     )
 
 
@@ -102,6 +109,67 @@ def test_a_wrong_value_stands_out_of_bfloat16(hidden: torch.Tensor, change: obje
     assert isinstance(excess, KernelExcess)
     assert excess.test == test
     assert excess.value > excess.limit
+
+
+def test_a_factor_that_bfloat16_hardly_shows_has_a_direction(hidden: torch.Tensor) -> None:
+    excess = find_kernel_excess(difference(hidden, (hidden.float() * 0.9978).bfloat16()), unit=BFLOAT16)
+    assert excess is not None
+    assert (excess.test, excess.limit) == ("scale", 2.0**-14)
+
+
+def _one_token_larger(values: torch.Tensor) -> torch.Tensor:
+    values[17] = values[17] * 1.01
+    return values
+
+
+def _second_half(values: torch.Tensor) -> torch.Tensor:
+    values[150:] = rounded_otherwise(values[150:])
+    return values
+
+
+@pytest.mark.parametrize(("change", "value"), [(_one_token_larger, 299 / 300), (_second_half, 0.5)])
+def test_tokens_that_another_kernel_left_as_they_are_stand_out(
+    hidden: torch.Tensor, change: object, value: float
+) -> None:
+    """One token of 300, and the tokens of one of two ranks, by no more than one unit each."""
+    assert callable(change)
+    excess = find_kernel_excess(difference(hidden, change(hidden.clone())), unit=BFLOAT16)
+    assert excess is not None
+    assert (excess.test, excess.value) == ("rows", pytest.approx(value))
+
+
+def test_a_few_first_tokens_that_nothing_rounds_do_not(hidden: torch.Tensor) -> None:
+    """A token that attends to itself alone is equal in every kernel: one in five of short sequences."""
+    changed = rounded_otherwise(hidden)
+    changed[::5] = hidden[::5]
+    assert find_kernel_excess(difference(hidden, changed), unit=BFLOAT16) is None
+
+
+def test_sums_of_another_tile_in_float32_do_not(hidden: torch.Tensor) -> None:
+    """Half of the rows are added in another order: by a unit of float32, and in the numbers of bfloat16 hardly any."""
+    half = hidden.float()
+    half[150:] = half[150:] * (1 + 2.0**-23)
+    assert find_kernel_excess(difference(hidden.float(), half), unit=FLOAT32) is None
+
+
+def test_one_rank_alone_stands_out(hidden: torch.Tensor) -> None:
+    """A head of tp rank 1: no kernel rounds the heads of one rank and none of another's."""
+    changed = hidden.clone()
+    changed[:, 48:] = rounded_otherwise(hidden)[:, 48:]
+    assert find_kernel_excess(difference(hidden, changed), unit=BFLOAT16) is None  # nobody knows of ranks
+    excess = find_kernel_excess(difference(hidden, changed, pieces=(0, 32)), unit=BFLOAT16)
+    assert excess == KernelExcess(test="piece", value=0.5, limit=0.0)
+
+
+def test_what_is_made_in_float32_behind_a_model_of_bfloat16_is_held_to_float32(hidden: torch.Tensor) -> None:
+    """Another temperature moved log-probabilities by less than bfloat16 rounds, and nothing of theirs is bfloat16."""
+    logprobs = -hidden.float().abs().flatten()[:100] * 1.1
+    excess = find_kernel_excess(difference(logprobs, logprobs * 1.002, kind="output", name="logprobs"), unit=BFLOAT16)
+    assert excess is not None
+    assert (excess.test, excess.limit) == ("size", 2.0**-14)
+    narrow = logprobs.bfloat16().float()
+    other = rounded_otherwise(narrow.bfloat16()).float()
+    assert find_kernel_excess(difference(narrow, other, kind="output", name="logprobs"), unit=BFLOAT16) is None
 
 
 def test_sums_of_float32_that_cancel_are_rounding_and_ten_bits_are_not() -> None:

@@ -110,7 +110,7 @@ def test_a_divergence_has_its_tensors_with_bounds_and_its_place(view: AlignmentV
         ("where", f"step 1, update 0, backward: {WRONG}"),
         (
             "cause",
-            "decoder.layers.1.mlp (activation gradient): candidate is 2.000 times the baseline: √rows; all before it "
+            "decoder.layers.1.mlp (activation gradient): candidate is 2.000 times the baseline; all before it "
             "is equal, and with the reference's tensor in its place 1 tensor behind it is",
         ),
         (
