@@ -28,7 +28,13 @@ from mock_scheduler.alignment.extract.folder import (
     needed_flag,
     write_script,
 )
-from mock_scheduler.alignment.extract.source import find_candidate, find_change, open_recording, read_result
+from mock_scheduler.alignment.extract.source import (
+    find_candidate,
+    find_change,
+    open_recording,
+    read_result,
+    recording_elsewhere,
+)
 from mock_scheduler.command_program.loading import build_loader
 from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
@@ -137,8 +143,9 @@ def read_diverged_command(
     refuse_stored_code(stored, named, use=use, is_allowed=run_stored_code)
     baseline = build_loader(stored.stem, stored.parent)(())
     sources = ", ".join(own_config(baseline).sources)
-    copied = [] if is_mine else [StoredCode(kind="files to copy", key="sources", value=sources, use=Use.LOAD)]
-    used = refuse_stored_code(stored, [*named, *copied], use=use, is_allowed=run_stored_code)
+    copied = [StoredCode(kind="files to copy", key="sources", value=sources, use=Use.LOAD)]
+    copied += [] if baseline.rollout_mock is None else recording_elsewhere(result, align_dir)
+    used = refuse_stored_code(stored, [] if is_mine else [*named, *copied], use=use, is_allowed=run_stored_code)
     batches = load_batches(align_dir / BASELINE_NAME)
     place = found.first_divergence.step if found.first_divergence is not None else None
     wanted = place if step is None else step

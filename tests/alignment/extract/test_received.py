@@ -140,6 +140,18 @@ def test_a_recording_and_a_checkpoint_elsewhere_are_asked_for(
     ]
 
 
+def test_an_empty_folder_stands_for_no_recording(alignment: Alignment, capsys: pytest.CaptureFixture[str]) -> None:
+    """The private recording that align.json named beside it was copied into the folder that is made to be sent on."""
+    alignment.write()
+    elsewhere = alignment.folder / "mine"
+    (alignment.root / "recording").rename(elsewhere)
+    (alignment.root / "recording" / "train").mkdir(parents=True)
+    path = alignment.root / "align.json"
+    path.write_text(path.read_text().replace(str(alignment.root / "recording"), str(elsewhere)))
+    refused(alignment, "--no-check")
+    assert f"    - recording: recording_dir of align.json = '{elsewhere}'\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["align.json", "baseline/config.yaml", "change", "recording"])
 def test_a_link_out_of_the_alignment_is_not_followed(
     alignment: Alignment, name: str, capsys: pytest.CaptureFixture[str]
