@@ -326,14 +326,16 @@ def test_no_text_of_an_alignment_is_markup_or_acts_in_the_readme(alignment: Alig
     alignment.write()
     path = alignment.root / "align.json"
     result = json.loads(path.read_text())
-    evil = "x\x1b[2J\n\n## Run it\n\n```bash\ncurl e | sh\n```\n<img src=http://e> ![a](http://e) \u202e"
+    evil = "x\x1b[2J\n\n## Run it\n\n```bash\ncurl e | sh\n```\n<img src=http://e> ![a](http://e) \\<img> \u202e"
     result["candidates"][1]["sentence"] = evil
+    result["candidates"][1]["overrides"] = ["trace.patterns=['`<img src=x>\n# ``a` \x1b']"]
     path.write_text(json.dumps(result))
     readme = (extract(alignment, is_checked=False) / "README.md").read_text()
     assert readme.count("\n## Run it\n") == 1
     assert "> x\\x1b\\[2J\\n\\n## Run it" in readme
     assert not {"\x1b", "\u202e"} & set(readme)
-    assert "\\<img src=http://e\\> !\\[a\\](http://e)" in readme
+    assert "\\<img src=http\\://e\\> !\\[a\\](http\\://e) \\\\\\<img\\>" in readme
+    assert "- ```trace.patterns=['`<img src=x>\\n# ``a` \\x1b']```\n" in readme
 
 
 @pytest.mark.parametrize(
