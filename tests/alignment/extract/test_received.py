@@ -177,6 +177,18 @@ def test_no_link_of_a_checkpoint_is_followed_out(
     assert "links are not followed out of a folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("state", [{"next_step": 2}, {"next_step": 2, "fixed": []}, {"next_step": 2, "digest": "0"}])
+def test_a_forged_checkpoint_is_one_clear_error(
+    alignment: Alignment, state: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    alignment.write(step=2)
+    write_checkpoint(alignment, 2)
+    path = alignment.root / "baseline/checkpoints/step_000002/run_state.json"
+    path.write_text(json.dumps(state))
+    refused(alignment, "--no-check")
+    assert f"the checkpoint {path.parent} cannot be used: run_state.json" in capsys.readouterr().err
+
+
 def test_a_link_within_the_alignment_is_copied_as_its_file(alignment: Alignment) -> None:
     alignment.write(step=2)
     write_checkpoint(alignment, 2)
