@@ -19,6 +19,7 @@
     ├── ForeignFileError(OSError)             a file of another party that must not be opened, or is too large
     ├── ServiceError(OSError)                 a training service that does not answer, or refuses
     └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
+        └── UnwrittenError                    a page or a file of a result that cannot be written
 
 Each carries its whole message as its only argument, so it stays picklable, and an exit code for the command line. No
 message repeats a password: each goes through ``redact``.
@@ -171,3 +172,9 @@ class AlignmentError(MockSchedulerError, RuntimeError):
     """An alignment run could not be carried out; where its baseline failed, with the baseline's exit code."""
 
     exit_code: int = ExitCode.INCOMPARABLE
+
+
+class UnwrittenError(AlignmentError):
+    """A page or a file of a result cannot be written, which is no verdict."""
+
+    exit_code: int = ExitCode.USAGE

@@ -13,7 +13,7 @@ from pathlib import Path
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.program import Dimension, Plain, ReducedBatch, ReducedWorkload, RunConfig, halvings
 from mock_scheduler.support.files import load_json_object, save_json
-from mock_scheduler.support.foreign_files import copy_folder
+from mock_scheduler.support.foreign_files import copy_folder, read_bytes
 from pipelines.config.schema import PipelineConfig
 
 _GROUPS, _GROUP_SIZE = "train_env_manager.num_env_groups", "train_env_manager.group_size"
@@ -103,7 +103,7 @@ class PipelineReductions:
         if not path.is_file():
             return None
         try:
-            step = load_json_object(path).get("next_step")
+            step = load_json_object(path, inside=checkpoint).get("next_step")
         except (OSError, ValueError) as error:
             raise ConfigError(f"the checkpoint {checkpoint} cannot be used: {path.name} {error}") from error
         if not isinstance(step, int):
@@ -121,10 +121,12 @@ class PipelineReductions:
 
         copy_folder(origin, target, root=root)
         path = target / _RUN_STATE_FILE
-        state = load_json_object(path)
-        is_sealed = "digest" in state
         try:
-            state = open_sealed(path.read_bytes()) if is_sealed else state
+            state = load_json_object(path)
+            is_sealed = "digest" in state
+            state = open_sealed(read_bytes(path)) if is_sealed else state
+            if not isinstance(state.get("fixed"), dict):
+                raise ValueError("has no settings in fixed")
         except ValueError as error:
             raise ConfigError(f"the checkpoint {origin} cannot be used: {path.name} {error}") from error
         state["fixed"] |= {key: batch.values[key] for key in _BATCH_KEYS if key in batch.values}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mock_scheduler
 from tests.fuzz.folders import (
     EVIL,
     FAKE,
@@ -130,6 +131,24 @@ def test_on_a_terminal_only_our_own_styles_act(copy: Path, monkeypatch: pytest.M
     own = re.compile(r"\x1b\[[0-9;]*m")
     assert own.search(printed.out)
     Printed(code=printed.code, out=own.sub("", printed.out), err=own.sub("", printed.err)).check()
+
+
+def test_a_verdict_that_python_prints_acts_on_no_terminal(copy: Path) -> None:
+    """``print(verdict)`` and a test that fails write to a terminal too."""
+    step = "rec/train/step_000000.safetensors"
+    change_document(copy / step, lambda document: poison(document, [("content", "scheduler_ids", 0)]))
+    verdict = mock_scheduler.compare(copy / "rec", copy / "other")
+    for text in (str(verdict), repr(verdict), verdict.describe(), str(verdict.first)):
+        Printed(code=1, out=text, err="").check()
+    assert "\\x1b" in str(verdict)
+
+
+def test_a_key_of_a_configuration_begins_no_line(copy: Path) -> None:
+    path = copy / "align/baseline/config.yaml"
+    path.write_text(f"{path.read_text()}{json.dumps(EVIL)}: 1\n")
+    printed = command("extract", copy / "align", "tp2", "-o", copy / "out", "--no-check")
+    printed.check()
+    assert "unknown key" in printed.err
 
 
 def test_letters_of_every_language_are_shown_as_they_are(copy: Path) -> None:

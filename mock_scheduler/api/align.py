@@ -30,6 +30,7 @@ from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import ALIGN_FILE
+from mock_scheduler.support.text import printable
 from mock_scheduler.verdict.consequence.figures import CONSEQUENCE_KINDS
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, ComparisonResult
 from mock_scheduler.verdict.wording.verdicts import describe_proved_by
@@ -91,7 +92,7 @@ class Alignment:
         write_junit(self.view, Path(path))
 
     def __str__(self) -> str:
-        return str(self.result)
+        return printable(str(self.result))
 
     def _repr_html_(self) -> str:
         return render_summary(

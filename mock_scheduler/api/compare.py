@@ -90,7 +90,7 @@ class Verdict(facts.Verdict):
 
     def __str__(self) -> str:
         """One line: the kind, and the headline."""
-        return f"{self.kind.value}: {self.headline}"
+        return printable(f"{self.kind.value}: {self.headline}")
 
     def _repr_html_(self) -> str:
         smallest = describe_smallest_error(self)

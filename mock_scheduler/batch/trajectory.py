@@ -6,7 +6,7 @@ trajectory and the trajectories of a group are told here, and nowhere else.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ TrajectoryKey: TypeAlias = "tuple[str, int, int, int]"
 GroupKey: TypeAlias = "tuple[str, int, int]"
 
 _INT64_MAX = 2**63 - 1
+_MAX_FLOAT = sys.float_info.max
 
 
 class Termination(IntEnum):
@@ -131,8 +132,8 @@ class SamplingParams:
     """How the tokens were sampled: softmax(logits / temperature), then top-k (0 is off), then top-p (1.0 is off).
 
     ``logprobs_mode``: ``processed`` logprobs are of the sampled distribution, ``raw`` ones of the logits.
-    Raises ``BatchError`` listing every infinite value, every NaN, and every value of another type (a NumPy scalar too:
-    it would come back as a plain number).
+    Raises ``BatchError`` listing every temperature that is not 0 or more, every top_p that is not 0 to 1, and every
+    value of another type (a NumPy scalar too: it would come back as a plain number).
     """
 
     temperature: float
@@ -142,9 +143,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value!r}; expected a finite float or int"
-            for name, value in (("temperature", self.temperature), ("top_p", self.top_p))
-            if type(value) not in (float, int) or not math.isfinite(value)
+            f"{name} is {value!r}; expected a {words}"
+            for name, value, most, words in (
+                ("temperature", self.temperature, _MAX_FLOAT, "finite float or int of 0 or more"),
+                ("top_p", self.top_p, 1.0, "float or int of 0 to 1"),
+            )
+            if type(value) not in (float, int) or not 0 <= value <= most
         ]
         if type(self.top_k) is not int:
             problems.append(f"top_k is {self.top_k!r}; expected an int")

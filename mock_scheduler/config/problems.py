@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from mock_scheduler.config.base import is_union_tag
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, printable
 
 Problem = tuple[str, str]
 """A dotted key, or ``""``, and what is wrong with it."""
@@ -74,7 +74,8 @@ def raise_problems(
     for key, text in problems[:MAX_LISTED]:
         given = source_of(key) if key else None
         source = f" (given as {given!r})" if given else ""
-        lines.append(f"  - {f'{key}: ' if key else ''}{text}{source}".replace("\n", "\n  "))
+        # A key is a text of the file too: a line break in it begins no line.
+        lines.append(f"  - {f'{printable(key)}: ' if key else ''}{text}{source}".replace("\n", "\n  "))
     if len(problems) > MAX_LISTED:
         lines.append(f"  - and {len(problems) - MAX_LISTED:,} more")
     raise ConfigError("\n".join(lines))
@@ -121,7 +122,7 @@ def _describe_unknown_key(path: _KeyPath, model: type[BaseModel], section: str) 
     nearest = _nearest_key(path, model, section)
     hint = f"; nearest known key: {nearest}" if nearest else ""
     known = ", ".join(sorted(_section_fields(path[:-1], model)))
-    return f"unknown key{hint}; known keys of {parent or 'the top level'}: {known}"
+    return f"unknown key{hint}; known keys of {printable(parent) or 'the top level'}: {known}"
 
 
 def _nearest_key(path: _KeyPath, model: type[BaseModel], section: str) -> str | None:

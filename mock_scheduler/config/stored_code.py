@@ -65,6 +65,8 @@ _PACKAGE = re.compile(r"@\s*package")
 # A setting chooses between known ways; a path or a plug-in's name lets the process load a file.
 _PLAIN_VALUE = re.compile(r"[\w.,:^=+ -]*")
 _PLACES = ("_DIR", "_FILE")
+# The interface on which NCCL listens, without asking for a key; only the loopback one is nobody else's.
+_INTERFACE, _OWN_INTERFACES = "_SOCKET_IFNAME", ("lo", "=lo", "lo0", "=lo0")
 _MAX_SHOWN = 2000
 # An interpolation; behind an odd number of backslashes it is a plain text.
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
@@ -285,7 +287,8 @@ class _Finder:
     def _is_setting(self, name: str, value: object) -> bool:
         is_plain = isinstance(value, str | int) and _PLAIN_VALUE.fullmatch(str(value)) is not None
         is_choice = not name.endswith(("_PLUGIN", *_PLACES)) or value in ("", "none")
-        return name in self.settings and is_plain and is_choice
+        is_private = not name.endswith(_INTERFACE) or value in _OWN_INTERFACES
+        return name in self.settings and is_plain and is_choice and is_private
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - Hydra's values

@@ -1,10 +1,10 @@
 """Renders a report as one HTML page out of templates, and writes it whole or not at all; its figures share one look.
 
 Contract: every page is a template on top of ``base.html`` or, with figures of plotly in it, of ``figures.html``; Python
-gives it plain values alone. Jinja escapes every value, and refuses an unknown name. A page opens offline: style,
-scripts and figures lie in it, and its Content-Security-Policy forbids every request. A figure is plotly's JSON with the
-``id`` of its element. A colour is the name of one of the page's palette, as ``theme:ink``. Texts are plain; of several
-lines, the first is bold. No value is NaN or infinite.
+gives it plain values alone. Jinja escapes every value, writes out each character that turns or hides a text, and
+refuses an unknown name. A page opens offline: style, scripts and figures lie in it, and its Content-Security-Policy
+forbids every request. A figure is plotly's JSON with the ``id`` of its element. A colour is the name of one of the
+page's palette, as ``theme:ink``. Texts are plain; of several lines, the first is bold. No value is NaN or infinite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plotly.offline import get_plotlyjs
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import written_aside
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, printable_lines
 
 _Item = TypeVar("_Item")
 
@@ -108,6 +108,7 @@ def _environment(package: str) -> Environment:
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader(_SHARED)]),
         autoescape=True,
+        finalize=_write_out,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -129,9 +130,14 @@ def _load_palette(environment: Environment) -> Mapping[str, Mapping[str, str]]:
     return palette
 
 
+def _write_out(value: object) -> object:
+    """Writes out the characters that turn or hide a text; what Jinja made itself stays."""
+    return printable_lines(value) if type(value) is str else value
+
+
 def _escape_texts(value: JSON) -> JSON:
     if isinstance(value, str):
-        return str(escape(value))
+        return str(escape(printable_lines(value)))
     if isinstance(value, list):
         return [_escape_texts(item) for item in value]
     if isinstance(value, dict):

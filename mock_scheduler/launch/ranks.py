@@ -190,7 +190,9 @@ def _supervise(running: dict[int, int], rendezvous: _Rendezvous, told_to: Path) 
         shutil.rmtree(rendezvous.folder, ignore_errors=True)
     if supervision.ended_by is not None:
         return meant_exit_code(-int(supervision.ended_by))
-    return report_failed_ranks(supervision.failures, told_to) if supervision.failures else 0
+    if not supervision.failures:
+        return 0
+    return report_failed_ranks(supervision.failures, told_to, started_s=supervision.started_s)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from mock_scheduler.support.processes import (
     describe_signal,
     find_culprit,
     meant_exit_code,
+    read_stated_error,
     write_signal_error,
 )
 from mock_scheduler.support.terminal_streams import print_message
@@ -54,9 +55,11 @@ class Supervision:
     """Waits for ranks. ``running``: their global ranks by process id.
 
     After ``wait``: ``failures`` in the order of notice, and ``ended_by``, the signal that asked for the end.
+    ``started_s``: when it began, in seconds since the epoch.
     """
 
     running: dict[int, int]
+    started_s: float = field(default_factory=time.time)
     failures: list[RankExit] = field(default_factory=list)
     ended_by: signal.Signals | None = None
     _ask_at_s: float | None = None
@@ -178,8 +181,14 @@ def _send(process_ids: Mapping[int, int] | set[int], which: signal.Signals) -> N
         os.kill(process_id, which)
 
 
-def report_failed_ranks(failures: Sequence[RankExit], told_to: Path) -> int:
-    """Names a rank ended by a signal, where it is the cause; returns the exit code of the cause."""
+def report_failed_ranks(failures: Sequence[RankExit], told_to: Path, *, started_s: float) -> int:
+    """Names a rank ended by a signal, where it is the cause; returns the exit code of the cause.
+
+    ``started_s``: of the run, in seconds since the epoch; an older ``error.json`` is another run's.
+    """
+    stated = read_stated_error(told_to, since_s=started_s)
+    # A rank that had said why may be asked to end before it has: a peer that lost it can be the faster one.
+    failures = [stated if stated and stated.global_rank == failure.global_rank else failure for failure in failures]
     culprit = find_culprit(failures)
     if culprit.code < 0:
         message = f"rank {culprit.global_rank} was ended by {describe_signal(culprit.code)}"

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mock_scheduler.errors import AlignmentError
+from mock_scheduler.errors import UnwrittenError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json, ledger_to_json
 from mock_scheduler.report.recording.diff import differences_to_json
@@ -134,4 +134,4 @@ def _save(content: Mapping[str, JSON], path: Path) -> None:
     try:
         save_json(path, content, sort_keys=False)
     except OSError as error:
-        raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
+        raise UnwrittenError(f"{path} cannot be written: {error.strerror}") from error

@@ -153,6 +153,20 @@ def write_signal_error(output_dir: Path, message: str, *, code: int, global_rank
     return None
 
 
+def read_stated_error(output_dir: Path, *, since_s: float) -> RankExit | None:
+    """Read which rank said why the run failed, with its code; ``None`` where none has since ``since_s``."""
+    path = output_dir / ERROR_FILE
+    try:
+        written_s = path.stat().st_mtime
+        content = load_json_object(path)
+    except (OSError, ValueError):  # nobody has said anything, or ``output_dir`` is the plan of a session
+        return None
+    global_rank, code = content.get("global_rank"), content.get("exit_code")
+    if written_s < since_s or type(global_rank) is not int or type(code) is not int or not 0 < code < 256:
+        return None
+    return RankExit(global_rank=global_rank, code=code, noticed_s=int(written_s))
+
+
 def remove_left_service_file(output_dir: Path) -> None:
     """Remove the file of a training service whose process ended without doing so; that of a running one stays."""
     path = output_dir / SERVICE_FILE

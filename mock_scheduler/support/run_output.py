@@ -8,9 +8,11 @@ import errno
 import json
 import logging
 import math
+import os
+import stat
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +30,15 @@ from mock_scheduler.support.files import (
 )
 from mock_scheduler.support.foreign_files import read_raw_lines
 from mock_scheduler.support.run_files import (
+    CODE_FOLDER,
+    CONFIG_FILE,
     ERROR_FILE,
+    LEDGER_FILE,
     METRICS_FILE,
     OPERATIONS_FOLDER,
+    RUN_FILE,
+    START_FILE,
+    START_FOLDER,
     TENSORBOARD_FOLDER,
     TRACE_FOLDER,
 )
@@ -40,6 +48,8 @@ logger = logging.getLogger("mock_scheduler.run")
 
 # Of a disk that is broken or full, and of a process with too many files: no program's fault.
 _DISK_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE})
+_FILES = (CONFIG_FILE, METRICS_FILE, LEDGER_FILE, RUN_FILE, START_FILE, ERROR_FILE)
+_FOLDERS = (CODE_FOLDER, TRACE_FOLDER, START_FOLDER, OPERATIONS_FOLDER, TENSORBOARD_FOLDER)
 _CONTINUE = ", or continue that run with resume_from_checkpoint"
 
 
@@ -169,19 +179,37 @@ def prepare_output_dir(output_dir: Path, *, resume: bool, advice: str = _CONTINU
     advice: the user's further way out, which ends the message.
 
     Raises:
-        ConfigError: the folder holds the metrics of another run, or cannot be made or written.
+        ConfigError: the folder holds the metrics of another run, cannot be made or written, or has a pipe, a device, a
+            folder or a file in the place of what the run writes.
     """
-    if (output_dir / METRICS_FILE).exists() and not resume:
+    if os.path.lexists(output_dir / METRICS_FILE) and not resume:
         raise ConfigError(
             f"output_dir {output_dir} holds the metrics of another run; choose another output_dir, remove the folder"
             f"{advice}"
         )
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(output_dir, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        in_the_way = [
+            *(output_dir / name for name in _FILES if _is_other(output_dir / name, stat.S_ISREG)),
+            *(output_dir / name for name in _FOLDERS if _is_other(output_dir / name, stat.S_ISDIR)),
+        ]
     except OSError as error:
         raise ConfigError(
             f"output_dir {output_dir} cannot be made or written: {error.strerror}; set another output_dir"
         ) from error
+    if in_the_way:
+        named = ", ".join(str(path) for path in in_the_way)
+        raise ConfigError(f"{named}: neither the file nor the folder that a run writes there; remove it")
+
+
+def _is_other(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Says whether something of another kind lies there, links followed."""
+    try:
+        return not is_kind(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def remove_unfinished_files(output_dir: Path) -> None:

@@ -97,7 +97,9 @@ def print_output(text: str) -> None:
     _write(sys.stdout, printable_lines(text))
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # Python's own stream where its descriptor is closed
+        return
     stream.write(f"{encodable(text, stream.encoding or 'utf-8')}\n")
     stream.flush()
 
@@ -138,5 +140,7 @@ def guarded_terminal() -> Iterator[None]:
         sys.stdout, sys.stderr, warnings.showwarning, logging.lastResort = before
 
 
-def _guard(stream: TextIO) -> TextIO:
-    return stream if isinstance(stream, GuardedStream) else GuardedStream(stream)  # type: ignore[return-value]
+def _guard(stream: TextIO | None) -> TextIO:
+    if stream is None or isinstance(stream, GuardedStream):
+        return stream  # type: ignore[return-value]  # None: nobody reads it, and Python prints nothing
+    return GuardedStream(stream)  # type: ignore[return-value]

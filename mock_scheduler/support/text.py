@@ -97,6 +97,23 @@ def _escape_run(match: re.Match[str]) -> str:
     return "".join(escape_character(item) if is_hostile(item) else item for item in match[0])
 
 
+# Also a backslash before a sign, which would take that sign's own away, and what Markdown of GitHub makes a link of.
+_MARKUP = re.compile(r"\\(?=[!-/:-@\[-`{-~])|[<>\[\]&|@]|:(?=//)|(?<=www)\.")
+
+
+def in_prose(text: str) -> str:
+    """Gives a foreign text as one line of Markdown without markup in it: no link, no picture, no HTML."""
+    return _MARKUP.sub(lambda found: f"\\{found[0]}", printable(text))
+
+
+def in_code(text: str) -> str:
+    """Gives a foreign text as a span of code in one line of Markdown, which no text can end."""
+    shown = printable(text)
+    mark = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
+    pad = " " if shown[:1] in ("", "`") or shown.endswith("`") else ""
+    return f"{mark}{pad}{shown}{pad}{mark}"
+
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -21,6 +21,7 @@ from mock_scheduler.comparison.walk.norms import GRADIENT_NORM
 from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
+from mock_scheduler.support.text import printable
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 
@@ -125,8 +126,8 @@ class Divergence:
     def __str__(self) -> str:
         """``gradient of output_layer.weight at step 0, update 0``; ``metric pg_loss at step 3``."""
         if self.kind in TRACE_KINDS:
-            return _certain_key(self).describe()
-        return f"{self.kind} {self.name} at step {self.step}"
+            return printable(_certain_key(self).describe())
+        return printable(f"{self.kind} {self.name} at step {self.step}")
 
 
 def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:

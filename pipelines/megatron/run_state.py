@@ -200,7 +200,7 @@ def read_run_state(folder: Path) -> RunState:
             f"as {{output_dir}}/checkpoints/step_000010"
         )
     try:
-        state = _STATE.load(_open_document(read_bytes(path)))
+        state = _STATE.load(_open_document(read_bytes(path, inside=folder)))
         if not state.files:
             raise ValueError("files is missing")
         return state

@@ -40,7 +40,8 @@ from pipelines.megatron.transformer_config import build_transformer_config, read
 from pipelines.observation import StepObservation
 from pipelines.progress import configure_logging
 from pipelines.service.access import is_loopback
-from pipelines.service.http_front import Answer, Call, Front, listening
+from pipelines.service.http_app import Answer, Call
+from pipelines.service.http_front import Front, listening
 from pipelines.service.order import OutOfOrderError, StepOrder, StepRequest
 from pipelines.service.service import TrainingService
 

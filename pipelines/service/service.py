@@ -1,4 +1,4 @@
-"""Carries out the requests of a training service, on every rank alike; HTTP is in ``http_front``, their order in
+"""Carries out the requests of a training service, on every rank alike; HTTP is in ``http_app``, their order in
 ``order``.
 
 Contract: ``check`` refuses a request before any rank acts on it, so a refused one changes nothing. Every rank makes a

@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import math
 import random
 import struct
 from collections.abc import Sequence
@@ -497,9 +498,20 @@ def test_sampling_holds_plain_finite_numbers() -> None:
     with pytest.raises(BatchError) as caught:
         SamplingParams(temperature=np.float32(1), top_p=float("nan"), top_k=None, logprobs_mode="x")
     assert str(caught.value) == (
-        "sampling: temperature is np.float32(1.0); expected a finite float or int; top_p is nan; expected a finite "
-        "float or int; top_k is None; expected an int; logprobs_mode is 'x'; expected 'processed' or 'raw'"
+        "sampling: temperature is np.float32(1.0); expected a finite float or int of 0 or more; top_p is nan; expected "
+        "a float or int of 0 to 1; top_k is None; expected an int; logprobs_mode is 'x'; expected 'processed' or 'raw'"
     )
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"),
+    [(-1, 1.0), (-1e-9, 1.0), (math.inf, 1.0), (1.0, -1), (1.0, 1.5), pytest.param(10**400, 1, id="huge"), (True, 1)],
+)
+def test_no_tokens_were_sampled_so(temperature: float, top_p: float) -> None:
+    """A training service took datums sampled at temperature -1."""
+    with pytest.raises(BatchError, match=r"^sampling: (temperature|top_p) is "):
+        SamplingParams(temperature=temperature, top_p=top_p, top_k=0, logprobs_mode="processed")
+    assert SamplingParams(temperature=0, top_p=0.0, top_k=-1, logprobs_mode="raw").temperature == 0
 
 
 def test_an_identity_of_no_text_is_refused() -> None:

@@ -137,6 +137,12 @@ def test_every_way_to_name_code_is_found(tmp_path: Path, text: str, expected: li
         ("training_service: {service_file: /s}", ["address: training_service.service_file = '/s'"]),
         ("training_service: {host: 0.0.0.0}", ["address: training_service.host = '0.0.0.0'"]),
         ("training_service: {host: 127.0.0.1, url: null, service_file: null}", []),
+        (
+            "system_envs: {NCCL_SOCKET_IFNAME: eth0}",
+            ["environment: system_envs.NCCL_SOCKET_IFNAME = 'eth0'"],
+        ),
+        ("system_envs: {NCCL_SOCKET_IFNAME: ''}", ["environment: system_envs.NCCL_SOCKET_IFNAME = ''"]),
+        ("system_envs: {NCCL_SOCKET_IFNAME: =lo}", []),
         ("rollout_mock: {dump_dir: s3://bucket/x}", ["address: rollout_mock.dump_dir = 's3://bucket/x'"]),
         ("rollout_mock: {dump_dir: 'reference::x'}", ["address: rollout_mock.dump_dir = 'reference::x'"]),
         ("rollout_mock: {dump_dir: /home/a/recording}", []),

@@ -80,6 +80,15 @@ def test_every_value_is_escaped_and_one_that_is_not_given_is_refused() -> None:
         render_page(SHARED, "base.html", title="", heading="")
 
 
+def test_no_text_is_turned_round_or_hidden() -> None:
+    """A name with an override of direction turned the words behind it round: what a page says was not what it had."""
+    page = render_page(SHARED, "base.html", title="a\u202eb", heading="a\x1b[2J\u200bb", footer="الف\nb")
+    assert [text for text in ("a\\u202eb", "a\\x1b[2J\\u200bb", "الف\nb") if text not in page] == []
+    figure = {"id": "f", "data": [{"name": "a\u2066b"}], "layout": {"height": 2}}
+    page = render_page(SHARED, "figures.html", title="", heading="", footer="", figures=[figure])
+    assert figures_of(page)["f"]["data"] == [{"name": "a\\u2066b"}]
+
+
 def test_the_policy_of_a_page_forbids_every_request() -> None:
     page = render_page(SHARED, "base.html", title="", heading="", footer="")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import LaunchPlan, child_environment, plan_launch, run_plan
 from mock_scheduler.launch.ranks import Place
+from mock_scheduler.launch.supervision import report_failed_ranks
 from mock_scheduler.support.processes import RankExit, find_culprit
 from pipelines.config.schema import PipelineConfig
 
@@ -250,6 +252,19 @@ def rank(global_rank: int, code: int, *, noticed_s: int = 100) -> RankExit:
 )
 def test_the_rank_that_failed_first_explains_the_others(failures: list[RankExit], culprit: int) -> None:
     assert find_culprit(failures).global_rank == culprit
+
+
+def test_a_rank_that_said_why_is_the_cause_though_it_was_asked_to_end(tmp_path: Path) -> None:
+    """A full disk ended a run of two ranks with 70: the one that lost its peer was the faster to end."""
+    failures = [rank(1, 70), rank(0, -15)]
+    assert report_failed_ranks(failures, tmp_path, started_s=0.0) == 70
+    error = tmp_path / "error.json"
+    error.write_text(json.dumps({"type": "ConfigError", "message": "full", "exit_code": 5, "global_rank": 0}))
+    assert report_failed_ranks(failures, tmp_path, started_s=0.0) == 5
+    assert report_failed_ranks(failures, tmp_path, started_s=time.time() + 60.0) == 70  # that of an earlier run
+    assert report_failed_ranks([rank(1, -9), rank(2, 70)], tmp_path, started_s=0.0) == 137
+    error.write_text("[]")
+    assert report_failed_ranks(failures, tmp_path, started_s=0.0) == 70
 
 
 PARENT_IS_GONE = (

@@ -75,6 +75,28 @@ def test_the_metrics_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
     assert (folder / "metrics.jsonl").is_file()
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["config.yaml", "run.json", "error.json", "code", "trace", "tensorboard"])
+def test_what_lies_in_the_place_of_a_file_of_the_run_is_refused(tmp_path: Path, name: str, *, resume: bool) -> None:
+    """A pipe in the place of code/ ended a run that had trained to its end, with a traceback."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError) as caught:
+        prepare_output_dir(tmp_path, resume=resume)
+    assert str(caught.value) == f"{tmp_path / name}: neither the file nor the folder that a run writes there; remove it"
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("nowhere")
+    prepare_output_dir(tmp_path, resume=resume)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """root may write everywhere, so the system's answer is changed."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="cannot be made or written: Permission denied; set another output_dir"):
+        prepare_output_dir(tmp_path, resume=False)
+
+
 def test_a_failure_is_written_with_its_type_message_and_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,16 @@ def test_messages_and_output_need_no_guard(capsys: pytest.CaptureFixture[str]) -
     assert (printed.err, printed.out) == (f"{SHOWN}\n  all is well\n", f"{SHOWN}\nnext\n")
 
 
+def test_a_closed_stream_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``mock-scheduler config NAME >&-`` ended in an AttributeError."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with guarded_terminal():
+        print("x")
+        print_message("x")
+        print_output("x")
+
+
 def test_a_stream_of_another_encoding_gets_what_it_can_hold() -> None:
     raw = io.BytesIO()
     stream = GuardedStream(io.TextIOWrapper(raw, encoding="ascii"))  # type: ignore[arg-type]

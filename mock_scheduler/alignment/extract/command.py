@@ -24,11 +24,16 @@ from mock_scheduler.alignment.extract.folder import (
     README_FILE,
     RECORDING_FOLDER,
     SCRIPT_FILE,
-    in_prose,
     needed_flag,
     write_script,
 )
-from mock_scheduler.alignment.extract.source import find_candidate, find_change, open_recording, read_result
+from mock_scheduler.alignment.extract.source import (
+    find_candidate,
+    find_change,
+    open_recording,
+    read_result,
+    recording_elsewhere,
+)
 from mock_scheduler.command_program.loading import build_loader
 from mock_scheduler.command_program.program import PROGRAM, own_config
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
@@ -41,7 +46,7 @@ from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import copy_folder, refuse_link_out
 from mock_scheduler.support.local_key import is_own
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, COMMAND_FILE, RUN_FILE
-from mock_scheduler.support.text import bullet_list, count_of, format_bytes, join_words
+from mock_scheduler.support.text import bullet_list, count_of, format_bytes, in_code, in_prose, join_words, printable
 
 CODE_FOLDER = "code"
 #: Files of a command above this size are data: they are named, and not copied.
@@ -64,7 +69,7 @@ From the root of a checkout of mock-scheduler, or with `MOCK_SCHEDULER_ROOT=…`
 bash {{script}}
 ```
 
-It starts this command in `{{working_dir}}`, with the arguments that `{COMMAND_FILE}` has for each layout:
+It starts this command in {{working_dir}}, with the arguments that `{COMMAND_FILE}` has for each layout:
 
 ```
 {{command}}
@@ -137,8 +142,9 @@ def read_diverged_command(
     refuse_stored_code(stored, named, use=use, is_allowed=run_stored_code)
     baseline = build_loader(stored.stem, stored.parent)(())
     sources = ", ".join(own_config(baseline).sources)
-    copied = [] if is_mine else [StoredCode(kind="files to copy", key="sources", value=sources, use=Use.LOAD)]
-    used = refuse_stored_code(stored, [*named, *copied], use=use, is_allowed=run_stored_code)
+    copied = [StoredCode(kind="files to copy", key="sources", value=sources, use=Use.LOAD)]
+    copied += [] if baseline.rollout_mock is None else recording_elsewhere(result, align_dir)
+    used = refuse_stored_code(stored, [] if is_mine else [*named, *copied], use=use, is_allowed=run_stored_code)
     batches = load_batches(align_dir / BASELINE_NAME)
     place = found.first_divergence.step if found.first_divergence is not None else None
     wanted = place if step is None else step
@@ -229,20 +235,20 @@ class CommandExtraction:
 
     def _describe(self, config: RunConfig, code: _Code, remark: str, folder: Path) -> str:
         source, own = self.source, own_config(config)
-        changes = [f"- `{text}`" for text in source.change.overrides]
-        left = [f"  - `{path}`: {format_bytes(size)}" for path, size in code.left.items()]
+        changes = [f"- {in_code(text)}" for text in source.change.overrides]
+        left = [f"  - {in_code(str(path))}: {format_bytes(size)}" for path, size in code.left.items()]
         return _README.format(
             name=source.change.name,
             sentence=in_prose(source.sentence),
             remark=in_prose(remark),
             script=f"{SCRIPT_FILE}{needed_flag(folder)}",
-            working_dir=own.working_dir,
-            command=join_words(own.command),
+            working_dir=in_code(own.working_dir or "."),
+            command=printable(join_words(own.command)),
             changes="\n".join(changes or ["- nothing is configured otherwise: the candidate repeats the baseline"]),
             step=source.step,
             num_files=count_of(len(code.files), "file"),
             left="\n".join([", without these, which are larger than 1 MiB:", *left] if left else []),
-            rows="\n".join(f"| {step} | `{digest[:16]}` |" for step, digest in sorted(source.batches.items())),
+            rows="\n".join(f"| {step} | {_in_cell(digest[:16])} |" for step, digest in sorted(source.batches.items())),
             versions=_describe_versions(source.align_dir / BASELINE_NAME),
         )
 
@@ -294,11 +300,18 @@ def _list_files(place: Path, but: Path) -> Iterator[Path]:
             yield from _list_files(path, but)
 
 
+def _in_cell(text: str) -> str:
+    """Gives a span of code that ends no cell of a table either."""
+    return in_code(text).replace("|", "\\|")
+
+
 def _describe_versions(baseline_dir: Path) -> str:
     try:
         stated = load_json_object(baseline_dir / RUN_FILE, inside=baseline_dir).get("packages")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{baseline_dir / RUN_FILE} {error}") from error
     packages = {"python": sys.version.split()[0], **(stated if isinstance(stated, dict) else {})}
-    rows = "\n".join(f"| {name} | {version} |" for name, version in packages.items() if version != "absent")
+    rows = "\n".join(
+        f"| {in_prose(name)} | {in_prose(str(version))} |" for name, version in packages.items() if version != "absent"
+    )
     return f"| package | in the alignment |\n| --- | --- |\n{rows}"

@@ -5,7 +5,6 @@ Contract: everything in it is named relative to it, so it can be moved; nothing 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from mock_scheduler.recording.writing.subset import write_subset
 from mock_scheduler.support.digests import iterate_leaves
 from mock_scheduler.support.foreign_files import refuse_link_out
 from mock_scheduler.support.run_files import BASELINE_NAME, CHECKPOINTS_FOLDER, COMMAND_FILE, CONFIG_FILE
-from mock_scheduler.support.text import count_of, list_some, printable
+from mock_scheduler.support.text import count_of, in_code, in_prose, list_some
 from mock_scheduler.support.versions import DISTRIBUTIONS, PACKAGE, read_package_version
 
 RECORDING_FOLDER = "recording"
@@ -242,25 +241,21 @@ def write_readme(
     (folder / README_FILE).write_text("\n\n".join(filter(None, sections)) + "\n", encoding="utf-8")
 
 
-def in_prose(text: str) -> str:
-    """Gives a foreign text as one line of Markdown without markup in it: no link, no picture, no HTML."""
-    return re.sub(r"[<>\[\]]", lambda found: f"\\{found[0]}", printable(text))
-
-
 def _describe_change(source: DivergedCandidate, config: RunConfig, entries: Sequence[EntryFiles]) -> str:
     change = config.align.candidates[0]
-    lines = [f"- `{override}`" for override in change.overrides]
+    lines = [f"- {in_code(override)}" for override in change.overrides]
     for entry in entries:
         runs = [source.baseline_entry, source.candidate_entry]
         who = (
             "both run" if runs == [entry.module] * 2 else "it runs" if runs[1] == entry.module else "the baseline runs"
         )
+        module = in_code(f"python -m {entry.module}")
         if entry.paths:
-            lines.append(f"- {who} as `python -m {entry.module}`, whose files are copied here")
+            lines.append(f"- {who} as {module}, whose files are copied here")
         elif not entry.is_own:
-            lines.append(f"- {who} as `python -m {entry.module}`, which must be installed: {entry.left}")
+            lines.append(f"- {who} as {module}, which must be installed: {in_prose(entry.left)}")
     if change.python is not None:
-        lines.append(f"- it runs with another interpreter, `{change.python}`, which is not here: see versions")
+        lines.append(f"- it runs with another interpreter, {in_code(change.python)}, which is not here: see versions")
     return "\n".join(lines) or "- nothing is configured otherwise: the candidate repeats the baseline"
 
 
@@ -276,7 +271,7 @@ def _describe_files(
     named = [f"group {group_id}/episode {episode_id}" for _, group_id, episode_id in groups[max(groups)]]
     steps = f"step {min(groups)}" if len(groups) == 1 else f"steps {min(groups)} to {max(groups)}"
     before = dict(iterate_leaves(source.baseline.model_dump(mode="json")))
-    changed = ", ".join(f"`{key}={value}`" for key, value in reduction.values.items() if value != before[key])
+    changed = ", ".join(in_code(f"{key}={value}") for key, value in reduction.values.items() if value != before[key])
     lines = [
         f"- `{RECORDING_FOLDER}`: {steps}, {reduction.num_groups} of {count_of(num_all, 'group')}, whole "
         f"({list_some(named, _NUM_GROUPS_NAMED, ', ')})",
@@ -287,8 +282,8 @@ def _describe_files(
     paths = dict.fromkeys(path for entry in entries for path in entry.paths)
     if paths:
         lines.append(
-            f"- {', '.join(f'`{path}`' for path in paths)}: the code of the entries, with the imports that its source "
-            "names; modules that are loaded by a name made at run time, and data files, are not"
+            f"- {', '.join(in_code(str(path)) for path in paths)}: the code of the entries, with the imports that its "
+            "source names; modules that are loaded by a name made at run time, and data files, are not"
         )
     return "\n".join(lines)
 

@@ -169,7 +169,7 @@ def read_diverged(
     refuse_stored_code(origin, named, use=use, is_allowed=run_stored_code)
     program, baseline = _load(configs[0])
     _, candidate = _load(configs[1])
-    elsewhere = [*_checkpoint_elsewhere(baseline, align_dir), *_recording_elsewhere(result, align_dir)]
+    elsewhere = [*_checkpoint_elsewhere(baseline, align_dir), *recording_elsewhere(result, align_dir)]
     used = refuse_stored_code(origin, [] if is_mine else [*named, *elsewhere], use=use, is_allowed=run_stored_code)
     if program.reductions is None:
         raise ConfigError(f"runs of {program.entry} cannot be cut down: it does not say how")
@@ -275,13 +275,14 @@ def _checkpoint_elsewhere(baseline: RunConfig, align_dir: Path) -> list[StoredCo
     return [StoredCode(kind="checkpoint", key="resume_from_checkpoint", value=resumed, use=Use.LOAD)]
 
 
-def _recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
+def recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
     """The reproduction gets rows of the recording, where the alignment replayed another one than its own."""
     named = result.recording_dir
     own = align_dir / RECORDING_NAME
     refuse_link_out(own, align_dir)
     is_here = named is not None and "://" not in named and is_inside(Path(named), align_dir)
-    if own.is_dir() or named is None or is_here:
+    # A folder without a recording in it stands for none: ``open_recording`` goes on to the other one.
+    if named is None or is_here or _open(str(own)) is not None:
         return []
     return [StoredCode(kind="recording", key=f"recording_dir of {ALIGN_FILE}", value=named, use=Use.LOAD)]
 
@@ -290,14 +291,20 @@ def open_recording(result: _Result, align_dir: Path) -> RecordingReader:
     """Opens the recording in the alignment's folder or, where it replayed another one, the other."""
     places = [str(align_dir / RECORDING_NAME), *([] if result.recording_dir is None else [result.recording_dir])]
     for place in places:
-        try:
-            return RecordingReader(place)
-        except StepNotFoundError:
-            continue
+        reader = _open(place)
+        if reader is not None:
+            return reader
     raise StepNotFoundError(
         f"the recording of this alignment is gone: there is none at {' or '.join(dict.fromkeys(places))}; extract "
         "needs its rollouts, so run the alignment again"
     )
+
+
+def _open(place: str) -> RecordingReader | None:
+    try:
+        return RecordingReader(place)
+    except StepNotFoundError:
+        return None
 
 
 def reduce_batch(source: DivergedCandidate, *, num_groups: int, num_all: int, max_steps: int) -> ReducedBatch:

@@ -23,6 +23,7 @@ here.
 from __future__ import annotations
 
 import hmac
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Reusable:
 class NotReusable:
     """A run to start; ``reason``: why it has to run; ``was_there``: whether an earlier one lies in its folder.
 
-    ``is_foreign``: it would be taken again, had this user made it.
+    ``is_foreign``: by its keys it would be taken again, had this user made it; its files were not looked at.
     """
 
     reason: str
@@ -167,9 +168,10 @@ def find_cached(
     ``recording_dir``: as for ``save_fingerprint``. ``takes_foreign``: whoever made it is trusted. Reads no tensors.
     """
     path = run_dir / FINGERPRINT_FILE
-    if not run_dir.is_dir():
+    # Not by ``Path``: where a folder may not be looked into, that raises.
+    if not os.path.isdir(run_dir):
         return NotReusable(reason="it has not run yet", was_there=False)
-    if not path.is_file():
+    if not os.path.isfile(path):
         return NotReusable(
             reason=f"there is no {FINGERPRINT_FILE}: the run did not complete, or its files were changed"
         )
@@ -189,18 +191,24 @@ def find_cached(
     changes = _describe_changes(stored.keys, fingerprint.keys)
     if changes:
         return NotReusable(reason=list_some(changes, _NUM_NAMED))
-    links = [f"{path.relative_to(run_dir)} is a link" for path in sorted(run_dir.rglob("*")) if path.is_symlink()]
-    if links:
-        return NotReusable(reason=list_some(links, _NUM_NAMED))
-    changed = find_changed_code(run_dir)
-    if changed:
-        return NotReusable(reason=list_some(changed, _NUM_NAMED))
-    damage = _describe_damage(stored.files, describe_run_files(run_dir, recording_dir))
-    if damage:
-        return NotReusable(reason=list_some(damage, _NUM_NAMED))
+    # Before any file is read that the run names: a stranger's would say how much of the machine is looked through.
     if not takes_foreign and not hmac.compare_digest(_sign(document).encode(), stored.maker.encode()):
         return NotReusable(reason="another user, or this one on another machine, made it", is_foreign=True)
-    return Reusable(elapsed_s=stored.elapsed_s)
+    try:
+        changes = _find_changed_files(run_dir, stored, recording_dir)
+    except OSError as error:
+        changes = [f"{error.filename or run_dir} cannot be read: {error.strerror or error}"]
+    return NotReusable(reason=list_some(changes, _NUM_NAMED)) if changes else Reusable(elapsed_s=stored.elapsed_s)
+
+
+def _find_changed_files(run_dir: Path, stored: _Stored, recording_dir: Path | None) -> list[str]:
+    """Says why the files are not those that the run left, or not of the code that lies here now."""
+    links = [f"{path.relative_to(run_dir)} is a link" for path in sorted(run_dir.rglob("*")) if path.is_symlink()]
+    return (
+        links
+        or find_changed_code(run_dir)
+        or _describe_damage(stored.files, describe_run_files(run_dir, recording_dir))
+    )
 
 
 def _sign(document: Mapping[str, JSON]) -> str:

@@ -22,7 +22,7 @@ from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
 from mock_scheduler.comparison.noise.building import digest_of
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.errors import AlignmentError
+from mock_scheduler.errors import AlignmentError, UnwrittenError
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
@@ -100,7 +100,7 @@ def save_noise(noise: NoiseBounds, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_json(path, seal(content), sort_keys=False)
     except OSError as error:
-        raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
+        raise UnwrittenError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def load_noise(path: Path, *, inside: Path | None = None) -> NoiseBounds:

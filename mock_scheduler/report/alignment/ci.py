@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mock_scheduler.errors import AlignmentError
+from mock_scheduler.errors import UnwrittenError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.text import list_some
@@ -64,7 +64,7 @@ def write_junit(view: AlignmentView, path: Path) -> None:
         with written_aside(path) as aside:
             ElementTree.ElementTree(suite).write(aside, encoding="utf-8", xml_declaration=True)
     except OSError as error:
-        raise AlignmentError(f"{path} cannot be written: {error.strerror}") from error
+        raise UnwrittenError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _test_suite(view: AlignmentView, properties: dict[str, str]) -> ElementTree.Element:

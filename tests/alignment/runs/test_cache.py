@@ -1,5 +1,6 @@
 """Fingerprints of runs: what they are of, and what keeps a finished run from being taken again."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
+from mock_scheduler.alignment.runs import cache
 from mock_scheduler.alignment.runs.cache import (
     Fingerprint,
     NotReusable,
@@ -192,6 +194,16 @@ def test_a_changed_byte_of_long_metrics_is_found_wherever_it_lies(run: PlannedRu
     content[place] = 0
     path.write_bytes(content)
     assert reason_of(run) == "metrics.jsonl has changed since the run completed"
+
+
+def test_what_cannot_be_read_has_the_run_made_anew(run: PlannedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that may not be looked into ended the alignment instead."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "code/record.json")
+
+    monkeypatch.setattr(cache, "describe_run_files", refuse)
+    assert reason_of(run) == "code/record.json cannot be read: Permission denied"
 
 
 def test_hidden_files_and_logs_do_not_count(run: PlannedRun) -> None:

@@ -13,6 +13,7 @@ from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.folder_digests import describe_run_files
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support import loaded_code
 from mock_scheduler.support.digests import JSON, open_sealed, seal
 from tests.alignment.test_align import CONFIG, Bench, FakeLauncher, write_results
 
@@ -70,6 +71,19 @@ def test_a_forged_fingerprint_gives_no_verdict(bench: Bench) -> None:
     with pytest.raises(ConfigError, match="tp2 is a finished run, but another user, or this one on another machine"):
         again(bench)
     assert (bench.root / "tp2" / "run.json").is_file()  # nothing was removed
+
+
+def test_no_file_that_a_strangers_run_names_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of this machine were looked for and hashed, as its record named them, before its maker was known."""
+    read: list[Path] = []
+    monkeypatch.setattr(loaded_code, "_digest", lambda path: read.append(path) or "")
+    record = {"files": {"/etc/passwd": "0" * 64}, "changed_while_running": [], "calls": {}}
+    for path in (bench.root / "tp2" / "code").iterdir():
+        path.write_text(json.dumps(record))
+    forge(bench.root / "tp2")
+    with pytest.raises(ConfigError, match="tp2 is a finished run, but another user"):
+        again(bench)
+    assert Path("/etc/passwd") not in read
 
 
 def test_whoever_trusts_the_sender_takes_it_and_overwrite_makes_it_anew(bench: Bench) -> None:

@@ -189,6 +189,13 @@ def test_a_file_that_is_none_is_refused(checkpoint: Path, tmp_path: Path, kind: 
         check(checkpoint)
 
 
+def test_the_last_file_is_no_link_out_of_the_folder_either(checkpoint: Path, tmp_path: Path) -> None:
+    path = checkpoint / "run_state.json"
+    path.symlink_to(shutil.move(path, tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match=r"run_state.json: .* is a link to .*elsewhere, outside of"):
+        read_run_state(checkpoint)
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "policy/../../secret", "./x", ""])
 def test_a_name_that_leads_out_of_the_folder_is_refused(checkpoint: Path, name: str) -> None:
     (checkpoint.parent / "secret").write_bytes(b"secret")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pipelines.service.http_front import Answer, Call, Front, listening
+from pipelines.service.http_app import Answer, Call
+from pipelines.service.http_front import Front, listening
 from pipelines.service.order import StepOrder
 
 RUN = "a" * 32

@@ -13,8 +13,9 @@ from contextlib import ExitStack
 import pytest
 
 from mock_scheduler.errors import ConfigError
-from pipelines.service import access, http_front
-from pipelines.service.http_front import Answer, Call, Front, listening
+from pipelines.service import access, http_app
+from pipelines.service.http_app import Answer, Call
+from pipelines.service.http_front import Front, listening
 from pipelines.service.order import StepOrder
 from tests.pipelines.service.clients import (
     MAX_BODY_BYTES,
@@ -185,6 +186,22 @@ def test_no_byte_of_a_refused_body_is_asked_for(line: str, changed: dict[str, st
         assert ask(front, text)[0] == status
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "GET /v1%2fservice HTTP/1.1",
+        "GET /v1/%73ervice HTTP/1.1",
+        "POST /v1%2Ffinish HTTP/1.1",
+        "POST /v1/steps/%30/train HTTP/1.1",
+        "GET http://127.0.0.1/v1/service HTTP/1.1",
+    ],
+)
+def test_a_path_has_one_spelling(unasked: Front, line: str) -> None:
+    path = line.split()[1]
+    expected = f'{{"error": "there is no {line.split()[0]} {path}"}}'.encode()
+    assert ask(unasked, head(unasked, line))[:2] == (404, expected)
+
+
 def test_an_answer_to_a_refused_request_is_not_lost_with_its_body(front: Front) -> None:
     """Where the body lay unread when the connection was closed, the client had a reset in place of the answer."""
     body = bytes(MAX_BODY_BYTES)
@@ -241,8 +258,8 @@ def _comes_true(holds: object) -> bool:
 
 
 def test_a_body_of_which_no_more_comes_is_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_front, "_TRANSFER_S", 0.2)
-    monkeypatch.setattr(http_front, "_SLOWEST_BYTES_PER_S", 2**40)
+    monkeypatch.setattr(http_app, "_TRANSFER_S", 0.2)
+    monkeypatch.setattr(http_app, "_SLOWEST_BYTES_PER_S", 2**40)
     status, body, _ = ask(front, head(front, Content_Length="1000000"), b"hello")
     assert status == 408
     assert re.fullmatch(rb'\{"error": "5 of the body\'s 1000000 bytes came within 0\.2\d* s"\}', body)

@@ -16,7 +16,8 @@ from mock_scheduler.errors import ConfigError, ServiceError
 from mock_scheduler.support.run_output import MetricsWriter
 from pipelines.config.schema import PipelineConfig
 from pipelines.service import run as serving
-from pipelines.service.http_front import Answer, Call, Front
+from pipelines.service.http_app import Answer, Call
+from pipelines.service.http_front import Front
 from pipelines.service.order import Operation, StepOrder, StepRequest
 from pipelines.service.service import TrainingService
 from tests.pipelines.service.clients import RUN

@@ -193,7 +193,10 @@ FORGED_SAMPLING = {"temperature": "hot", "top_p": 1.0, "top_k": None, "logprobs_
         ({"tags": []}, "content is no rollout batch: IndexError"),
         ({"tags": [1]}, "tags is \\[1\\]; expected a list of texts"),
         ({"scheduler_ids": "default"}, "scheduler_ids is 'default'; expected a list of texts"),
-        ({"sampling": FORGED_SAMPLING}, "temperature is 'hot'; expected a finite float or int; top_k is None"),
+        (
+            {"sampling": FORGED_SAMPLING},
+            "temperature is 'hot'; expected a finite float or int of 0 or more; top_k is None",
+        ),
         ({"meta": 1}, "meta is of type int"),
         ({"num_trajectories": 0}, "1 trajectories; its header says 0"),
         ({"num_rows": 2}, "tensor 'rewards' is torch.float32 \\[1\\], which does not fit 2 rows"),

@@ -117,3 +117,4 @@ def test_a_file_that_cannot_be_written_is_named(result: AlignmentResult, tmp_pat
     with pytest.raises(AlignmentError) as caught:
         write_junit(build_view(result), tmp_path / "file" / "junit.xml")
     assert str(caught.value).startswith(f"{tmp_path / 'file' / 'junit.xml'} cannot be written")
+    assert caught.value.exit_code == 5

@@ -138,6 +138,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(AlignmentError) as caught:
         save_comparison(identical(tmp_path), path)
     assert str(caught.value) == f"{path} cannot be written: {path.parent} is not a folder"
+    assert caught.value.exit_code == 5
 
 
 def test_replicas_are_saved_with_axes_and_ranks(tmp_path: Path) -> None:

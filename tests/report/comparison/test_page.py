@@ -252,3 +252,4 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(AlignmentError) as caught:
         write_comparison_page(identical(tmp_path), path)
     assert str(caught.value) == f"{path} cannot be written: {path.parent} is not a folder"
+    assert caught.value.exit_code == 5  # 3 would be a verdict
