@@ -45,6 +45,8 @@ _LAYER_PARTS = (
     "mlp.shared_experts",
     "mlp.router.weight",
     "mlp.router.logits",
+    # The probabilities are those of the experts that were chosen.
+    "mlp.router.chosen_experts",
     "mlp.router.probs",
     "mlp.router",
     "mlp.linear_fc1",
