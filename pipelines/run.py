@@ -50,6 +50,7 @@ from pipelines.batch_metrics import (
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.megatron.model import find_idle_vocabulary
 from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
@@ -248,6 +249,16 @@ class AgenticPipeline:
                 for name, count in counts.items():
                     self._ledger.count("built", name, count)
 
+    def _find_idle_vocabulary(self) -> list[str]:
+        config = self._config
+        idle = find_idle_vocabulary(
+            self._tokenizer.action_ids if config.actor_infer.only_action_tokens else None,
+            vocab_size_in_effect(config, self._tokenizer),
+            multiple_of=config.model.make_vocab_size_divisible_by,
+            tp_size=config.parallel.tensor_model_parallel_size,
+        )
+        return [f"tp{rank}" for rank in idle]
+
     def _finish(self, wall_s: float, settings: Mapping[str, str]) -> None:
         """Stores and prints all that the run did and skipped."""
         total = self._clock.total
@@ -266,6 +277,7 @@ class AgenticPipeline:
                 "num_steps": num_steps,
                 "steps": steps.as_json(),
                 "precision": self._config.precision,
+                "idle_vocabulary": self._find_idle_vocabulary(),
                 "wall_s": wall_s,
                 "rollout_s": rollout_s,
                 "validation_s": validation_s,

@@ -48,6 +48,7 @@ class RunSummary:
 
     ``own_calls``: how often each function or class of the user's in the place of a package's was called. ``steps``: the
     steps that it was to have. ``precision``: that it computed in; empty where it does not say so.
+    ``idle_vocabulary``: tp ranks, as ``tp1``, of whose part of the vocabulary no token may be chosen.
     """
 
     name: str
@@ -67,6 +68,7 @@ class RunSummary:
     own_calls: Mapping[str, int] = field(default_factory=dict)
     steps: StatedSteps = field(default_factory=StatedSteps)
     precision: str = ""
+    idle_vocabulary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +102,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
             "assumed": _TEXTS,
             "steps": _STEPS,
             "precision": _TEXT,
+            "idle_vocabulary": _TEXTS,
         },
     )
     ledger = _load(output_dir / LEDGER_FILE, {"built": _COUNTS})
@@ -113,6 +116,7 @@ def load_summary(name: str, output_dir: Path, *, elapsed_s: float | None) -> Run
         built=ledger["built"],
         batches=stated["batches"],
         draws=tuple(stated.get("draws", ())),
+        idle_vocabulary=tuple(stated.get("idle_vocabulary", ())),
         unobserved_modules=stated.get("unobserved_modules", {}),
         untraced_parameters=stated.get("untraced_parameters", {}),
         order_limits=tuple(stated.get("order_limits", ())),

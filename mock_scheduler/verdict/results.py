@@ -34,6 +34,7 @@ class CandidateResult:
         entry: The module of its processes; empty where it is the baseline's.
         module: The module in the pipeline's place, whether the baseline's as well or not; empty where there is none.
         changes: Keys with values of its own; they may move a bit.
+        options: Those of them that may do more than add in another order.
         emulated: The comparison with the reference in its order of sums.
         localisation: Where its divergence begins.
         consequence: The effect of its difference on the training.
@@ -49,6 +50,7 @@ class CandidateResult:
     entry: str = ""
     module: str = ""
     changes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     emulated: Verdict | None = None
     localisation: Localisation | None = None
     consequence: Consequence | None = None

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -40,6 +40,20 @@ def padded_vocab_size(vocab_size: int, *, multiple_of: int, tp_size: int) -> int
     """The vocabulary rounded up so that every tp rank holds the same number of rows."""
     multiple = multiple_of * tp_size
     return -(-vocab_size // multiple) * multiple
+
+
+def find_idle_vocabulary(
+    allowed_tokens: Collection[int] | None, vocab_size: int, *, multiple_of: int, tp_size: int
+) -> list[int]:
+    """Finds the tp ranks of whose part of the vocabulary no token may be chosen: their softmax is of nothing.
+
+    ``allowed_tokens``: ``None`` allows all.
+    """
+    if allowed_tokens is None:
+        return []
+    part = padded_vocab_size(vocab_size, multiple_of=multiple_of, tp_size=tp_size) // tp_size
+    busy = {token // part for token in allowed_tokens}
+    return [rank for rank in range(tp_size) if rank not in busy]
 
 
 def _local_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:

@@ -188,6 +188,7 @@ class CandidateState:
             entry=self._own_changes.entry,
             module=run.own_module,
             changes=(*run.changes.layout, *run.changes.other),
+            options=run.changes.other,
             emulated=self.emulated,
             localisation=self.localisation,
             consequence=self.consequence,

@@ -62,7 +62,12 @@ from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
 from mock_scheduler.verdict.wording.localisation import compare_command, localisation_rows
-from mock_scheduler.verdict.wording.own_code import describe_baseline_code, describe_own_code, remark_on_own_code
+from mock_scheduler.verdict.wording.own_code import (
+    describe_baseline_code,
+    describe_outside,
+    describe_own_code,
+    remark_on_changes,
+)
 from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
     TONES,
@@ -223,12 +228,13 @@ def _view_verdict(candidate: CandidateResult) -> VerdictView:
         kind=verdict.kind,
         exit_code=int(verdict.exit_code),
         tone=TONES[verdict.kind],
-        headline=", ".join(filter(None, (headline, remark_on_own_code(candidate)))),
+        headline=", ".join(filter(None, (headline, remark_on_changes(candidate)))),
         reason=describe_beside_proofs(verdict),
         first_divergence=describe_sentence(verdict),
         proved_by=describe_proved_by(verdict),
         smallest_error=describe_smallest_error(verdict),
         unseen=describe_unseen(verdict.unseen),
+        outside=describe_outside(candidate),
     )
 
 

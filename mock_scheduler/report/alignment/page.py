@@ -153,6 +153,7 @@ def _verdict_rows(candidate: CandidateView) -> Iterator[tuple[str, str]]:
     yield "proved by", candidate.verdict.proved_by
     yield "would have been found", candidate.verdict.smallest_error
     yield NOT_LOOKED_AT, candidate.verdict.unseen
+    yield "outside the proof", candidate.verdict.outside
     if worst is not None:
         where = f"{worst.kind} of {worst.name} at step {worst.step}, update {worst.update}"
         yield "worst against the baseline", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio})"

@@ -61,6 +61,8 @@ def _print_table(view: AlignmentView, console: Console) -> None:
             _print_beneath(candidate.start.text, console, style="dim")
         if setup.own_code:
             _print_beneath(f"own code: {setup.own_code}", console, style="dim")
+        if verdict.outside:
+            _print_beneath(f"outside the proof: {verdict.outside}", console, style="dim")
         if verdict.smallest_error:
             _print_beneath(f"would have been found: {verdict.smallest_error}", console, style="dim")
 

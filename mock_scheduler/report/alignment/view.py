@@ -49,6 +49,7 @@ class VerdictView:
     """A verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence.
 
     unseen: modules and parameters that the comparison did not look at, with their shares; empty where there are none.
+    outside: of its layout, what could not show in this run; empty where there is nothing.
     """
 
     kind: VerdictKind
@@ -60,6 +61,7 @@ class VerdictView:
     proved_by: str
     smallest_error: str
     unseen: str
+    outside: str
 
     @property
     def passes(self) -> bool:

@@ -1,4 +1,4 @@
-"""A user's own code in words: whether it acted, and whether anything came of it."""
+"""A user's own code and options in words: whether they acted, and whether anything came of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.tensors import join_and
 
 _NUM_NAMED = 4
 
@@ -30,10 +31,12 @@ def describe_baseline_code(result: AlignmentResult) -> str:
     return "" if not result.module else f"{result.module}: {_describe_calls('it', result.baseline.own_calls)}"
 
 
-def remark_on_own_code(candidate: CandidateResult) -> str:
-    """What a verdict of equal bits must say beside it of code that never ran, or ran for nothing; empty else."""
-    if not candidate.module or candidate.run is None or candidate.verdict.kind is not VerdictKind.IDENTICAL:
+def remark_on_changes(candidate: CandidateResult) -> str:
+    """What a verdict of equal bits must say beside it of code and options that did nothing; empty else."""
+    if candidate.run is None or candidate.verdict.kind is not VerdictKind.IDENTICAL:
         return ""
+    if not candidate.module:
+        return f"although it changes {list_some(candidate.options, _NUM_NAMED, ', ')}" if candidate.options else ""
     calls = candidate.run.own_calls
     if calls and not any(calls.values()):
         return "but its own code was never called"
@@ -41,6 +44,18 @@ def remark_on_own_code(candidate: CandidateResult) -> str:
     if not candidate.entry:
         return ""
     return "although its own code was called" if calls else f"although it has an entry, {candidate.entry}"
+
+
+def describe_outside(candidate: CandidateResult) -> str:
+    """What of its layout no verdict on its run can speak of; empty where there is nothing."""
+    idle = () if candidate.run is None else candidate.run.idle_vocabulary
+    if not idle:
+        return ""
+    whose = "its part" if len(idle) == 1 else "their parts"
+    return (
+        f"no token of {join_and(idle)}'s part of the vocabulary may be chosen, so that an error in {whose} of the "
+        "softmax could not show"
+    )
 
 
 def _describe_calls(module: str, calls: Mapping[str, int]) -> str:

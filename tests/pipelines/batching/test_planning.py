@@ -12,7 +12,7 @@ from mock_scheduler.errors import ConfigError, LayoutError
 from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.model import padded_vocab_size
+from pipelines.megatron.model import find_idle_vocabulary, padded_vocab_size
 from pipelines.megatron.process_of_rank import check_world_size
 from pipelines.megatron.run_state import (
     RunState,
@@ -175,3 +175,12 @@ def test_a_resumed_run_drops_the_traced_steps_that_it_computes_anew(tmp_path: Pa
     remove_steps_from(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000000", "step_000001"]
     remove_steps_from(tmp_path / "no_trace", 0)
+
+
+def test_tp_ranks_without_a_token_to_choose_are_found() -> None:
+    """Four actions at the beginning of a vocabulary of 66, padded to 72 for four ranks, are all tp0's."""
+    actions, options = [2, 3, 4, 5], {"multiple_of": 2, "tp_size": 4}
+    assert find_idle_vocabulary(actions, 66, **options) == [1, 2, 3]
+    assert find_idle_vocabulary([2, 18, 40, 71], 66, **options) == []
+    assert find_idle_vocabulary(None, 66, **options) == []
+    assert find_idle_vocabulary(actions, 66, multiple_of=2, tp_size=1) == []
