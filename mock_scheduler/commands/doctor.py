@@ -18,7 +18,7 @@ from mock_scheduler.alignment.runs.execution import (
     MakeLaunch,
     execute_run,
     failed_run_error,
-    make_process_launch,
+    make_separate_launch,
 )
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
@@ -48,7 +48,7 @@ def run_doctor(
     recording: Path | None = None,
     entry: str | None = None,
     json_path: Path | None = None,
-    make_launch: MakeLaunch = make_process_launch,
+    make_launch: MakeLaunch = make_separate_launch,
     console: Console | None = None,
     run_stored_code: bool = False,
 ) -> int:

@@ -13,6 +13,7 @@ variables of a rank.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -137,12 +138,23 @@ def _fork_ranks(place: Place, rendezvous: _Rendezvous) -> dict[int, int] | None:
             if place.is_foreign:
                 meet_in_memory(os.environ)
             end_with_parent(os.environ)
+            _seed_by_chance()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return None
         running[process_id] = place.node_rank * place.num_local + local_rank
     if rendezvous.descriptor is not None:
         os.close(rendezvous.descriptor)
     return running
+
+
+def _seed_by_chance() -> None:
+    """Draws new states of the generators that Python and NumPy draw when they are imported.
+
+    Forks have one state, so that draws that nothing seeds would look repeatable.
+    """
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
 
 
 def _listener_environment(rendezvous: _Rendezvous, global_rank: str) -> dict[str, str]:

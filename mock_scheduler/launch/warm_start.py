@@ -68,13 +68,19 @@ class ForkedProcess:
         return code
 
     def _read(self, timeout: float | None) -> int | None:
-        if self._code is None and select.select([self._reply], [], [], timeout)[0]:
-            with self._lock:  # another thread may wait for the same process
+        if self._code is None and self._is_told(timeout):
+            with self._lock:
                 if self._code is None:
                     # Whoever would tell the code has been killed, which ends the process too.
                     self._code = int(self._reply.recv(_MESSAGE_BYTES) or _LOST)
                     self._reply.close()
         return self._code
+
+    def _is_told(self, timeout: float | None) -> bool:
+        try:
+            return bool(select.select([self._reply], [], [], timeout)[0])
+        except (OSError, ValueError):  # another thread that waits for it too has read and closed it
+            return True
 
 
 @dataclass(slots=True)
@@ -136,7 +142,8 @@ class WarmStarts:
             cwd: Its working directory; ``None``: this one's.
             output: The descriptors of its standard output and errors.
         """
-        if sys.platform != "linux" or not preload:
+        # Forks of one process have its order of sets, by which code of no fixed order would look repeatable.
+        if sys.platform != "linux" or not preload or environ.get("PYTHONHASHSEED", "random") == "random":
             return None
         python, position = argv[0], argv.index(ranks.MODULE)
         key = (python, tuple(preload), tuple(sorted(environ.items())))
@@ -150,7 +157,7 @@ class WarmStarts:
             arguments=list(argv[position + 1 :]), cwd=str(cwd or Path.cwd()), writes_at_once="-u" in argv[:position]
         )
         forked = parent.fork(json.dumps(asdict(request)).encode(), output)
-        if forked is None:
+        if forked is None and parent.process.poll() is not None:
             with self._lock:
                 self._parents[key] = None
             parent.end()
@@ -191,7 +198,7 @@ def _serve(control: socket.socket) -> _Request | None:
                     # The launcher has ended: whatever runs is told so by the system, since its parent ends here.
                     return None
                 reply = socket.socket(fileno=descriptors[0])
-                child = os.fork()
+                child = _fork()
                 if child == 0:
                     _leave(selector, control)
                     _wait_for_go(reply)
@@ -200,7 +207,17 @@ def _serve(control: socket.socket) -> _Request | None:
                     return request
                 for descriptor in descriptors[1:]:
                     os.close(descriptor)
-                selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, reply))
+                if child is None:
+                    reply.close()
+                else:
+                    selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, reply))
+
+
+def _fork() -> int | None:
+    try:
+        return os.fork()
+    except OSError:  # no room for a process; others go on, and this run is started another way
+        return None
 
 
 def _tell_end(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:

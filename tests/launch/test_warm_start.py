@@ -38,6 +38,7 @@ Path(f"has-{os.environ['RANK']}").write_text(str("decimal" in sys.modules))
 sys.exit(int(sys.argv[1]))
 """
 PRELOAD = ("decimal",)
+FIXED = {"CHOSEN": "1", "PYTHONHASHSEED": "0"}
 
 
 def make_plan(folder: Path, *arguments: str, code: str = ASKED, num_ranks: int = 1) -> LaunchPlan:
@@ -46,7 +47,7 @@ def make_plan(folder: Path, *arguments: str, code: str = ASKED, num_ranks: int =
     argv = ranks_command(sys.executable, ("-m", "asked", *arguments), told_to=folder, place=place)
     return LaunchPlan(
         argv=argv,
-        env={"CHOSEN": "1"},
+        env=dict(FIXED),
         num_processes=num_ranks,
         world_size=num_ranks,
         output_dir=folder,
@@ -82,7 +83,7 @@ def test_each_environment_has_a_process_of_its_own_and_each_run_its_own_memory(t
     )
     before, warm = find_below(os.getpid()), WarmStarts()
     for name, chosen in (("a", "1"), ("b", "1"), ("c", "2")):
-        plan = replace(make_plan(tmp_path, name, code=code), env={"CHOSEN": chosen})
+        plan = replace(make_plan(tmp_path, name, code=code), env=FIXED | {"CHOSEN": chosen})
         assert run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path, warm=warm) == 0
     assert [(tmp_path / name).read_text() for name in "abc"] == ["1 False", "1 False", "2 False"]
     started = find_below(os.getpid()) - before
@@ -91,19 +92,38 @@ def test_each_environment_has_a_process_of_its_own_and_each_run_its_own_memory(t
     wait_until_ended(started)
 
 
-@pytest.mark.parametrize("preload", [("no_such_module",), ("cuda_at_import",), ()])
-def test_where_nothing_can_be_forked_from_the_run_is_a_new_process(tmp_path: Path, preload: tuple[str, ...]) -> None:
-    """An import that fails; one that has initialised CUDA, after which no fork could use it; and none."""
+@pytest.mark.parametrize(
+    ("preload", "hash_seed"),
+    [(("no_such_module",), "0"), (("cuda_at_import",), "0"), ((), "0"), (PRELOAD, "random")],
+)
+def test_where_nothing_can_be_forked_from_the_run_is_a_new_process(
+    tmp_path: Path, preload: tuple[str, ...], hash_seed: str
+) -> None:
+    """An import that fails; one that initialised CUDA, which no fork could use; none; no fixed order of sets."""
     folder = tmp_path / "packages"
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text("from . import cuda\n")
     (folder / "torch" / "cuda.py").write_text("def is_initialized(): return True\n")
     (folder / "cuda_at_import.py").write_text("import torch\n")
     plan = replace(make_plan(tmp_path, "5"), preload=preload)
-    plan = replace(plan, env={"CHOSEN": "1", "PYTHONPATH": str(folder)})
+    plan = replace(plan, env=FIXED | {"PYTHONPATH": str(folder), "PYTHONHASHSEED": hash_seed})
     for _ in range(2):
         assert run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path, warm=WarmStarts()) == 5
         assert (tmp_path / "has-0").read_text() == "False"
+
+
+def test_forks_draw_other_numbers_where_nothing_seeds_them(tmp_path: Path) -> None:
+    """Two runs with one state of a generator would look as if they repeated themselves."""
+    code = (
+        "import os, random, sys\nfrom pathlib import Path\nimport numpy\n"
+        "Path(f\"{sys.argv[1]}-{os.environ['RANK']}\").write_text(f'{random.random()} {numpy.random.random()}')\n"
+    )
+    warm = WarmStarts()
+    for name in ("a", "b"):
+        plan = replace(make_plan(tmp_path, name, code=code, num_ranks=2), preload=("numpy", "random"))
+        assert run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path, warm=warm) == 0
+    drawn = [number for name in ("a-0", "a-1", "b-0", "b-1") for number in (tmp_path / name).read_text().split()]
+    assert len(set(drawn)) == 8
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGKILL])

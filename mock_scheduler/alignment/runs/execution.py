@@ -54,6 +54,11 @@ def make_process_launch(config_name: str, config_path: Path) -> LaunchRun:
     return _ProcessLaunch(config_name=config_name, config_path=config_path)
 
 
+def make_separate_launch(config_name: str, config_path: Path) -> LaunchRun:
+    """Makes runs processes with nothing in common, not even addresses, to tell whether a run repeats itself."""
+    return _ProcessLaunch(config_name=config_name, config_path=config_path, warm=None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ProcessLaunch:
     """Starts the processes of runs of one configuration, from any thread, and can end them."""
@@ -61,7 +66,7 @@ class _ProcessLaunch:
     config_name: str
     config_path: Path
     running: RunningProcesses = field(default_factory=RunningProcesses)
-    warm: WarmStarts = field(default_factory=WarmStarts)
+    warm: WarmStarts | None = field(default_factory=WarmStarts)
 
     def __call__(self, run: PlannedRun) -> int:
         """Starts the processes and waits for them, as a ``LaunchRun``."""
