@@ -26,7 +26,6 @@ from mock_scheduler.alignment.prove.proof_runs import (
     plan_in_precision,
     plan_perturbed,
     plan_wide,
-    plan_with_collectives,
 )
 from mock_scheduler.alignment.runs.execution import Outcome, failed_run_error
 from mock_scheduler.alignment.runs.run_store import RunStore
@@ -35,7 +34,6 @@ from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.files import NOISE_FILE, save_noise
 from mock_scheduler.comparison.noise.theory import build_theory_bounds
-from mock_scheduler.comparison.pairing.ledgers import find_broken_group
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
@@ -43,7 +41,6 @@ from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import printable_message
-from mock_scheduler.trace.begun_calls import load_begun_step
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
@@ -120,25 +117,22 @@ class AlignmentRunner:
         item.direct = Verdict(kind=kind, why=RunFailed(exit_code=summary.exit_code, error=summary.message))
 
     def _explain_failures(self, baseline: RunSummary) -> None:
-        """Find out whether the ranks of a failed candidate did not issue the same collectives, by a further run."""
+        """Find out whether the ranks of a failed candidate did not issue the same collectives."""
+        closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
         for item in self._candidates:
-            why = None if item.direct is None else item.direct.why
+            direct = item.direct
             # An error of ours says what is wrong; what ranks do to each other ends them with other codes.
-            if not isinstance(why, RunFailed) or 0 <= why.exit_code <= ExitCode.USAGE:
+            if direct is None or not isinstance(direct.why, RunFailed) or 0 <= direct.why.exit_code <= ExitCode.USAGE:
                 continue
             if item.run.config.parallel.world_size == 1:
                 continue
-            try:
-                run = plan_with_collectives(item.run, load=self.load, root=self.plan.proofs_dir)
-            except ConfigError as error:
-                self._warn(f"{item.run.name}: its collectives cannot be listed: {_in_one_line(error)}")
-                continue
             with self.store.timed("localisation"):
-                self.store.execute([run])
-            begun = load_begun_step(run.output_dir)
-            broken = None if begun is None else find_broken_group(begun)
-            if broken is not None and item.direct is not None:
-                item.direct = replace(item.direct, why=replace(why, collectives=broken))
+                try:
+                    broken = closer.find_broken_group(item)
+                except ConfigError as error:
+                    self._warn(f"{item.run.name}: its collectives cannot be listed: {_in_one_line(error)}")
+                    continue
+            item.direct = replace(direct, why=replace(direct.why, collectives=broken))
 
     def _compare(self, baseline: RunSummary, item: CandidateState, bounds: Bounds) -> Verdict:
         assert item.summary is not None

@@ -18,20 +18,23 @@ from mock_scheduler.alignment.prove.proof_runs import (
     has_other_precision,
     is_same_order,
     plan_in_precision,
+    plan_with_collectives,
 )
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, shrinking_factor
 from mock_scheduler.comparison.findings import Finding, OtherStart
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
+from mock_scheduler.comparison.pairing.ledgers import find_broken_group
 from mock_scheduler.comparison.pairing.selection import Selection
-from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, coarser_precision
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.trace.begun_calls import load_begun_step
 from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.divergences import from_tensor
@@ -229,6 +232,16 @@ class CloserLook:
         found = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
         self._compare_repeated(item, found)
         return found
+
+    def find_broken_group(self, item: CandidateState) -> LedgerComparison | None:
+        """Run a failed candidate once more with its collectives, and find where its ranks did not issue the same.
+
+        Raises ``ConfigError`` where there can be no such run.
+        """
+        run = plan_with_collectives(item.run, load=self.load, root=self.plan.proofs_dir)
+        self.store.execute([run])
+        begun = load_begun_step(run.output_dir)
+        return None if begun is None else find_broken_group(begun)
 
     def judge_equal_inputs(self, item: CandidateState) -> EqualInputsFacts:
         """Judge the first differing tensors of a candidate, whose inputs are equal, by one kernel's rounding.
