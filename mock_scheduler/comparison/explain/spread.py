@@ -2,9 +2,9 @@
 
 Another kernel rounds every element of a tensor on its own, up as often as down. So the parts of ``<a, b - a>`` have
 either sign, and with random signs their sum is normally distributed whatever their sizes are: ``sum / sqrt(sum of
-squares)`` is a number of standard deviations. Elements of one row share roundings (the divisor of a norm), as do those
-of one column (a weight), and equal rows (one token met twice) round alike; so rows and columns are each taken as a
-whole.
+squares)`` is a number of standard deviations; so it is with the signs alone. Elements of one row share roundings (the
+divisor of a norm), as do those of one column (a weight), and equal rows (one token met twice) round alike; so rows and
+columns are each taken as a whole.
 
 Contract: sums are in float64. Of a tensor above ``PLACE_SAMPLE_ELEMENTS``, evenly spaced rows are looked at.
 """
@@ -80,8 +80,9 @@ def _find_direction(a: torch.Tensor, change: torch.Tensor) -> float:
 
 
 def _deviations(parts: torch.Tensor) -> float:
-    size = float(parts.norm())
-    return abs(float(parts.sum())) / size if size else 0.0
+    """Counts them by the parts' sizes, or by their signs alone, where a few large parts hide the others."""
+    signs = parts.sign()
+    return max(abs(float(each.sum())) / float(each.norm()) if bool(each.any()) else 0.0 for each in (parts, signs))
 
 
 def _edges_of_columns(shape: Sequence[int], boundaries: Mapping[int, Sequence[int]]) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from mock_scheduler.comparison.thresholds import (
     FEWEST_ELEMENTS,
     KERNEL_ACCUMULATION,
     KERNEL_DENSITY,
+    KERNEL_DIRECTION,
     KERNEL_EQUAL_ROWS,
     KERNEL_EVIDENCE,
     KERNEL_LARGE_ELEMENT,
@@ -102,7 +103,7 @@ def _judge_scale(item: TensorDifference, unit: float) -> KernelExcess | None:
         return None
     # The elements of a row share roundings, so that about the root of all elements round by themselves.
     limit = max(LARGEST_Z * unit / math.sqrt(math.sqrt(figures.num_elements)), KERNEL_ACCUMULATION)
-    if item.spread is not None and item.spread.direction_z > LARGEST_Z:
+    if item.spread is not None and item.spread.direction_z > KERNEL_DIRECTION:
         limit = KERNEL_ACCUMULATION
     return _beyond("scale", abs(figures.slope - 1.0), limit)
 
