@@ -156,7 +156,7 @@ def refusal() -> str:
 
 def listed_calls() -> list[list[object]]:
     """What a ledger writes down of an ordered reduction."""
-    with OrderedReductions(), CallLedger(["collective"], begin=lambda call: None) as ledger:
+    with OrderedReductions(), CallLedger(["collective"]) as ledger:
         dist.all_reduce(torch.ones(6))
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(8))
     return [[call.operation, list(call.group), call.dtype, call.num_elements] for call in ledger.calls["collective"]]

@@ -168,6 +168,7 @@ BESIDE = {
     "determinism/probes.py": "libraries of this process, and the driver's version",
     "determinism/operations/recorder.py": "a log that this process writes",
     "launch/launcher.py": "a log that this process writes",
+    "trace/begun_calls.py": "a log that this process writes",
     "launch/supervision.py": "/proc of its own children",
     "recording/storage/local.py": "opens a folder, to write in it whatever its name becomes",
     "remote/service_file.py": "follows no link, and looks at the rights of the file that it opened",

@@ -54,7 +54,7 @@ class CallLedger(WatchingMode):
     ``begin`` is told of every collective before it begins.
     """
 
-    def __init__(self, kinds: Sequence[LedgerKind], *, begin: Callable[[LedgerCall], None]) -> None:
+    def __init__(self, kinds: Sequence[LedgerKind], *, begin: Callable[[LedgerCall], None] = lambda call: None) -> None:
         super().__init__()
         self.calls: dict[LedgerKind, list[LedgerCall]] = {kind: [] for kind in kinds}
         self._begin = begin
