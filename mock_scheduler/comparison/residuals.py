@@ -179,9 +179,12 @@ class WrongCut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reorder:
-    """The baseline's values in another order along a dimension; ``holders``: the mistake of ranks' shards behind it."""
+    """The baseline's values in another order along a dimension; ``holders``: the mistake of ranks' shards behind it.
 
-    dim: DimName | int
+    ``dim``: ``batch row`` where rows of the batch have one value each.
+    """
+
+    dim: DimName | Literal["batch row"] | int
     order: BlockOrder
     holders: MisplacedShards | WrongCut | None = None
 

@@ -212,6 +212,12 @@ FEWEST_COPY_ELEMENTS = _define(
     unit="elements",
     reason="fewer than FEWEST_ELEMENTS: that copies add up to the baseline fits no number, and each must be near it",
 )
+FEWEST_ROW_VALUES = _define(
+    "FEWEST_ROW_VALUES",
+    3,
+    unit="different values of rows",
+    reason="of two values, as rewards of 0 and 1, half of all wrong assignments are orders of the right one",
+)
 FEWEST_PLACE_ELEMENTS = _define(
     "FEWEST_PLACE_ELEMENTS",
     32,

@@ -22,7 +22,7 @@ import torch
 
 from mock_scheduler.comparison.explain.locality import find_localities, parameter_dims
 from mock_scheduler.comparison.explain.parts import classify_parts
-from mock_scheduler.comparison.explain.permutations import find_holders
+from mock_scheduler.comparison.explain.permutations import find_blocks, find_holders, find_row_order
 from mock_scheduler.comparison.explain.ratios import CommonScale, find_common_scale
 from mock_scheduler.comparison.explain.residual import classify_residual
 from mock_scheduler.comparison.explain.spread import measure_spread
@@ -30,7 +30,7 @@ from mock_scheduler.comparison.findings import Finding, OtherStart
 from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.comparison.pairing.pairs import TensorPair, TracePair, all_of, pair_up
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
-from mock_scheduler.comparison.residuals import Residual
+from mock_scheduler.comparison.residuals import Reorder, Residual
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import FIRST_ELEMENTS, MOST_TENSORS_READ, NUM_FIRST, NUM_LARGEST, OTHER_TENSOR
 from mock_scheduler.config.instruments import TraceKind
@@ -125,7 +125,9 @@ def _explain(
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
         bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
-        residual = _classify(key, pair, traces, start=before, bound=bound, common=common)
+        residual = _classify(key, pair, traces, start=before, bound=bound, common=common) or _find_moved_rows(
+            pair, traces.readers[0]
+        )
         if residual is not None and before is not None:
             residual = replace(residual, is_of_change=True)
     dims = dims_of(pair)
@@ -166,6 +168,22 @@ def _classify(
         bound=bound,
         common=common,
         start=None if start is None else start.baseline,
+    )
+
+
+def _find_moved_rows(pair: TensorPair, reader: TraceReader) -> Residual | None:
+    """Finds rows of the batch that hold each other's one value."""
+    rows = reader.footer(pair.key.step).rows
+    if dims_of(pair) != ("token",) or rows.starts or rows.num_tokens != pair.baseline.numel():
+        return None
+    if not pair.baseline.is_floating_point():
+        return None
+    order = find_row_order(pair.baseline, pair.candidate, rows.lengths, present=pair.present)
+    if order is None or torch.equal(order, torch.arange(len(order))):
+        return None
+    blocks = find_blocks(order)
+    return Residual(
+        kind="permutation", value=float(blocks.num_moved), explained=1.0, detail=Reorder(dim="batch row", order=blocks)
     )
 
 

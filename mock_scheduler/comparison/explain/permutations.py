@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mock_scheduler.comparison.residuals import BlockOrder, MisplacedShards, WrongCut
+from mock_scheduler.comparison.thresholds import FEWEST_ROW_VALUES
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.trace.shards import Block
@@ -69,6 +70,42 @@ def find_holders_fault(order: torch.Tensor, holders: Holders | None) -> Misplace
         return None
     # Whole shards in each other's places first: a wrong cut moves parts of every shard.
     return _find_misplaced(order, holders) or _find_cut(order, holders)
+
+
+def find_row_order(
+    baseline: torch.Tensor, candidate: torch.Tensor, lengths: Sequence[int], *, present: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Finds which row's value each row of the batch has, where every row has one value, as an advantage of its reward.
+
+    Rows of equal values are told apart by their order, and the fewest are moved. ``None`` where a row has several
+    values, the candidate has others, or too few are different to tell an order from chance.
+
+    Args:
+        baseline: ``[tokens]``, floating point, row after row.
+        candidate: As the baseline.
+        lengths: Tokens of each row.
+        present: bool ``[tokens]``: tokens that count; rows without any are left out.
+
+    Returns:
+        int64 ``[rows]``: the baseline's row of each row that is left.
+    """
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    counts = torch.ones_like(rows, dtype=torch.bool) if present is None else present
+    _, rows = torch.unique(rows[counts], return_inverse=True)
+    sides = []
+    for side in (baseline, candidate):
+        values = side[counts].double()
+        first = torch.zeros(int(rows.max()) + 1, dtype=torch.float64).scatter_(0, rows, values)
+        if not torch.equal(first[rows], values):
+            return None
+        sides.append(first)
+    mine, other = sides
+    if len(mine.unique()) < FEWEST_ROW_VALUES or not torch.equal(mine.sort().values, other.sort().values):
+        return None
+    order = torch.arange(len(mine))
+    moved = (mine != other).nonzero().squeeze(1)
+    order[moved[other[moved].argsort(stable=True)]] = moved[mine[moved].argsort(stable=True)]
+    return order
 
 
 def block_size(order: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from mock_scheduler.comparison.residuals import (
     BlockOrder,
@@ -234,5 +235,7 @@ def _describe_sample(sample: Sample | None) -> str:
     return "" if sample is None else f" (seen in {sample.num_seen:,} of {sample.num_elements:,} elements)"
 
 
-def _name_indices(dim: DimName | int) -> str:
+def _name_indices(dim: DimName | Literal["batch row"] | int) -> str:
+    if dim == "batch row":
+        return "rows of the batch"
     return f"indices of dimension {dim}" if isinstance(dim, int) else f"{_NOUNS.get(dim, dim)}s"

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mock_scheduler.comparison.explain.permutations import Holders, block_size, find_blocks, find_holders_fault
+from mock_scheduler.comparison.explain.permutations import (
+    Holders,
+    block_size,
+    find_blocks,
+    find_holders_fault,
+    find_row_order,
+)
 from mock_scheduler.comparison.residuals import Reorder
 from mock_scheduler.trace.entries import DimName
 from mock_scheduler.verdict.wording.residuals import describe_reorder
@@ -125,3 +131,41 @@ def test_an_order_within_shards_has_no_word_of_ranks() -> None:
 def test_holders_of_another_number_of_rows_have_no_word() -> None:
     order = STRAIGHT.roll(12)
     assert describe_order(order, "row", held(runs(range(5)), runs(range(5, 10)))) == describe_order(order, "row", None)
+
+
+LENGTHS = (3, 2, 4, 2)
+
+
+def by_row(*values: float) -> torch.Tensor:
+    return torch.tensor(values).repeat_interleave(torch.tensor(LENGTHS))
+
+
+def test_rows_of_the_batch_that_hold_each_others_value_are_found() -> None:
+    """Rows were sorted by length on the way, and what was computed of each stayed in the order before."""
+    order = find_row_order(by_row(0.5, -1.0, 1.5, 0.0), by_row(1.5, -1.0, 0.5, 0.0), LENGTHS, present=None)
+    assert order is not None
+    assert order.tolist() == [2, 1, 0, 3]
+    twice = find_row_order(by_row(0.5, -1.0, 0.5, 2.0), by_row(0.5, 0.5, -1.0, 2.0), LENGTHS, present=None)
+    assert twice is not None
+    assert twice.tolist() == [0, 2, 1, 3]  # the first 0.5 has not moved
+
+
+def test_rows_without_a_token_that_counts_are_left_out() -> None:
+    present = by_row(1, 1, 0, 1).bool()
+    present[0] = False  # a prompt
+    order = find_row_order(by_row(1, 2, 7, 3), by_row(2, 1, 8, 3), LENGTHS, present=present)
+    assert order is not None
+    assert order.tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "candidate"),
+    [
+        (by_row(1, 2, 3, 4), by_row(1, 2, 3, 5)),
+        (by_row(1, 0, 1, 0), by_row(0, 1, 1, 0)),
+        (torch.arange(11.0), torch.arange(11.0).flip(0)),
+    ],
+    ids=["other values", "two values alone", "several values of a row"],
+)
+def test_what_is_no_order_of_rows_is_not_called_one(baseline: torch.Tensor, candidate: torch.Tensor) -> None:
+    assert find_row_order(baseline, candidate, LENGTHS, present=None) is None
