@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from mock_scheduler.comparison.noise.one_kernel import KernelTest
@@ -152,11 +153,25 @@ def _describe_equal_inputs(facts: EqualInputsFacts) -> str:
     return f"by no more than one kernel rounds, of equal inputs: {names}; {rest}"
 
 
+def _describe_worst(facts: RefereeFacts) -> str:
+    """Says both largest differences; relative to a tensor of zeros there is no number."""
+    largest = "the largest difference is"
+    match math.isinf(facts.worst), math.isinf(facts.worst_here):
+        case True, True:
+            return "in float64 as here, a tensor is 0 on one side alone"
+        case True, False:
+            return f"a tensor is 0 on one side alone in float64, and {largest} {facts.worst_here:.1e} here"
+        case False, True:
+            return f"{largest} {facts.worst:.1e} in float64, and a tensor is 0 on one side alone here"
+        case _:
+            return f"{largest} {facts.worst:.1e} in float64 and {facts.worst_here:.1e} here"
+
+
 def _describe_referee(proof: Proof, facts: RefereeFacts, said: Divergence | None) -> str:
     compared = proof.compared
     if compared is not None and proof.outcome == "open":
         return f"in float64 nothing can be told: {describe_comparison(compared, said=said)}"
-    ratio = f"the largest difference is {facts.worst:.1e} in float64 and {facts.worst_here:.1e} here"
+    ratio = _describe_worst(facts)
     if 0 < facts.worst < facts.worst_here / _NOTED_RATIO:
         times = f"{facts.worst_here / facts.worst:.1e} times less"
         ratio += f", {times} (rounding becomes {facts.shrinking:.1e} times less)"

@@ -93,8 +93,12 @@ _AGAINST = "against the baseline: "
 
 
 def describe_sentence(verdict: Verdict) -> str:
-    """The first divergence in one sentence; empty where there is none."""
-    return "" if verdict.first is None else describe_divergence(verdict.first)
+    """The first divergence in one sentence; empty where there is none. Figures of the runs in float64 are called so."""
+    if verdict.first is None:
+        return ""
+    why = verdict.why
+    is_wide = isinstance(why, RefutedBy) and why.proof == "referee" and not why.is_same_place
+    return f"{'in float64, ' if is_wide else ''}{describe_divergence(verdict.first)}"
 
 
 def describe_reason(verdict: Verdict) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
+
 from mock_scheduler.comparison.findings import Fact, Finding, OnlyIn, OtherShape
 from mock_scheduler.comparison.noise.suspicions import ScaledGradients, Suspicion
 from mock_scheduler.comparison.tensors import TensorComparison
@@ -117,6 +122,36 @@ def test_nothing_is_left_of_a_reason_that_is_sentence_and_proofs() -> None:
         f"{shrinks} here; first divergence: {SENTENCE_ELSEWHERE}; against the baseline: first divergence: "
         f"{SENTENCE}; {REST}"
     )
+
+
+def test_figures_of_float64_are_called_so() -> None:
+    """They stood in the headline as if the runs themselves were as near to each other."""
+    own = referee("refuted", compared=beyond(ELSEWHERE))
+    found = Verdict(
+        kind=VerdictKind.DIVERGED,
+        why=RefutedBy(proof="referee"),
+        first=divergence(ELSEWHERE),
+        proofs=(EQUALITY, NOISE, own),
+    )
+    assert write_headline(found) == f"in float64, {SENTENCE_ELSEWHERE}"
+    same = replace(found, why=RefutedBy(proof="referee", is_same_place=True), first=divergence())
+    assert write_headline(same) == SENTENCE
+
+
+@pytest.mark.parametrize(
+    ("worst", "worst_here", "text"),
+    [
+        (math.inf, math.inf, "in float64 as here, a tensor is 0 on one side alone"),
+        (math.inf, 0.5, "a tensor is 0 on one side alone in float64, and the largest difference is 5.0e-01 here"),
+        (0.5, math.inf, "the largest difference is 5.0e-01 in float64, and a tensor is 0 on one side alone here"),
+    ],
+)
+def test_what_is_infinitely_far_has_no_number(worst: float, worst_here: float, text: str) -> None:
+    """It said: the largest difference is inf in float64 and inf here."""
+    facts = RefereeFacts(worst=worst, worst_here=worst_here, shrinking=5e8, is_same_place=True)
+    proof = Proof(name="referee", outcome="refuted", facts=facts, compared=beyond())
+    said = f"in float64 it does not shrink as rounding does: {text}; it begins at the same place"
+    assert describe_proof(proof) == said
 
 
 def test_a_reference_that_is_none_is_said_beside_the_proofs() -> None:
