@@ -172,7 +172,7 @@ def _describe_referee(proof: Proof, facts: RefereeFacts, said: Divergence | None
     if compared is not None and proof.outcome == "open":
         return f"in float64 nothing can be told: {describe_comparison(compared, said=said)}"
     ratio = _describe_worst(facts)
-    if 0 < facts.worst < facts.worst_here / _NOTED_RATIO:
+    if 0 < facts.worst < facts.worst_here / _NOTED_RATIO and not math.isinf(facts.worst_here):
         times = f"{facts.worst_here / facts.worst:.1e} times less"
         ratio += f", {times} (rounding becomes {facts.shrinking:.1e} times less)"
     if proof.outcome == "proved":
