@@ -100,7 +100,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # Of equal inputs one kernel makes equal values but for its rounding, whatever perturbed weights may do.
     if inputs == "refuted" and evidence.equal_inputs is not None and evidence.equal_inputs.excess is not None:
         difference, excess = evidence.equal_inputs.excess
-        shown = from_tensor(replace(difference, tolerance=excess.limit))
+        shown = from_tensor(replace(difference, tolerance=excess.relative_limit))
         # Beyond its noise as well, it has the bound by which two runs compared by hand are judged.
         first = direct.first if direct.first is not None and direct.first.place == shown.place else shown
         return replace(direct, kind=VerdictKind.DIVERGED, why=RefutedBy(proof="equal inputs"), first=first)

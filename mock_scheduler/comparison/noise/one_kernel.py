@@ -59,6 +59,11 @@ class KernelExcess:
     value: float
     limit: float
 
+    @property
+    def relative_limit(self) -> float:
+        """The most that ``||a - b|| / ||a||`` may be: the limit of its own test, or 0 where another one failed."""
+        return self.limit if self.test in ("size", "update") else 0.0
+
 
 def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess | None:
     """Judges a tensor whose inputs are equal to the last bit; ``None`` where its difference is rounding.
