@@ -13,7 +13,7 @@ from typing import Protocol
 from mock_scheduler.alignment.plan.overrides import quote_override, quote_value
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.comparison.tensors import TensorComparison
-from mock_scheduler.config.instruments import TRACE_KINDS
+from mock_scheduler.config.instruments import TRACE_KINDS, LedgerKind, TraceKind
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.localisation import DifferingTensor, GraftKind
 
@@ -36,12 +36,12 @@ class MakeRun(Protocol):
 def sketch_overrides(run: PlannedRun, last_step: int | None) -> list[str]:
     """Writes overrides for sketches of all tensors of every step, up to ``last_step``; ``None``: of all."""
     steps = "null" if last_step is None else f"'0-{last_step}'"
-    return [*_trace(run, "sketch", steps, ("*",)), *run.program.end_after(run.config, last_step)]
+    return [*trace_overrides(run, "sketch", steps, ("*",)), *run.program.end_after(run.config, last_step)]
 
 
 def full_overrides(run: PlannedRun, step: int, names: Sequence[str] | None) -> list[str]:
     """Writes overrides for whole tensors of one step, of the given names; ``None``: of all."""
-    return [*_trace(run, "full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
+    return [*trace_overrides(run, "full", f"'{step}'", names or ("*",)), *run.program.end_after(run.config, step)]
 
 
 def graft_overrides(
@@ -53,7 +53,7 @@ def graft_overrides(
     """
     step, update = place
     return [
-        *_trace(run, level, f"'{step}'", ("*",)),
+        *trace_overrides(run, level, f"'{step}'", ("*",)),
         *run.program.end_after(run.config, step),
         quote_override("graft.trace_dir", str(trace)),
         f"graft.names=[{','.join(map(quote_value, names))}]",
@@ -103,12 +103,20 @@ def choose_names(differing: Sequence[DifferingTensor], *, budget: int, bytes_by_
     return [*names, *([_CHOICES] if has_experts else [])]
 
 
-def _trace(run: PlannedRun, level: str, steps: str, names: Sequence[str]) -> list[str]:
+def trace_overrides(
+    run: PlannedRun,
+    level: str,
+    steps: str,
+    names: Sequence[str],
+    *,
+    kinds: Sequence[TraceKind | LedgerKind] = TRACE_KINDS,
+) -> list[str]:
+    """Writes overrides for a trace of all ranks in these steps, whatever the run's own trace leaves out."""
     # One that is not the model's own, as of sketches before, must not take anything out.
     return [
         *(["rollout_mock.mode=mock"] if run.config.rollout_mock is not None else []),
         f"trace.level={level}",
-        f"trace.kinds=[{','.join(TRACE_KINDS)}]",
+        f"trace.kinds=[{','.join(kinds)}]",
         f"trace.patterns=[{','.join(map(quote_value, names))}]",
         "trace.exclude=[]",
         "trace.ranks=null",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mock_scheduler.alignment.localise.runs import trace_overrides
 from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.alignment.plan.planned_run import PRECISION_KEY, AlignPlan, PlannedRun, initial_state_overrides
 from mock_scheduler.config.layout import ParallelConfig
@@ -130,14 +131,7 @@ def plan_wide(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
 
 def plan_with_collectives(run: PlannedRun, *, load: ConfigLoader, root: Path) -> PlannedRun:
     """Plans the run with a ledger of the collectives that its ranks begin."""
-    overrides = [
-        "trace.level=full",
-        "trace.kinds=[collective]",
-        "trace.patterns=['*']",
-        "trace.exclude=[]",
-        "trace.ranks=null",
-        "trace.steps=null",
-    ]
+    overrides = trace_overrides(run, "full", "null", ("*",), kinds=("collective",))
     return derive_run(run, f"collectives-{run.name}", overrides, load=load, root=root)
 
 
