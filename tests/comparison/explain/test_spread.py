@@ -6,20 +6,7 @@ import torch
 from mock_scheduler.comparison.explain.spread import measure_spread
 from mock_scheduler.comparison.residuals import Spread
 from mock_scheduler.comparison.thresholds import LARGEST_Z
-
-
-@pytest.fixture
-def hidden() -> torch.Tensor:
-    """300 tokens of 64 channels, in bfloat16."""
-    return torch.randn(300, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-
-
-def rounded_otherwise(values: torch.Tensor) -> torch.Tensor:
-    """The same values from another kernel: a third of the elements are the next number."""
-    moved = torch.rand(values.shape, generator=torch.Generator().manual_seed(4)) < 1 / 3
-    up = torch.rand(values.shape, generator=torch.Generator().manual_seed(5)) < 0.5
-    steps = torch.where(moved, torch.where(up, 1, -1), 0).to(torch.int16)
-    return (values.view(torch.int16) + steps).view(torch.bfloat16)
+from tests.comparison.rounding import rounded_otherwise
 
 
 def spread_of(baseline: torch.Tensor, candidate: torch.Tensor, **options: object) -> Spread:

@@ -9,6 +9,7 @@ from mock_scheduler.comparison.noise.one_kernel import KernelExcess, find_kernel
 from mock_scheduler.comparison.tensors import Figures, TensorDifference, WorstElement
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
 from mock_scheduler.trace.entries import TraceKey
+from tests.comparison.rounding import rounded_otherwise
 
 BFLOAT16 = UNIT_ROUNDOFFS["bfloat16"]
 FLOAT32 = UNIT_ROUNDOFFS["float32"]
@@ -48,20 +49,6 @@ def difference(
         figures=figures,
         spread=measure_spread(baseline, candidate, boundaries={1: pieces}),
     )
-
-
-@pytest.fixture
-def hidden() -> torch.Tensor:
-    """What a module computes: 300 tokens of 64 channels, in bfloat16."""
-    return torch.randn(300, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
-
-
-def rounded_otherwise(values: torch.Tensor) -> torch.Tensor:
-    """The same values from another kernel: a third of the elements are the next number."""
-    moved = torch.rand(values.shape, generator=torch.Generator().manual_seed(4)) < 1 / 3
-    up = torch.rand(values.shape, generator=torch.Generator().manual_seed(5)) < 0.5
-    steps = torch.where(moved, torch.where(up, 1, -1), 0).to(torch.int16)
-    return (values.view(torch.int16) + steps).view(torch.bfloat16)
 
 
 def test_another_kernel_of_bfloat16_is_rounding(hidden: torch.Tensor) -> None:
