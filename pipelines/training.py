@@ -32,6 +32,7 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
+from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.run_state import RunState
@@ -137,7 +138,9 @@ class OwnTraining:
         ranks: RankGroup,
         clock: Clock,
         is_resumed: bool,
+        source: HuggingFaceSource | None,
     ) -> None:
+        self._source = source
         self.layout = config.parallel.describe()
         self.world_size = runtime.world_size
         self._config = config
@@ -183,7 +186,7 @@ class OwnTraining:
 
     def save(self, folder: Path, state: RunState) -> None:
         """Write a checkpoint. Collective."""
-        save_checkpoint(folder, self.learner, state)
+        save_checkpoint(folder, self.learner, state, source=self._source)
 
     def state_dict(self) -> Mapping[str, JSON]:
         """Returns the learner's state."""
@@ -254,9 +257,13 @@ def build_training(
     ranks: RankGroup,
     clock: Clock,
     is_resumed: bool,
+    source: HuggingFaceSource | None = None,
 ) -> Training:
-    """Builds the trainer of this run, as ``training_service.url`` says."""
+    """Builds the trainer of this run, as ``training_service.url`` says.
+
+    ``source``: the Hugging Face checkpoint that the model begins with.
+    """
     url = config.training_service.url
     if url is not None:
         return ServiceTraining(config, tokenizer, url=url)
-    return OwnTraining(config, runtime, tokenizer, ranks=ranks, clock=clock, is_resumed=is_resumed)
+    return OwnTraining(config, runtime, tokenizer, ranks=ranks, clock=clock, is_resumed=is_resumed, source=source)

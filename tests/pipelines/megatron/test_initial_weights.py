@@ -9,7 +9,8 @@ import torch
 
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.weights import Shape, canonical_initial_weight, compute_initial_weights_digest, parameter_shapes
+from pipelines.megatron.parameter_shapes import Shape, parameter_shapes
+from pipelines.megatron.weights import canonical_initial_weight, compute_initial_weights_digest
 from tests.pipelines.tiny_runs import ROOT
 from tests.programs import run_program
 
