@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,20 @@ def read_header(path: Path) -> Header:
         raise ConfigError(f"{path} is no whole safetensors file: {error}; copy it again") from error
 
 
+def _read_headers(folder: Path, names: Sequence[str]) -> dict[str, Header]:
+    """Reads the headers of all files; raises ``ConfigError`` with every one that cannot be read."""
+    headers: dict[str, Header] = {}
+    problems = []
+    for name in names:
+        try:
+            headers[name] = read_header(folder / name)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return headers
+
+
 def parse_header(text: str, *, num_data_bytes: int | None = None) -> Header:
     """Reads the text of a header; raises ``ValueError`` where its tensors do not fill the data without gaps."""
     content = json.loads(text)
@@ -125,7 +139,7 @@ class WeightFiles:
         """
         index = _read_index(folder)
         names = sorted(set(index.values())) if index is not None else [SINGLE_FILE]
-        headers = {name: read_header(folder / name) for name in names}
+        headers = _read_headers(folder, names)
         problems = [] if index is None else _compare_index(index, headers)
         problems += _compare_tensors(headers, list_tensors(shapes, model)[0], folder)
         if problems:

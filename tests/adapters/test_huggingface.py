@@ -1,0 +1,415 @@
+"""Hugging Face checkpoints: what a configuration means, which one is refused, and which rows go where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mock_scheduler.adapters.huggingface.config import describe_model
+from mock_scheduler.adapters.huggingface.files import WeightFiles, read_header
+from mock_scheduler.adapters.huggingface.writing import write_weights
+from mock_scheduler.errors import ConfigError
+from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
+from pipelines.config.model import ModelConfig
+from pipelines.megatron.hf_source import find_weight_files
+from tests.hf_checkpoints import (
+    CONFIGS,
+    EXPERT_INNER,
+    EXPERTS,
+    GROUPS,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    SHARED_INNER,
+    VOCAB,
+    config_of,
+    make_tensors,
+    save_json,
+    write_checkpoint,
+)
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+DENSE = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_query_groups": GROUPS,
+    "kv_channels": HEAD,
+    "ffn_hidden_size": INNER,
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-6,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": VOCAB,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rope_scaling": None,
+    "num_moe_experts": None,
+}
+MOE = {
+    **DENSE,
+    "num_moe_experts": EXPERTS,
+    "moe_ffn_hidden_size": EXPERT_INNER,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_pre_softmax": False,
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "qwen2": {**DENSE, "add_qkv_bias": True},
+    "qwen3": {**DENSE, "qk_layernorm": True, "untie_embeddings_and_output_weights": False},
+    "mixtral": {**MOE, "moe_ffn_hidden_size": INNER},
+    "qwen2_moe": {
+        **MOE,
+        "add_qkv_bias": True,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": SHARED_INNER,
+        "moe_shared_expert_gate": True,
+    },
+    "qwen3_moe": {**MOE, "qk_layernorm": True},
+}
+
+
+def fields_of(kind: str, **changes: object) -> dict[str, Any]:
+    return dict(describe_model(config_of(kind, **changes), origin="config.json").fields)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_family_becomes_the_fields_of_megatron(kind: str) -> None:
+    assert fields_of(kind) == FIELDS[kind]
+
+
+LLAMA3 = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("llama", {"head_dim": ...}, {"kv_channels": HIDDEN // HEADS}),
+        ("mixtral", {"head_dim": None}, {"kv_channels": HIDDEN // HEADS}),
+        ("llama", {"rope_parameters": ..., "rope_theta": 500000.0}, {"rotary_base": 500000}),
+        ("llama", {"rope_parameters": ..., "rope_theta": 1234.5, "rope_scaling": None}, {"rotary_base": 1234.5}),
+        (
+            "llama",
+            {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+            {"rotary_base": 500000, "rope_scaling": LLAMA3},
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, "rope_theta": 500000},
+            {"rope_scaling": LLAMA3},
+        ),
+        ("qwen3_moe", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, {"moe_layer_freq": [1, 0]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, {"moe_layer_freq": [0, 1]}),
+        ("qwen3_moe", {"num_experts": ..., "num_local_experts": 8}, {"num_moe_experts": 8}),
+        ("qwen2", {"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
+        ("qwen2_moe", {"qkv_bias": False}, {"add_qkv_bias": False}),
+        ("qwen2", {"quantization_config": None, "layer_types": ["full_attention"] * LAYERS}, {}),
+    ],
+)
+def test_a_field_of_the_file_is_a_field_of_megatron(
+    kind: str, changes: dict[str, object], expected: dict[str, object]
+) -> None:
+    found = fields_of(kind, **changes)
+    assert {name: found[name] for name in expected} == expected
+
+
+REFUSED = [
+    ("llama", {"model_type": "gemma2"}, "model_type is 'gemma2'; this release reads llama, mixtral, qwen2"),
+    ("llama", {"model_type": ...}, "model_type is None"),
+    ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "reads Qwen3ForCausalLM"),
+    ("llama", {"attention_bias": True}, "attention_bias is true; this release computes only attention_bias false"),
+    ("qwen3", {"attention_bias": True}, "attention_bias is true"),
+    ("llama", {"mlp_bias": True}, "mlp_bias is true"),
+    ("llama", {"hidden_act": "gelu"}, 'hidden_act is "gelu"; this release computes only hidden_act "silu"'),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is true"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096; this release attends to whole rows"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {"),
+    ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map is"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "default" and "yarn"'),
+    ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, 'rope_type is "yarn"'),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}},
+        "low_freq_factor is missing",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}},
+        "factor is 8.0, which has no place in rope_type",
+    ),
+    ("llama", {"rope_theta": 5e5}, "rope_theta is 10000.0 and 500000.0"),
+    ("llama", {"rope_parameters": ...}, "rope_theta is missing"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention is"),
+    ("llama", {"rope_parameters": [1]}, "must be objects"),
+    ("llama", {"rms_norm_eps": ...}, "rms_norm_eps is missing"),
+    ("llama", {"hidden_size": "32"}, 'hidden_size is "32", expected a positive integer'),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers is true"),
+    ("llama", {"num_key_value_heads": ...}, "num_key_value_heads is missing"),
+    ("qwen3", {"head_dim": ...}, "head_dim is missing"),
+    ("llama", {"head_dim": ..., "num_attention_heads": 3}, "hidden_size 32 is no multiple of num_attention_heads 3"),
+    ("llama", {"tie_word_embeddings": "yes"}, 'tie_word_embeddings is "yes", expected true or false'),
+    ("llama", {"logit_scale": 0.5}, "logit_scale is 0.5: an unknown field of llama may change the mathematics"),
+    ("llama", {"num_experts": 4}, "num_experts is 4: an unknown field of llama"),
+    ("qwen3_moe", {"norm_topk_prob": ...}, "norm_topk_prob is missing"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers is"),
+    ("qwen3_moe", {"num_local_experts": 8}, "num_experts 4 and num_local_experts 8 contradict each other"),
+    ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "text"), REFUSED)
+def test_whatever_would_compute_something_else_is_refused_by_name(
+    kind: str, changes: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        fields_of(kind, **changes)
+    assert text in str(raised.value)
+
+
+def test_all_problems_of_a_file_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        fields_of("llama", mlp_bias=True, rms_norm_eps=..., logit_scale=2.0)
+    assert [line.split()[1] for line in str(raised.value).splitlines()[1:]] == [
+        "rms_norm_eps",
+        "mlp_bias",
+        "logit_scale",
+    ]
+
+
+# --- Rows of tensors --------------------------------------------------------------------------------------------------
+
+
+def open_files(folder: Path) -> WeightFiles:
+    return find_weight_files(ModelConfig(hf_checkpoint=str(folder)))
+
+
+def read_part(folder: Path, name: str, shape: tuple[int, ...], splits: tuple[Split, ...] = ()) -> torch.Tensor:
+    local = list(shape)
+    for split in splits:
+        local[split.dim] = sum(block.length for block in split.blocks)
+    with open_files(folder) as files:
+        return files.read(ShardSpec(name=name, global_shape=shape, local_shape=tuple(local), splits=splits), name)
+
+
+def test_queries_keys_and_values_stand_group_by_group(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "qwen2", num_files=3)
+    for kind in ("weight", "bias"):
+        q, k, v = (tensors[f"model.layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv")
+        shape = (2 * 4 * HEAD, *q.shape[1:])  # two groups of two queries, a key and a value
+        name = f"decoder.layers.1.self_attention.linear_qkv.{kind}"
+        expected = torch.cat([q[:24], k[:12], v[:12], q[24:], k[12:], v[12:]])
+        assert torch.equal(read_part(tmp_path, name, shape), expected)
+        # The second of two tensor-parallel ranks has the second group.
+        second = even_split(0, size=shape[0], rank=1, num_ranks=2)
+        assert torch.equal(read_part(tmp_path, name, shape, second), torch.cat([q[24:], k[12:], v[12:]]))
+        # And a part that begins and ends within a projection has just these rows.
+        part = (Split(dim=0, blocks=(Block(local_start=0, global_start=20, length=9),)),)
+        assert torch.equal(read_part(tmp_path, name, shape, part), expected[20:29])
+
+
+def test_a_rank_has_its_rows_of_the_gate_and_the_same_of_the_up_projection(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "llama")
+    gate, up = (tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    split = even_split(0, size=2 * INNER, rank=1, num_ranks=2, num_parts=2)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert torch.equal(read_part(tmp_path, name, (2 * INNER, HIDDEN), split), torch.cat([gate[20:], up[20:]]))
+
+
+def test_a_rank_has_its_columns_of_the_output_projection(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "llama")
+    split = even_split(1, size=HEADS * HEAD, rank=1, num_ranks=2)
+    read = read_part(tmp_path, "decoder.layers.0.self_attention.linear_proj.weight", (HIDDEN, HEADS * HEAD), split)
+    assert torch.equal(read, tensors["model.layers.0.self_attn.o_proj.weight"][:, 24:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "gate", "up", "down", "inner"),
+    [
+        (
+            "mixtral",
+            "block_sparse_moe.experts.3.w1",
+            "block_sparse_moe.experts.3.w3",
+            "block_sparse_moe.experts.3.w2",
+            INNER,
+        ),
+        *(
+            (kind, *(f"mlp.experts.3.{name}_proj" for name in ("gate", "up", "down")), EXPERT_INNER)
+            for kind in ("qwen2_moe", "qwen3_moe")
+        ),
+    ],
+)
+def test_an_expert_has_its_own_tensors(kind: str, gate: str, up: str, down: str, inner: int, tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, kind)
+    own = "decoder.layers.1.mlp.experts.local_experts.3."
+    first, second = (tensors[f"model.layers.1.{name}.weight"] for name in (gate, up))
+    assert torch.equal(read_part(tmp_path, f"{own}linear_fc1.weight", (2 * inner, HIDDEN)), torch.cat([first, second]))
+    read = read_part(tmp_path, f"{own}linear_fc2.weight", (HIDDEN, inner))
+    assert torch.equal(read, tensors[f"model.layers.1.{down}.weight"])
+
+
+def test_padding_of_the_vocabulary_is_0(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, "qwen3")
+    spec = ShardSpec(
+        name="embedding.word_embeddings.weight",
+        global_shape=(VOCAB, HIDDEN),
+        local_shape=(40, HIDDEN),
+        splits=(Split(dim=0, blocks=(Block(local_start=0, global_start=80, length=16),)),),
+    )
+    with open_files(tmp_path) as files:
+        read = files.read(spec, spec.name)
+    assert torch.equal(read[:16], tensors["model.embed_tokens.weight"][80:])
+    assert not read[16:].any()
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_superfluous_or_mis_shaped_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = make_tensors("qwen3")
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(48)
+    tensors["model.norm.weight"] = torch.ones(33)
+    tensors["model.layers.0.input_layernorm.weight"] = torch.zeros(HIDDEN, dtype=torch.int8)
+    tensors["lm_head.weight"] = torch.zeros(VOCAB, HIDDEN)
+    write_checkpoint(tmp_path, "qwen3", tensors=tensors)
+    with pytest.raises(ConfigError) as raised:
+        open_files(tmp_path)
+    assert sorted(str(raised.value).splitlines()[1:]) == [
+        "  - lm_head.weight: is of no part of this model, by tie_word_embeddings of config.json",
+        "  - model.layers.0.input_layernorm.weight: is of dtype I8; read are F64, F32, BF16, F16",
+        "  - model.layers.0.self_attn.q_proj.bias: is of no part of this model",
+        "  - model.layers.1.self_attn.q_norm.weight: is missing; expected shape [12]",
+        "  - model.norm.weight: has shape [33], expected [32]",
+    ]
+
+
+def test_an_output_head_that_is_missing_is_told_with_the_field_behind_it(tmp_path: Path) -> None:
+    tensors = make_tensors("llama")
+    del tensors["lm_head.weight"]
+    write_checkpoint(tmp_path, "llama", tensors=tensors)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: is missing, by tie_word_embeddings of config\.json"):
+        open_files(tmp_path)
+
+
+def change_index(folder: Path, **places: str | None) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    for name, file in places.items():
+        index["weight_map"].pop(name.replace("__", "."), None)
+        if file is not None:
+            index["weight_map"][name.replace("__", ".")] = file
+    save_json(path, index)
+
+
+def test_an_index_that_says_something_else_than_its_files_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", num_files=2)
+    second = "model-00002-of-00002.safetensors"
+    change_index(tmp_path, model__embed_tokens__weight=second, lm_head__weight=None)
+    with pytest.raises(ConfigError) as raised:
+        open_files(tmp_path)
+    first = "model-00001-of-00002.safetensors"
+    assert sorted(str(raised.value).splitlines()[1:]) == [
+        f"  - lm_head.weight: is in {first}, and model.safetensors.index.json has it nowhere",
+        f"  - model.embed_tokens.weight: is in {first}, and model.safetensors.index.json has it in {second}",
+        f"  - model.embed_tokens.weight: model.safetensors.index.json has it in {second}, which does not hold it",
+    ]
+
+
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "pytorch_model.bin"])
+def test_an_index_leads_to_no_other_file(file: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", num_files=2)
+    change_index(tmp_path, lm_head__weight=file)
+    with pytest.raises(ConfigError, match="which is no safetensors file of the folder"):
+        open_files(tmp_path)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def spoil_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"F32"', b'"dtype":"F64"', 1))
+
+
+def leave_only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def remove_files(folder: Path) -> None:
+    write_checkpoint(folder, "llama", num_files=3)
+    for name in ("model.safetensors", "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (cut, "is no whole safetensors file: its tensors have"),
+        (spoil_header, "bytes; copy it again"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 16), "says that its header has"),
+        (
+            leave_only_a_pickle,
+            "has neither model.safetensors nor model.safetensors.index.json; only safetensors are read",
+        ),
+        (remove_files, "model-00003-of-00003.safetensors cannot be read: No such file"),
+        (lambda folder: write_checkpoint(folder, "llama", num_files=2), "has both model.safetensors and"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: No such file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "holds a list, expected an object"),
+    ],
+)
+def test_a_folder_that_is_no_whole_checkpoint_is_refused(spoil: Any, text: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    spoil(tmp_path)
+    with pytest.raises((ConfigError, ValueError)) as raised:
+        open_files(tmp_path)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_file_that_is_written_with_its_header_has_the_same_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = make_tensors("qwen3_moe", dtype)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()  # safetensors puts wider ones first
+    origin, copy = tmp_path / "model.safetensors", tmp_path / "copy"
+    save_file(tensors, origin, metadata={"format": "pt"})
+    copy.mkdir()
+    write_weights(copy, {origin.name: read_header(origin).text}, tensors.__getitem__)
+    assert (copy / origin.name).read_bytes() == origin.read_bytes()
+
+
+def test_whole_tensors_of_every_family_are_read_in_the_dtype_of_the_file(tmp_path: Path) -> None:
+    for kind in CONFIGS:
+        tensors = write_checkpoint(tmp_path / kind, kind, dtype=torch.bfloat16, num_files=2)
+        with open_files(tmp_path / kind) as files:
+            read = files.read(whole("x", (VOCAB, HIDDEN)), "embedding.word_embeddings.weight")
+        assert torch.equal(read, tensors["model.embed_tokens.weight"])
+        assert read.dtype is torch.bfloat16
