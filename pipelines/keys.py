@@ -7,7 +7,7 @@ from mock_scheduler.support.digests import JSON, iterate_leaves
 from pipelines.config.schema import PipelineConfig
 
 # Younger than the first recordings and checkpoints: unset they change nothing, and older ones do not have them.
-_YOUNG = {
+YOUNG_KEYS = {
     "model.hf_checkpoint": None,
     "model.kv_channels": None,
     "model.rope_scaling": None,
@@ -23,7 +23,7 @@ def effect_of(key: str) -> Decides:
 def keys_in_effect(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON]:
     """Reads every value by its dotted key, in the order of the schema, as it takes effect.
 
-    Of the keys in ``_YOUNG`` those that are set.
+    Keys in ``YOUNG_KEYS`` play a part where they are set.
     Environments that no manager names play no part. Training samples with ``actor_infer``'s arguments and has no key of
     its own for them; validation has the arguments in effect for it.
 
@@ -35,4 +35,4 @@ def keys_in_effect(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON
     values["custom_envs"] = {tag: values["custom_envs"][tag] for tag in config.tags_in_use}
     del values["train_env_manager"]["generating_args"]
     values["val_env_manager"]["generating_args"] = config.sampling("val").model_dump(mode="json")
-    return {key: value for key, value in iterate_leaves(values) if key not in _YOUNG or value != _YOUNG[key]}
+    return {key: value for key, value in iterate_leaves(values) if key not in YOUNG_KEYS or value != YOUNG_KEYS[key]}

@@ -133,7 +133,8 @@ def write_checkpoint(
     if num_files == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return tensors
-    names, places = list(tensors), {}
+    names = list(tensors)
+    places: dict[str, str] = {}
     for index in range(num_files):
         file, own = f"model-{index + 1:05d}-of-{num_files:05d}.safetensors", names[index::num_files]
         save_file({name: tensors[name] for name in own}, folder / file, metadata={"format": "pt"})

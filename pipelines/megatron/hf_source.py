@@ -55,8 +55,11 @@ def find_weight_files(model: ModelConfig) -> WeightFiles:
         ConfigError: with everything that is not as the model needs it.
     """
     folder = Path(str(model.hf_checkpoint)).expanduser()
-    shapes = parameter_shapes(model, vocab_size=int(model.vocab_size or 0), sequence_length=0)
-    return WeightFiles.find(folder, read_model(folder), shapes)
+    return WeightFiles.find(
+        folder,
+        read_model(folder),
+        lambda: parameter_shapes(model, vocab_size=int(model.vocab_size or 0), sequence_length=0),
+    )
 
 
 def read_source(model: ModelConfig, ranks: RankGroup) -> HuggingFaceSource | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from mock_scheduler.adapters.huggingface.config import describe_model
@@ -17,6 +19,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, even_split, whole
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.hf_source import find_weight_files
+from tests.fuzz.mutations import mutate_bytes, mutate_json
 from tests.hf_checkpoints import (
     CONFIGS,
     EXPERT_INNER,
@@ -413,3 +416,64 @@ def test_whole_tensors_of_every_family_are_read_in_the_dtype_of_the_file(tmp_pat
             read = files.read(whole("x", (VOCAB, HIDDEN)), "embedding.word_embeddings.weight")
         assert torch.equal(read, tensors["model.embed_tokens.weight"])
         assert read.dtype is torch.bfloat16
+
+
+def test_a_rank_reads_its_own_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "llama")
+    num_read = 0
+    read_slice = WeightFiles._read_part
+
+    def count(files: WeightFiles, tensor: str, part: tuple[slice, ...]) -> torch.Tensor:
+        nonlocal num_read
+        values = read_slice(files, tensor, part)
+        num_read += values.numel()
+        return values
+
+    monkeypatch.setattr(WeightFiles, "_read_part", count)
+    name, shape = "decoder.layers.0.mlp.linear_fc1.weight", (2 * INNER, HIDDEN)
+    read_part(tmp_path, name, shape, even_split(0, size=2 * INNER, rank=3, num_ranks=4, num_parts=2))
+    assert num_read == 2 * INNER * HIDDEN // 4
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_damaged_files_are_read_or_refused_and_nothing_else(number: int, tmp_path: Path) -> None:
+    """Whatever stands in configuration, index and header: a model, or a ``ConfigError``."""
+    write_checkpoint(tmp_path, "qwen3_moe", num_files=2)
+    rng = random.Random(number)
+    names = ("config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    origins = {name: (tmp_path / name).read_bytes() for name in names}
+    outcomes = set()
+    for _ in range(60):
+        name = rng.choice(names)
+        damaged = mutate_bytes(origins[name], rng)
+        if name.endswith(".json") and rng.random() < 0.7:
+            document = json.loads(origins[name])
+            mutate_json(document, rng)
+            damaged = json.dumps(document).encode()
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            with find_weight_files(ModelConfig(hf_checkpoint=str(tmp_path))) as files:
+                files.read(whole("x", (VOCAB, HIDDEN)), "embedding.word_embeddings.weight")
+            outcomes.add("read")
+        except (ConfigError, ValidationError):
+            outcomes.add("refused")
+        (tmp_path / name).write_bytes(origins[name])
+    assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_hidden_layers": 9_000}, "tensors, too few for the 9000 layers of its config.json"),
+        ({"num_experts": 10**6}, "too few for the 2 layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected a positive integer"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+    ],
+)
+def test_no_number_of_a_file_makes_more_than_the_file_holds(
+    changes: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, "qwen3_moe", config=config_of("qwen3_moe", **changes))
+    with pytest.raises((ConfigError, ValidationError)) as raised:
+        open_files(tmp_path)
+    assert text in str(raised.value)

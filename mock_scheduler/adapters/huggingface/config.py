@@ -7,7 +7,6 @@ name; a field that decides the mathematics must be there. All problems are in on
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from mock_scheduler.adapters.huggingface.architectures import (
 )
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.foreign_files import load_json
-from mock_scheduler.support.text import bullet_list
+from mock_scheduler.support.text import bullet_list, shorten
 
 CONFIG_FILE = "config.json"
 
@@ -93,6 +92,9 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "chunk_size_feed_forward": (0,),
 }
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+# Far beyond every model, so that nothing here or behind it is as long as a number in a file says.
+_LARGEST = {"num_hidden_layers": 10_000}
+_LARGEST_NUMBER = 1e12
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -112,11 +114,11 @@ class _Reader:
         for name, allowed in _ONLY.items():
             value = self._take(name, allowed[0])
             if not any(_is_same(value, one) for one in (*allowed, None)):
-                expected = json.dumps(allowed[0])
-                self.problems.append(f"{name} is {json.dumps(value)}; this release computes only {name} {expected}")
+                expected = _show(allowed[0])
+                self.problems.append(f"{name} is {_show(value)}; this release computes only {name} {expected}")
         unknown = sorted(self.content.keys() - self.read_names - _HARMLESS)
         self.problems += [
-            f"{name} is {json.dumps(self.content[name])[:80]}: an unknown field of {self.content['model_type']} may "
+            f"{name} is {_show(self.content[name])}: an unknown field of {self.content['model_type']} may "
             "change the mathematics; remove it from config.json where it does not"
             for name in unknown
         ]
@@ -134,8 +136,8 @@ class _Reader:
                 self.problems.append(f"{names[0]} is missing")
             return None
         for name, value in found.items():
-            if type(value) is not int or value <= 0:
-                self.problems.append(f"{name} is {json.dumps(value)}, expected a positive integer")
+            if type(value) is not int or not 0 < value <= _LARGEST.get(name, 2**31):
+                self.problems.append(f"{name} is {_show(value)}, expected a positive integer")
                 return None
         if len(set(found.values())) > 1:
             self.problems.append(
@@ -146,8 +148,8 @@ class _Reader:
     def _number(self, name: str, values: Mapping[str, Any], *, where: str = "") -> float | None:
         value = values.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value is None or not math.isfinite(value) or value <= 0:
-            shown = "missing" if value is None else json.dumps(value)
+        if not is_number or value is None or not 0 < value <= _LARGEST_NUMBER:
+            shown = "missing" if value is None else _show(value)
             self.problems.append(f"{where}{name} is {shown}, expected a positive number")
             return None
         return int(value) if float(value).is_integer() else float(value)
@@ -155,9 +157,7 @@ class _Reader:
     def _flag(self, name: str, default: bool | None) -> bool:
         value = self._take(name, default)
         if not isinstance(value, bool):
-            self.problems.append(
-                f"{name} is {'missing' if value is None else json.dumps(value)}, expected true or false"
-            )
+            self.problems.append(f"{name} is {'missing' if value is None else _show(value)}, expected true or false")
         return bool(value)
 
     def _sizes(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class _Reader:
             for name, value in one.items():
                 name = "rope_type" if name == "type" else name
                 if value is not None and not _is_same(values.setdefault(name, value), value):
-                    self.problems.append(f"rope: {name} is {json.dumps(values[name])} and {json.dumps(value)}")
+                    self.problems.append(f"rope: {name} is {_show(values[name])} and {_show(value)}")
         kind = values.get("rope_type", "default")
         allowed = {"rope_theta", "rope_type", "partial_rotary_factor"}
         scaling: dict[str, Any] | None = None
@@ -205,15 +205,15 @@ class _Reader:
             allowed |= set(_SCALING)
             scaling = {name: self._number(name, values, where="rope: ") for name in _SCALING}
         elif kind != "default":
-            self.problems.append(f"rope: rope_type is {json.dumps(kind)}; this release computes default and llama3")
+            self.problems.append(f"rope: rope_type is {_show(kind)}; this release computes default and llama3")
             allowed |= set(values)
         if not _is_same(values.get("partial_rotary_factor", 1), 1):
             self.problems.append(
-                f"rope: partial_rotary_factor is {json.dumps(values['partial_rotary_factor'])}; this release turns "
+                f"rope: partial_rotary_factor is {_show(values['partial_rotary_factor'])}; this release turns "
                 "whole heads"
             )
         self.problems += [
-            f"rope: {name} is {json.dumps(values[name])[:80]}, which has no place in rope_type {kind}"
+            f"rope: {name} is {_show(values[name])}, which has no place in rope_type {kind}"
             for name in sorted(set(values) - allowed)
         ]
         theta = self._number("rope_theta", values)
@@ -224,7 +224,7 @@ class _Reader:
         if self.architecture.has_window_switch:
             self.read_names.add("max_window_layers")
         elif window is not None:
-            self.problems.append(f"sliding_window is {json.dumps(window)}; this release attends to whole rows")
+            self.problems.append(f"sliding_window is {_show(window)}; this release attends to whole rows")
         kinds = self._take("layer_types") or []
         other = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else [str(kinds)]
         if other:
@@ -256,14 +256,19 @@ class _Reader:
 
     def _sparse_layers(self) -> int | list[int]:
         every, dense = self._size("decoder_sparse_step", is_optional=True) or 1, self._take("mlp_only_layers") or []
-        num_layers = self.content.get("num_hidden_layers")
         if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-            self.problems.append(f"mlp_only_layers is {json.dumps(dense)}, expected a list of layers")
+            self.problems.append(f"mlp_only_layers is {_show(dense)}, expected a list of layers")
             return 1
-        if type(num_layers) is not int:
+        num_layers = self._size("num_hidden_layers", is_optional=True)
+        if num_layers is None:
             return 1
+        dense = set(dense)
         sparse = [int(layer not in dense and (layer + 1) % every == 0) for layer in range(num_layers)]
         return 1 if all(sparse) else sparse
+
+
+def _show(value: object) -> str:
+    return shorten(json.dumps(value), 80)
 
 
 def _is_same(first: object, second: object) -> bool:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from mock_scheduler.adapters.huggingface.architectures import HuggingFaceModel
 from mock_scheduler.adapters.huggingface.names import Shape, list_tensors, rows_of
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import MAX_JSON_CONTAINERS, count_containers
 from mock_scheduler.support.foreign_files import load_json, open_foreign, read_pieces
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.geometry import rectangles_of
@@ -88,7 +89,12 @@ def _read_headers(folder: Path, names: Sequence[str]) -> dict[str, Header]:
 
 def parse_header(text: str, *, num_data_bytes: int | None = None) -> Header:
     """Reads the text of a header; raises ``ValueError`` where its tensors do not fill the data without gaps."""
-    content = json.loads(text)
+    if len(text) > MAX_JSON_CONTAINERS and count_containers(text) > MAX_JSON_CONTAINERS:
+        raise ValueError(f"its header holds more than {MAX_JSON_CONTAINERS} lists and objects")
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its header is no JSON of a tensor's depth") from error
     if not isinstance(content, dict):
         raise ValueError("its header is no object")
     tensors = {name: entry for name, entry in content.items() if name != "__metadata__"}
@@ -96,9 +102,11 @@ def parse_header(text: str, *, num_data_bytes: int | None = None) -> Header:
     for name, entry in tensors.items():
         given = entry if isinstance(entry, dict) else {}
         shape, offsets = given.get("shape"), given.get("data_offsets")
-        if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise ValueError(f"{name} has no shape and place")
-        dtype = DTYPES.get(str(given.get("dtype")))
+        if not isinstance(given.get("dtype"), str):
+            raise ValueError(f"{name} has no dtype")
+        dtype = DTYPES.get(given["dtype"])
         if dtype is not None and offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} of shape {shape} has {offsets[1] - offsets[0]} bytes")
         spans.append(tuple(offsets))
@@ -113,7 +121,7 @@ def parse_header(text: str, *, num_data_bytes: int | None = None) -> Header:
 
 
 def _are_counts(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 @dataclass(slots=True)
@@ -131,7 +139,7 @@ class WeightFiles:
     _closing: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def find(cls, folder: Path, model: HuggingFaceModel, shapes: Mapping[str, Shape]) -> WeightFiles:
+    def find(cls, folder: Path, model: HuggingFaceModel, list_shapes: Callable[[], Mapping[str, Shape]]) -> WeightFiles:
         """Finds the files of a model whose parameters have these shapes, by canonical name; reads headers alone.
 
         Raises:
@@ -140,8 +148,13 @@ class WeightFiles:
         index = _read_index(folder)
         names = sorted(set(index.values())) if index is not None else [SINGLE_FILE]
         headers = _read_headers(folder, names)
+        # A layer has several tensors, and an expert three: so nothing is listed that the files could not hold.
+        found, layers = sum(len(header.tensors) for header in headers.values()), int(model.fields["num_layers"])
+        sparse = layers if model.fields.get("moe_layer_freq") == 1 else 1
+        if found < max(layers, sparse * int(model.fields["num_moe_experts"] or 0)):
+            raise ConfigError(f"{folder} has {found} tensors, too few for the {layers} layers of its config.json")
         problems = [] if index is None else _compare_index(index, headers)
-        problems += _compare_tensors(headers, list_tensors(shapes, model)[0], folder)
+        problems += _compare_tensors(headers, list_tensors(list_shapes(), model)[0])
         if problems:
             raise ConfigError(
                 f"{folder} does not hold the weights that its config.json describes:"
@@ -249,7 +262,7 @@ def _compare_index(index: Mapping[str, str], headers: Mapping[str, Header]) -> l
     ]
 
 
-def _compare_tensors(headers: Mapping[str, Header], expected: Mapping[str, Shape], folder: Path) -> list[str]:
+def _compare_tensors(headers: Mapping[str, Header], expected: Mapping[str, Shape]) -> list[str]:
     found = {name: entry for header in headers.values() for name, entry in header.tensors.items()}
     problems = [
         f"{name}: is missing{_advice_of(name)}; expected shape {list(shape)}"
