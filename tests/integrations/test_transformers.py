@@ -5,6 +5,7 @@ transformers 5.12.1 computes in a process of its own, Megatron-core 0.19.2 in ot
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -81,3 +82,34 @@ def test_what_save_pretrained_wrote_is_written_back_byte_for_byte(kind: str, fol
         written = {path.name: path.read_bytes() for path in (tmp_path / layout).iterdir()}
         assert written == origin
     assert torch.equal(token_ids(VOCAB_SIZE), load_file(folder / "tokens.safetensors")["tokens"])
+
+
+_TOKENIZE = """
+import json, sys, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+text = "What is 12 + 30?\\n \\u00e4\\u20ac"
+ids = tokenizer(text)["input_ids"]
+asked = tokenizer.apply_chat_template([{"role": "user", "content": "4"}], add_generation_prompt=True)
+print(json.dumps([ids, tokenizer.decode(ids) == text, list(asked["input_ids"])]))
+"""
+
+
+def test_transformers_reads_the_tokenizer_of_the_tiny_checkpoint(tmp_path: Path) -> None:
+    made = subprocess.run([sys.executable, "launch/make_tiny_qwen3.py", str(tmp_path / "tiny")], cwd=ROOT, check=False)
+    assert made.returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _TOKENIZE, str(tmp_path / "tiny")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(PACKAGES)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    ids, is_same, asked = json.loads(done.stdout.splitlines()[-1])
+    assert (len(ids), is_same) == (len("What is 12 + 30?\n ä€".encode()), True)
+    letters = {letter: ids[index] - ids[0] for index, letter in enumerate("What")}
+    assert letters == {letter: ord(letter) - ord("W") for letter in "What"}
+    message = [1, *(ids[0] + ord(letter) - ord("W") for letter in "4")]
+    assert asked[0] == 1
+    assert asked.count(2) == 1  # <|im_end|>
+    assert message[1] in asked

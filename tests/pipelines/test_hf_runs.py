@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mock_scheduler.alignment.runs.folder_digests import digest_sources
 from mock_scheduler.recording.reading.reader import RecordingReader
+from pipelines.config.loading import load_config
+from pipelines.program import PROGRAM
 from tests.hf_checkpoints import make_tensors, write_checkpoint
 from tests.pipelines.tiny_runs import run_command, write_tiny_config
 from tests.programs import run_program
@@ -150,3 +153,19 @@ def test_the_next_run_begins_with_an_exported_policy(runs: Path) -> None:
     fc1 = stored["parameter/decoder.layers.1.mlp.linear_fc1.weight@0,0"]
     halves = [exported[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(fc1, torch.cat(halves))
+
+
+def test_an_alignment_runs_again_where_a_file_of_the_checkpoint_has_changed(tmp_path: Path) -> None:
+    """The place alone says nothing, so the files stand among the sources of a run."""
+    write_checkpoint(tmp_path / "model", "llama", num_files=2)
+    configs = write_tiny_config(tmp_path)
+    overrides = ("~model", f"++model.hf_checkpoint={tmp_path}/model")
+    config = load_config("tiny", config_path=configs, overrides=overrides)
+    sources = PROGRAM.list_sources(config)
+    assert [path.name for path in sources] == [
+        *("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        *("model.safetensors.index.json", "tokenizer.json"),
+    ]
+    before = digest_sources((), tuple(sources))
+    write_checkpoint(tmp_path / "model", "llama", tensors=make_tensors("llama", seed=1), num_files=2)
+    assert digest_sources((), tuple(sources)) != before

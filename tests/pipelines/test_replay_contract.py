@@ -205,7 +205,7 @@ def test_a_key_that_the_recording_does_not_know_is_refused_where_it_is_set(name:
 
 
 def test_weights_of_a_hugging_face_checkpoint_are_told_by_what_they_hold(tmp_path: Path) -> None:
-    model = [f"++model.hf_checkpoint={tmp_path}", "~model"]
+    model = ["~model", f"++model.hf_checkpoint={tmp_path}"]
     write_checkpoint(tmp_path, "qwen3")
     config = load_config("quickstart", config_path=CONFIGS, overrides=model)
     one, same, other = (

@@ -18,6 +18,7 @@ from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.keys import YOUNG_KEYS, keys_in_effect
+from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.run_state import fixed_settings
 from pipelines.training import service_contract
 
@@ -138,6 +139,9 @@ def test_client_and_service_share_the_mathematics_of_training_and_nothing_else(o
     shared = service_contract(config, build_tokenizer(config))
     model = {f"model.{name}" for name in ModelConfig.model_fields.keys() - KERNELS} - YOUNG_KEYS.keys()
     assert shared.keys() == TRAINED_BY | model
+    source = HuggingFaceSource(digest="0" * 64, headers={}, companions={})
+    begun = service_contract(config, build_tokenizer(config), source=source)
+    assert begun == {**shared, "initial_weights": "0" * 64}
 
 
 def test_a_younger_key_takes_part_where_it_is_set() -> None:
