@@ -11,6 +11,7 @@ values on the way, to its own precision. So with the unit roundoff u of that pre
 - *rows*: a kernel of less than float32 rounds all tokens; where it moves many elements of some tokens, it leaves no
   others, and no piece of another rank, as they are (*piece*);
 - *choice*: experts chosen by equal scores and biases are the same;
+- *copy*: a look-up of embeddings copies rows, and rounds nothing;
 - *update*: parameters and moments are made in float32 of equal gradients, so their change is equal but for rounding.
 
 The norm of the gradients is added in float32 too. Whatever the forward pass makes in float32 inside of a model of
@@ -42,13 +43,13 @@ from mock_scheduler.comparison.thresholds import (
 )
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase
-from mock_scheduler.trace.names import is_choice
+from mock_scheduler.trace.names import EMBEDDING, is_choice
 
 #: Whose own bits are those of the kernel that made them; gradients are sums of narrower numbers.
 _FORWARD_KINDS: frozenset[TraceKind] = frozenset({"advantage", "activation", "router", "logits", "output", "loss"})
 _BY_TOKEN: frozenset[TraceKind] = frozenset({"activation", "logits", "activation_gradient"})
 
-KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "update"]
+KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "copy", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,9 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
         return None
     if is_choice(item.key):
         return KernelExcess(test="choice", value=item.relative, limit=0.0)
+    if item.key.kind == "activation" and item.key.name == EMBEDDING:
+        # Not by bits: tensor-parallel ranks add zeros, which makes 0 of -0.
+        return _beyond("copy", item.relative, 0.0)
     if PHASES[item.key.kind] is Phase.UPDATE:
         return _beyond("update", item.relative if item.low is None else item.low, KERNEL_UPDATE)
     # The norm of all gradients is added in float32, whatever the model computes in.

@@ -139,6 +139,26 @@ def test_sums_of_another_tile_in_float32_do_not(hidden: torch.Tensor) -> None:
     assert find_kernel_excess(difference(hidden.float(), half), unit=FLOAT32) is None
 
 
+def test_a_look_up_copies_rows_and_rounds_nothing(hidden: torch.Tensor) -> None:
+    """Fourteen different tokens, times 1.002: half of the numbers move by one unit, as by rounding."""
+    rows = hidden[torch.arange(len(hidden)) % 14]
+    scaled = (rows.float() * 1.002).to(rows.dtype)
+    assert find_kernel_excess(difference(rows, scaled, name="decoder.layers.0"), unit=BFLOAT16) is None
+    excess = find_kernel_excess(difference(rows, scaled, name="embedding"), unit=BFLOAT16)
+    assert excess is not None
+    assert (excess.test, excess.limit, excess.relative_limit) == ("copy", 0.0, 0.0)
+    assert 0.0005 < excess.value < 0.002
+
+
+def test_a_look_up_of_ranks_may_turn_the_sign_of_zero(hidden: torch.Tensor) -> None:
+    """Each tensor-parallel rank adds 0 where another one holds the row."""
+    rows = hidden.clone()
+    rows[0] = -0.0
+    changed = rows.clone()
+    changed[0] = 0.0
+    assert find_kernel_excess(difference(rows, changed, name="embedding"), unit=BFLOAT16) is None
+
+
 def test_one_rank_alone_stands_out(hidden: torch.Tensor) -> None:
     """A head of tp rank 1: no kernel rounds the heads of one rank and none of another's."""
     changed = hidden.clone()
