@@ -23,11 +23,12 @@ Contract: pure. A tensor without figures (level ``sketch``) is judged by its siz
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (
+    FACTOR_ROUNDING,
     FEWEST_ELEMENTS,
     KERNEL_ACCUMULATION,
     KERNEL_DENSITY,
@@ -49,16 +50,24 @@ from mock_scheduler.trace.names import EMBEDDING, is_choice
 _FORWARD_KINDS: frozenset[TraceKind] = frozenset({"advantage", "activation", "router", "logits", "output", "loss"})
 _BY_TOKEN: frozenset[TraceKind] = frozenset({"activation", "logits", "activation_gradient"})
 
+#: Bits of mantissa: of bfloat16, and of TF32 and float16.
+_TYPES_OF_FACTORS = (7, 10)
+
 KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "copy", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelExcess:
-    """More than one kernel's rounding: the ``value`` of a test, and the most that rounding makes of it."""
+    """More than one kernel's rounding: the ``value`` of a test, and the most that rounding makes of it.
+
+    ``input_bits``: the bits of mantissa that the factors of a product would be rounded to for a difference of this
+    size and spread, where that is a type's number of bits.
+    """
 
     test: KernelTest
     value: float
     limit: float
+    input_bits: int | None = None
 
     @property
     def relative_limit(self) -> float:
@@ -85,7 +94,21 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
     unit = _own_unit(item, unit)
     least = KERNEL_ACCUMULATION if is_norm else max(KERNEL_ROUNDINGS * unit, KERNEL_ACCUMULATION)
     size = _beyond("size", item.relative if item.low is None else item.low, least)
-    return size or _judge_elements(item, least) or _judge_scale(item, unit) or _judge_spread(item, unit)
+    if size is not None:
+        return replace(size, input_bits=_find_input_bits(item, unit))
+    return _judge_elements(item, least) or _judge_scale(item, unit) or _judge_spread(item, unit)
+
+
+def _find_input_bits(item: TensorDifference, unit: float) -> int | None:
+    """Finds the type whose numbers as factors would move every element, and none to one side, by as much."""
+    spread = item.spread
+    is_everywhere = spread is not None and spread.density > 1.0 - KERNEL_DENSITY and not spread.num_equal_rows
+    if spread is None or not is_everywhere or spread.direction_z > KERNEL_DIRECTION or not item.relative:
+        return None
+    bits = math.log2(FACTOR_ROUNDING / item.relative)
+    # Not for the run's own type: that is what its kernels round to.
+    named = [number for number in _TYPES_OF_FACTORS if 2.0 ** -(number + 1) > unit and abs(bits - number) < 0.5]
+    return named[0] if named else None
 
 
 def _own_unit(item: TensorDifference, unit: float) -> float:

@@ -159,6 +159,34 @@ def test_a_look_up_of_ranks_may_turn_the_sign_of_zero(hidden: torch.Tensor) -> N
     assert find_kernel_excess(difference(rows, changed, name="embedding"), unit=BFLOAT16) is None
 
 
+def _rounded_to(values: torch.Tensor, bits: int) -> torch.Tensor:
+    half = 1 << (22 - bits)
+    return ((values.view(torch.int32) + half) & ~(2 * half - 1)).view(torch.float32)
+
+
+@pytest.mark.parametrize(("bits", "named"), [(7, 7), (8, None), (10, 10), (12, None)])
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_factors_of_a_narrower_type_are_known_by_the_size_of_the_difference(
+    hidden: torch.Tensor, bits: int, named: int | None, spread: float
+) -> None:
+    """A linear layer of TF32 (10 bits) or bfloat16 (7) within float32."""
+    weight = torch.randn(hidden.shape[1], 48, generator=torch.Generator().manual_seed(5))
+    weight = (weight.abs() ** spread) * weight.sign()
+    inputs = hidden.float() * 1.2345
+    product = inputs @ weight
+    found = difference(product, _rounded_to(inputs, bits) @ _rounded_to(weight, bits))
+    excess = find_kernel_excess(found, unit=FLOAT32)
+    assert excess is not None
+    assert (excess.test, excess.input_bits) == ("size", named)
+
+
+def test_a_factor_near_1_of_that_size_is_no_rounding_of_factors(hidden: torch.Tensor) -> None:
+    values = hidden.float()
+    excess = find_kernel_excess(difference(values, values * (1.0 + 2.7e-4)), unit=FLOAT32)
+    assert excess is not None
+    assert excess.input_bits is None
+
+
 def test_one_rank_alone_stands_out(hidden: torch.Tensor) -> None:
     """A head of tp rank 1: no kernel rounds the heads of one rank and none of another's."""
     changed = hidden.clone()
