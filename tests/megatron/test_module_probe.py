@@ -473,8 +473,19 @@ def test_outputs_of_experts_are_put_back_in_the_order_of_tokens() -> None:
     assert dispatcher.combine_postprocess is before
 
 
-def test_a_token_with_another_number_of_experts_is_refused() -> None:
-    routing_map = torch.tensor([[True, True, False], [True, False, False]])
+def test_outputs_of_dropped_experts_are_empty_slots() -> None:
+    """Token 0 keeps expert 2, token 1 lost both: rows are those that are left, sorted by expert and then token."""
+    routing_map = torch.tensor([[False, False, True], [False, False, False], [True, True, False]])
+    permuted = torch.tensor([[20.0], [21.0], [2.0]])
+    dispatcher = SimpleNamespace(routing_map=routing_map, combine_postprocess=lambda rows: rows)
+    layer = SimpleNamespace(token_dispatcher=dispatcher, config=SimpleNamespace(moe_router_topk=2))
+    shown = list(seen_by(watch_expert_outputs, layer, lambda: dispatcher.combine_postprocess(permuted)))
+    assert [item.squeeze(2).tolist() for item in shown] == [[[0.0, 0.0], [2.0, 0.0]]]
+
+
+def test_a_token_with_fewer_experts_has_empty_slots_and_one_with_more_is_refused() -> None:
+    routing_map = torch.tensor([[True, False, True], [False, True, False], [False, False, False]])
+    assert chosen_experts(routing_map, 2).tolist() == [[0, 2], [1, -1], [-1, -1]]
     with pytest.raises(TraceError) as raised:
-        chosen_experts(routing_map, 2)
-    assert str(raised.value) == "a router chose 1 experts for a token; expected moe_router_topk, 2, for each"
+        chosen_experts(routing_map, 1)
+    assert str(raised.value) == "a router chose 2 experts for a token; expected moe_router_topk, 1, at most"
