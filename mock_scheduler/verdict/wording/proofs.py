@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.noise.one_kernel import KernelTest
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.full.reader import ReplicaConflict
@@ -22,6 +23,7 @@ from mock_scheduler.verdict.verdict import (
 )
 from mock_scheduler.verdict.wording.coverage import describe_coverage
 from mock_scheduler.verdict.wording.divergences import describe_divergence
+from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_comparison
 from mock_scheduler.verdict.wording.residuals import describe_narrowing, describe_residual
 from mock_scheduler.verdict.wording.tensors import join_and
@@ -51,6 +53,8 @@ def describe_proof(proof: Proof, *, said: Divergence | None = None) -> str:
             return _describe_not_tried(proof, proof.facts)
         case ReplicaConflict():
             return f"replicas disagree: {proof.facts.describe()}"
+        case Finding():
+            return describe_finding(proof.facts)
         case EqualityFacts():
             return _describe_equality(proof, proof.facts)
         case EmulationFacts():
