@@ -473,8 +473,22 @@ def test_outputs_of_experts_are_put_back_in_the_order_of_tokens() -> None:
     assert dispatcher.combine_postprocess is before
 
 
-def test_a_token_with_another_number_of_experts_is_refused() -> None:
-    routing_map = torch.tensor([[True, True, False], [True, False, False]])
+def test_an_expert_that_a_token_lacks_gives_nothing() -> None:
+    routing_map = torch.tensor([[True, False], [True, True], [False, False]])
+    dispatcher = SimpleNamespace(routing_map=routing_map, combine_postprocess=lambda rows: rows)
+    layer = SimpleNamespace(token_dispatcher=dispatcher, config=SimpleNamespace(moe_router_topk=2))
+    permuted = torch.tensor([[1.0], [2.0], [3.0]])  # the first expert's two tokens, then the second's one
+    shown = list(seen_by(watch_expert_outputs, layer, lambda: dispatcher.combine_postprocess(permuted)))
+    assert [item.squeeze(2).tolist() for item in shown] == [[[2.0, 3.0], [1.0, 0.0]]]
+
+
+def test_a_token_with_too_many_experts_is_refused() -> None:
+    routing_map = torch.tensor([[True, True, True], [True, False, False]])
     with pytest.raises(TraceError) as raised:
         chosen_experts(routing_map, 2)
-    assert str(raised.value) == "a router chose 1 experts for a token; expected moe_router_topk, 2, for each"
+    assert str(raised.value) == "a router chose 3 experts for a token; expected at most moe_router_topk, 2"
+
+
+def test_a_token_with_fewer_experts_has_slots_of_none() -> None:
+    routing_map = torch.tensor([[True, False, True], [False, True, False], [False, False, False]])
+    assert chosen_experts(routing_map, 2).tolist() == [[0, 2], [1, -1], [-1, -1]]

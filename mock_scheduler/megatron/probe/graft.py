@@ -200,6 +200,12 @@ class GraftProbe(TrainingProbe):
                     f"graft: {int(differs.sum())} of {len(chosen)} tokens of a micro-batch chose other experts than in "
                     f"the reference, so {output.name} cannot be put in: graft {name.rpartition('.')[0]}.logits"
                 )
+            has_less = (chosen < 0).any(dim=1)
+            if bool(has_less.any()):
+                raise TraceError(
+                    f"graft: {int(has_less.sum())} of {len(chosen)} tokens of a micro-batch have fewer experts than "
+                    f"moe_router_topk, so {output.name} cannot be put in: graft {name.rpartition('.')[0]}.logits"
+                )
 
         stack.enter_context(choice.row.watch(choice.watched, see))
 

@@ -132,7 +132,8 @@ def watch_probabilities(router: Router, see: See) -> Iterator[None]:
         probs, routing_map = output
 
         def gather(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            return tensor[places].gather(1, chosen_experts(routing_map[places], base.topk))
+            chosen = chosen_experts(routing_map[places], base.topk)
+            return tensor[places].gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0)
 
         other = see(probs, gather)
         return None if other is None else (other, routing_map)
@@ -187,16 +188,20 @@ class _WatchedCombine:
 
 
 def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``.
+    """int64 ``[n, K]``: the experts of each token of a bool map ``[n, E]``, ascending, then -1 where it has fewer.
 
     Raises:
-        TraceError: a token has not exactly K experts.
+        TraceError: a token has more than K experts.
     """
     counts = routing_map.sum(dim=1)
-    if not bool((counts == topk).all()):
-        found = " and ".join(map(str, sorted(set(counts.tolist()) - {topk})))
-        raise TraceError(f"a router chose {found} experts for a token; expected moe_router_topk, {topk}, for each")
-    return routing_map.nonzero()[:, 1].view(-1, topk)
+    if bool((counts > topk).any()):
+        found = " and ".join(map(str, sorted(set(counts.tolist()) - set(range(topk + 1)))))
+        raise TraceError(f"a router chose {found} experts for a token; expected at most moe_router_topk, {topk}")
+    num_experts = routing_map.shape[1]
+    numbers = torch.arange(num_experts, device=routing_map.device).expand_as(routing_map)
+    # A token that was dropped by an expert, as where that has no more room, has a slot of no expert.
+    chosen = numbers.masked_fill(~routing_map, num_experts).sort(dim=1).values[:, :topk]
+    return chosen.masked_fill(chosen == num_experts, -1)
 
 
 def _gather_from_experts(routing_map: torch.Tensor, topk: int) -> Gather:
@@ -205,7 +210,12 @@ def _gather_from_experts(routing_map: torch.Tensor, topk: int) -> Gather:
     def gather(permuted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         numbered = routing_map.T.flatten().cumsum(dim=0) - 1
         row_of_pair = numbered.view(routing_map.shape[1], -1).T[places]
-        return permuted[row_of_pair.gather(1, chosen_experts(routing_map[places], topk))]
+        chosen = chosen_experts(routing_map[places], topk)
+        rows = row_of_pair.gather(1, chosen.clamp(min=0))
+        if bool((chosen < 0).any()):
+            permuted = torch.cat((permuted, permuted.new_zeros(1, *permuted.shape[1:])))
+            rows = rows.masked_fill(chosen < 0, -1)  # what no expert gives is 0
+        return permuted[rows]
 
     return gather
 
