@@ -26,6 +26,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
+from mock_scheduler.comparison.explain.narrowing import stored_bits
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (
     FACTOR_ROUNDING,
@@ -50,8 +53,8 @@ from mock_scheduler.trace.names import EMBEDDING, is_choice
 _FORWARD_KINDS: frozenset[TraceKind] = frozenset({"advantage", "activation", "router", "logits", "output", "loss"})
 _BY_TOKEN: frozenset[TraceKind] = frozenset({"activation", "logits", "activation_gradient"})
 
-#: Bits of mantissa: of bfloat16, and of TF32 and float16.
-_TYPES_OF_FACTORS = (7, 10)
+#: Bits of mantissa: of bfloat16, and of float16, which TF32 has too.
+_TYPES_OF_FACTORS = tuple(stored_bits(dtype) for dtype in (torch.bfloat16, torch.float16))
 
 KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "copy", "update"]
 
@@ -105,10 +108,9 @@ def _find_input_bits(item: TensorDifference, unit: float) -> int | None:
     is_everywhere = spread is not None and spread.density > 1.0 - KERNEL_DENSITY and not spread.num_equal_rows
     if spread is None or not is_everywhere or spread.direction_z > KERNEL_DIRECTION or not item.relative:
         return None
-    bits = math.log2(FACTOR_ROUNDING / item.relative)
-    # Not for the run's own type: that is what its kernels round to.
-    named = [number for number in _TYPES_OF_FACTORS if 2.0 ** -(number + 1) > unit and abs(bits - number) < 0.5]
-    return named[0] if named else None
+    bits = round(math.log2(FACTOR_ROUNDING / item.relative))
+    # Not of the run's own type: that is what its kernels round to.
+    return bits if bits in _TYPES_OF_FACTORS and 2.0 ** -(bits + 1) > unit else None
 
 
 def _own_unit(item: TensorDifference, unit: float) -> float:
