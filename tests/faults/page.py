@@ -24,7 +24,8 @@ catalogue.
 - It is **called by its word** if the sentence says how it looks, such as `2.000 times the baseline`.
 - It is **silent** if the same injection into another layout, where it must do no harm, changes no bit of this run. One
   such run has all faults of its layout in it at once.
-- A fault that never fired is an error.
+- A fault that never fired is an error. *Acted* 2 + 4 + 4 says how often it did: before the first update, in the first,
+  and in the second.
 
 | column | comparison | who else has it |
 |---|---|---|
@@ -70,6 +71,16 @@ def _describe(judgements: Sequence[Judgement]) -> str:
         where = f"In {fault.shows.label}; silent in {fault.silent.label}."
         parts.append(f"**{fault.id}**{number}: {fault.description}. {where}")
         parts.append(f"Expected: {expected.phase}, update {expected.update}, `{'` or `'.join(expected.names)}`.\n")
-        parts += [f"- {item.precision}: {item.sentence or 'no divergence'}" for item in own]
+        parts += [f"- {item.precision}: {item.sentence or 'no divergence'}{describe_acted(item)}" for item in own]
         parts.append("")
     return "\n".join(parts)
+
+
+def describe_acted(item: Judgement) -> str:
+    """`` (acted 2 + 4 + 4 on rank 1)``; empty where the run itself is the fault."""
+    counts = {rank: " + ".join(map(str, of_rank)) for rank, of_rank in enumerate(item.acted) if any(of_rank)}
+    if not counts:
+        return ""
+    if len(counts) == len(item.acted) and len(set(counts.values())) == 1:
+        return f" (acted {counts[0]} on each rank)"
+    return f" (acted {', '.join(f'{text} on rank {rank}' for rank, text in counts.items())})"
