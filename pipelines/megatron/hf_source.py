@@ -77,7 +77,10 @@ def read_source(model: ModelConfig, ranks: RankGroup) -> HuggingFaceSource | Non
         own = {name: files.digest(name) for name in names[local_rank::num_local]}
         tensors: list[JSON] = [[name, *files.describe(name), digest] for name, digest in _merge(own, ranks).items()]
         headers = {name: header.text for name, header in files.headers.items()}
-    companions = {name: read_bytes(folder / name) for name in COMPANIONS if (folder / name).is_file()}
+    try:
+        companions = {name: read_bytes(folder / name) for name in COMPANIONS if (folder / name).is_file()}
+    except OSError as error:
+        raise ConfigError(f"model.hf_checkpoint: {folder} cannot be read: {error}") from error
     return HuggingFaceSource(digest=compute_json_digest(tensors), headers=headers, companions=companions)
 
 

@@ -36,6 +36,10 @@ RUNS: dict[str, list[str]] = {
     "resumed-with-others": [
         *("model.hf_checkpoint={root}/other", "resume_from_checkpoint={root}/dumped/checkpoints/step_000001"),
     ],
+    "critic": [
+        *("rollout_mock.enable=false", "adv_estimator=gae", "use_kl_loss=false", "critic.lr=1.0e-12"),
+        *("training.lr=1.0e-12", "training.min_lr=0", "max_steps=1", "save_steps=1"),
+    ],
     "contradicted": ["model.hidden_size=64"],
     "incomplete": ["model.hf_checkpoint={root}/incomplete"],
 }
@@ -129,6 +133,17 @@ def test_a_trained_checkpoint_is_written_back_with_all_its_files(runs: Path) -> 
     moved = {name: float((after[name] - before[name]).abs().max()) for name in before}
     # Each of four updates of Adam moves a weight by about the rate, 2e-3.
     assert all(0 < size < 4 * 2.2e-3 for size in moved.values()), moved
+
+
+def test_a_critic_has_the_layers_of_the_checkpoint_and_a_head_of_its_own(runs: Path) -> None:
+    folder = runs / "critic" / "checkpoints" / "step_000001" / "critic"
+    stored = load_file(folder / "rank_00000.safetensors")
+    origin = load_file(runs / "origin" / WEIGHTS)
+    layer = stored["parameter/critic.decoder.layers.1.mlp.linear_fc2.weight@0,0"]
+    assert torch.allclose(layer, origin["model.layers.1.mlp.down_proj.weight"], rtol=0, atol=1e-9)
+    head = stored["parameter/critic.output_layer.weight@0,0"]
+    assert head.shape == (1, 32)
+    assert 0.001 < float(head.std()) < 0.1
 
 
 def test_nothing_is_written_over_a_folder_or_of_a_damaged_checkpoint(runs: Path, tmp_path: Path) -> None:
