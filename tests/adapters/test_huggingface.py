@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: what a configuration means, which one is refused, and which rows go where."""
+"""Files of Hugging Face checkpoints: which rows go where, what is refused, and the same bytes when written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from mock_scheduler.adapters.huggingface.config import describe_model
 from mock_scheduler.adapters.huggingface.files import WeightFiles, read_header
 from mock_scheduler.adapters.huggingface.writing import write_weights
 from mock_scheduler.errors import ConfigError
@@ -23,188 +22,16 @@ from tests.fuzz.mutations import mutate_bytes, mutate_json
 from tests.hf_checkpoints import (
     CONFIGS,
     EXPERT_INNER,
-    EXPERTS,
-    GROUPS,
     HEAD,
     HEADS,
     HIDDEN,
     INNER,
-    LAYERS,
-    SHARED_INNER,
     VOCAB,
     config_of,
     make_tensors,
     save_json,
     write_checkpoint,
 )
-
-# --- config.json ------------------------------------------------------------------------------------------------------
-
-DENSE = {
-    "num_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "num_query_groups": GROUPS,
-    "kv_channels": HEAD,
-    "ffn_hidden_size": INNER,
-    "normalization": "RMSNorm",
-    "layernorm_epsilon": 1e-6,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "untie_embeddings_and_output_weights": True,
-    "vocab_size": VOCAB,
-    "position_embedding_type": "rope",
-    "rotary_base": 10000,
-    "rope_scaling": None,
-    "num_moe_experts": None,
-}
-MOE = {
-    **DENSE,
-    "num_moe_experts": EXPERTS,
-    "moe_ffn_hidden_size": EXPERT_INNER,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_pre_softmax": False,
-    "moe_layer_freq": 1,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-}
-FIELDS: dict[str, dict[str, Any]] = {
-    "llama": DENSE,
-    "qwen2": {**DENSE, "add_qkv_bias": True},
-    "qwen3": {**DENSE, "qk_layernorm": True, "untie_embeddings_and_output_weights": False},
-    "mixtral": {**MOE, "moe_ffn_hidden_size": INNER},
-    "qwen2_moe": {
-        **MOE,
-        "add_qkv_bias": True,
-        "moe_router_pre_softmax": True,
-        "moe_shared_expert_intermediate_size": SHARED_INNER,
-        "moe_shared_expert_gate": True,
-    },
-    "qwen3_moe": {**MOE, "qk_layernorm": True},
-}
-
-
-def fields_of(kind: str, **changes: object) -> dict[str, Any]:
-    return dict(describe_model(config_of(kind, **changes), origin="config.json").fields)
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_family_becomes_the_fields_of_megatron(kind: str) -> None:
-    assert fields_of(kind) == FIELDS[kind]
-
-
-LLAMA3 = {
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "expected"),
-    [
-        ("llama", {"head_dim": ...}, {"kv_channels": HIDDEN // HEADS}),
-        ("mixtral", {"head_dim": None}, {"kv_channels": HIDDEN // HEADS}),
-        ("llama", {"rope_parameters": ..., "rope_theta": 500000.0}, {"rotary_base": 500000}),
-        ("llama", {"rope_parameters": ..., "rope_theta": 1234.5, "rope_scaling": None}, {"rotary_base": 1234.5}),
-        (
-            "llama",
-            {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
-            {"rotary_base": 500000, "rope_scaling": LLAMA3},
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, "rope_theta": 500000},
-            {"rope_scaling": LLAMA3},
-        ),
-        ("qwen3_moe", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, {"moe_layer_freq": [1, 0]}),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, {"moe_layer_freq": [0, 1]}),
-        ("qwen3_moe", {"num_experts": ..., "num_local_experts": 8}, {"num_moe_experts": 8}),
-        ("qwen2", {"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
-        ("qwen2_moe", {"qkv_bias": False}, {"add_qkv_bias": False}),
-        ("qwen2", {"quantization_config": None, "layer_types": ["full_attention"] * LAYERS}, {}),
-    ],
-)
-def test_a_field_of_the_file_is_a_field_of_megatron(
-    kind: str, changes: dict[str, object], expected: dict[str, object]
-) -> None:
-    found = fields_of(kind, **changes)
-    assert {name: found[name] for name in expected} == expected
-
-
-REFUSED = [
-    ("llama", {"model_type": "gemma2"}, "model_type is 'gemma2'; this release reads llama, mixtral, qwen2"),
-    ("llama", {"model_type": ...}, "model_type is None"),
-    ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, "reads Qwen3ForCausalLM"),
-    ("llama", {"attention_bias": True}, "attention_bias is true; this release computes only attention_bias false"),
-    ("qwen3", {"attention_bias": True}, "attention_bias is true"),
-    ("llama", {"mlp_bias": True}, "mlp_bias is true"),
-    ("llama", {"hidden_act": "gelu"}, 'hidden_act is "gelu"; this release computes only hidden_act "silu"'),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window is true"),
-    ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096; this release attends to whole rows"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
-    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {"),
-    ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map is"),
-    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type is "default" and "yarn"'),
-    ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn"}}, 'rope_type is "yarn"'),
-    (
-        "llama",
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}},
-        "low_freq_factor is missing",
-    ),
-    (
-        "llama",
-        {"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}},
-        "factor is 8.0, which has no place in rope_type",
-    ),
-    ("llama", {"rope_theta": 5e5}, "rope_theta is 10000.0 and 500000.0"),
-    ("llama", {"rope_parameters": ...}, "rope_theta is missing"),
-    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention is"),
-    ("llama", {"rope_parameters": [1]}, "must be objects"),
-    ("llama", {"rms_norm_eps": ...}, "rms_norm_eps is missing"),
-    ("llama", {"hidden_size": "32"}, 'hidden_size is "32", expected a positive integer'),
-    ("llama", {"num_hidden_layers": True}, "num_hidden_layers is true"),
-    ("llama", {"num_key_value_heads": ...}, "num_key_value_heads is missing"),
-    ("qwen3", {"head_dim": ...}, "head_dim is missing"),
-    ("llama", {"head_dim": ..., "num_attention_heads": 3}, "hidden_size 32 is no multiple of num_attention_heads 3"),
-    ("llama", {"tie_word_embeddings": "yes"}, 'tie_word_embeddings is "yes", expected true or false'),
-    ("llama", {"logit_scale": 0.5}, "logit_scale is 0.5: an unknown field of llama may change the mathematics"),
-    ("llama", {"num_experts": 4}, "num_experts is 4: an unknown field of llama"),
-    ("qwen3_moe", {"norm_topk_prob": ...}, "norm_topk_prob is missing"),
-    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers is"),
-    ("qwen3_moe", {"num_local_experts": 8}, "num_experts 4 and num_local_experts 8 contradict each other"),
-    ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
-]
-
-
-@pytest.mark.parametrize(("kind", "changes", "text"), REFUSED)
-def test_whatever_would_compute_something_else_is_refused_by_name(
-    kind: str, changes: dict[str, object], text: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        fields_of(kind, **changes)
-    assert text in str(raised.value)
-
-
-def test_all_problems_of_a_file_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as raised:
-        fields_of("llama", mlp_bias=True, rms_norm_eps=..., logit_scale=2.0)
-    assert [line.split()[1] for line in str(raised.value).splitlines()[1:]] == [
-        "rms_norm_eps",
-        "mlp_bias",
-        "logit_scale",
-    ]
-
 
 # --- Rows of tensors --------------------------------------------------------------------------------------------------
 

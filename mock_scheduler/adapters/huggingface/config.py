@@ -68,28 +68,35 @@ _HARMLESS = frozenset(
         *("initializer_range", "max_position_embeddings", "use_cache", "pretraining_tp", "is_decoder"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "torchscript"),
         *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "finetuning_task"),
-        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "use_flash_attention_2"),
+        *(
+            "is_llama_config",
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "attn_implementation",
+            "use_flash_attention_2",
+        ),
         # Weights of losses, which the configuration of the training gives.
         *("router_aux_loss_coef",),
     }
 )
-#: Fields that change the mathematics unless they have one of these values.
-_ONLY: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0,),
-    "partial_rotary_factor": (1,),
-    "use_sliding_window": (False,),
-    "use_mrope": (False,),
-    "router_jitter_noise": (0,),
-    "quantization_config": (None,),
-    "auto_map": (None,),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "chunk_size_feed_forward": (0,),
+#: Fields that change the mathematics unless they have this value.
+_ONLY: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0,
+    "partial_rotary_factor": 1,
+    "rope_interleaved": False,
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "router_jitter_noise": 0,
+    "quantization_config": None,
+    "auto_map": None,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+    "chunk_size_feed_forward": 0,
 }
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 # Far beyond every model, so that nothing here or behind it is as long as a number in a file says.
@@ -111,17 +118,25 @@ class _Reader:
         """Reads all fields; what is wrong is in ``problems``."""
         fields = {**self._sizes(), **self._rotary(), **self._experts()}
         self._check_windows()
-        for name, allowed in _ONLY.items():
-            value = self._take(name, allowed[0])
-            if not any(_is_same(value, one) for one in (*allowed, None)):
-                expected = _show(allowed[0])
-                self.problems.append(f"{name} is {_show(value)}; this release computes only {name} {expected}")
+        for name, only in {**_ONLY, **self._of_architecture()}.items():
+            value = self._take(name, only)
+            if value is not None and not _is_same(value, only):
+                self.problems.append(f"{name} is {_show(value)}; this release computes only {name} {_show(only)}")
         unknown = sorted(self.content.keys() - self.read_names - _HARMLESS)
         self.problems += [
             f"{name} is {_show(self.content[name])}: an unknown field of {self.content['model_type']} may "
             "change the mathematics; remove it from config.json where it does not"
             for name in unknown
         ]
+        return fields
+
+    def _of_architecture(self) -> dict[str, object]:
+        """Lists fields that some files have although their kind of model leaves no choice."""
+        own, fields = self.architecture, dict[str, object](use_qk_norm=self.architecture.has_qk_norm)
+        if not own.has_qkv_bias:
+            fields["qkv_bias"] = False
+        if not own.has_shared_expert:
+            fields["shared_expert_intermediate_size"] = 0
         return fields
 
     def _take(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - a value of JSON
