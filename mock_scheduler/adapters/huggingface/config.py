@@ -1,7 +1,8 @@
 """Reads a Hugging Face ``config.json`` as fields of Megatron's configuration; imports no torch.
 
 Contract: nothing is guessed. Every field is either translated, known to leave the mathematics alone, or refused by its
-name; a field that decides the mathematics must be there. All problems are in one message. Read from transformers 5.12.
+name. A field that decides the mathematics must be there, unless its default is the same for every kind and release. All
+problems are in one message. Read from transformers 5.12.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def describe_model(content: Mapping[str, Any], *, origin: str) -> HuggingFaceMod
         )
     reader = _Reader(content, architecture)
     fields = reader.read()
-    if reader.problems:
-        raise ConfigError(f"{origin} describes a model that cannot be computed here:{bullet_list(reader.problems, 50)}")
+    problems = list(dict.fromkeys(reader.problems))  # a field may count in two places
+    if problems:
+        raise ConfigError(f"{origin} describes a model that cannot be computed here:{bullet_list(problems, 50)}")
     return HuggingFaceModel(architecture=architecture, fields=fields)
 
 
