@@ -219,6 +219,27 @@ class OtherNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherRecomputation:
+    """The candidate's backward pass computed a module again, and got other bits than its forward pass had.
+
+    Args:
+        num_different: Elements with other bits; 0 where the values of the forward pass are not known.
+        num_elements: Elements of the micro-batches concerned; likewise.
+        relative: ``||first - second|| / ||first||`` of these; ``None`` likewise.
+        sample: Identity of the row of the first such token; empty likewise.
+        position: Of this token in it.
+        micro_batch: Of the rank that holds this token, from 0; ``None`` likewise.
+    """
+
+    num_different: int = 0
+    num_elements: int = 0
+    relative: float | None = None
+    sample: str = ""
+    position: int = 0
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NotTraced:
     """A side was told not to trace a tensor: ``values`` of its ``trace.kinds``, ``patterns`` or ``exclude``."""
 
@@ -321,6 +342,7 @@ Fact = (
     | OtherWeight
     | OtherNorm
     | NarrowedState
+    | OtherRecomputation
     | NotSelected
     | RowsOnlyIn
     | OtherLengths

@@ -27,6 +27,7 @@ ResidualKind = Literal[
     "narrowed",
     "left over",
     "decay",
+    "choice",
 ]
 
 
@@ -189,6 +190,25 @@ class Reorder:
     holders: MisplacedShards | WrongCut | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherChoice:
+    """``Residual.value`` tokens have other experts; the first of them, in the order of the batch, is described.
+
+    Args:
+        num_tokens: All tokens.
+        num_fewer: Tokens with fewer experts than in the baseline.
+        sample: Identity of the first one's row; empty where rows are not known. position: Its place there.
+        lost: Its experts in the baseline alone; ``gained``: in the candidate alone.
+    """
+
+    num_tokens: int
+    num_fewer: int
+    sample: str
+    position: int
+    lost: tuple[int, ...]
+    gained: tuple[int, ...]
+
+
 ResidualDetail = (
     OneElement
     | Zero
@@ -200,6 +220,7 @@ ResidualDetail = (
     | Shift
     | Reorder
     | Narrowed
+    | OtherChoice
 )
 
 

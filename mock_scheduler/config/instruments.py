@@ -21,6 +21,7 @@ TraceKind = Literal[
     "input",
     "score",
     "advantage",
+    "recomputed",
     "activation",
     "router",
     "logits",

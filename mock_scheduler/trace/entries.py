@@ -41,23 +41,26 @@ class Phase(IntEnum):
 
     START = 0
     DATA = 1
-    FORWARD = 2
-    SCORES = 3
-    LOSS = 4
-    BACKWARD = 5
-    GRADIENT = 6
-    NORM = 7
-    UPDATE = 8
+    RECOMPUTATION = 2
+    FORWARD = 3
+    SCORES = 4
+    LOSS = 5
+    BACKWARD = 6
+    GRADIENT = 7
+    NORM = 8
+    UPDATE = 9
 
 
 #: Where a kind is computed. Scores, and advantages made of them, come from a pass through the modules of the first
-#: update's forward pass, with equal weights: they stand behind these, of which more is traced. In ``BACKWARD`` names
-#: are walked from the output to the embedding, else the other way.
+#: update's forward pass, with equal weights: they stand behind these, of which more is traced. A micro-batch is
+#: recomputed in its backward pass, which comes before the forward passes of all later ones. In ``BACKWARD`` names are
+#: walked from the output to the embedding, else the other way.
 PHASES: Mapping[TraceKind, Phase] = {
     "initial": Phase.START,  # parameters and buffers before the first update, in the precision of the update
     "input": Phase.DATA,  # tokens, response mask and recorded log-probabilities
     "score": Phase.SCORES,  # old and reference log-probabilities and values, before the first update
     "advantage": Phase.SCORES,  # advantages and returns
+    "recomputed": Phase.RECOMPUTATION,  # outputs that a backward pass computed again, where they have other bits
     "activation": Phase.FORWARD,  # outputs of the embedding, of each layer and of its parts
     "router": Phase.FORWARD,  # logits, probabilities and choice of experts
     "logits": Phase.FORWARD,  # the output layer's logits
@@ -88,7 +91,8 @@ class TraceKey:
         """The key in words: ``gradient of output_layer.weight at step 0, update 0``."""
         if self.kind == "initial":
             return f"parameter of {self.name} before step {self.step}"
-        return f"{self.kind.replace('_', ' ')} of {self.name} at step {self.step}, update {self.update}"
+        kind = "recomputation" if self.kind == "recomputed" else self.kind.replace("_", " ")
+        return f"{kind} of {self.name} at step {self.step}, update {self.update}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from mock_scheduler.trace.shards import ShardSpec
 
 _PLURALS: Mapping[TraceKind, str] = {
     "initial": "initial parameters",
+    "recomputed": "recomputed values",
     "router": "router values",
     "logits": "logits",
     "loss": "loss terms",

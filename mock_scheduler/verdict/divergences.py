@@ -140,7 +140,7 @@ def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison
             key = difference.key
             last_update[key.step] = max(key.update, last_update.get(key.step, 0))
     if metrics is not None:
-        found += [_from_finding(finding) for finding in metrics.findings]
+        found += [from_finding(finding) for finding in metrics.findings]
         found += [from_metric(difference) for difference in metrics.exceeding]
     # Within a phase the modules' own order decides, the same as for compared tensors.
     keys = {_trace_key(item) for item in found} - {None}
@@ -177,6 +177,16 @@ def _is_other_norm(item: Divergence) -> bool:
     return isinstance(item.evidence, Finding) and isinstance(item.evidence.fact, OtherNorm)
 
 
+def earlier(first: Divergence | None, law: Divergence) -> Divergence:
+    """The earlier one of a divergence and a tensor that breaks a law of the candidate's own run."""
+    if first is None:
+        return law
+    key, own = _trace_key(first), _certain_key(law)
+    if key is None:
+        return first if first.kind in _FIRST_IN_STEP or first.step < law.step else law
+    return first if order_keys([key, own])[0] == key else law
+
+
 def count_before(first: Divergence, tensors: TensorComparison | None) -> Divergence:
     """The divergence with the count of tensors before it; unchanged where it is no tensor."""
     if first.kind not in TRACE_KINDS or tensors is None:
@@ -210,10 +220,10 @@ def from_metric(difference: MetricDifference) -> Divergence:
 
 def _list_of_tensors(tensors: TensorComparison) -> list[Divergence]:
     residuals = {item.key: item.residual for item in tensors.exceeding}
-    conflicts = [_from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
+    conflicts = [from_conflict(item, residuals.get(item.key)) for item in tensors.candidate_conflicts]
     # Copies that differ say why a tensor is wrong, unless one is NaN, which its finding says better.
     found = [item for item in conflicts if item.value is not None and math.isfinite(item.value)]
-    found += [_from_finding(finding) for finding in tensors.findings]
+    found += [from_finding(finding) for finding in tensors.findings]
     found += [item for item in conflicts if item.value is None or not math.isfinite(item.value)]
     found += [from_tensor(difference) for difference in tensors.exceeding]
     return found + [
@@ -228,7 +238,8 @@ def _is_amount(item: Divergence) -> bool:
     return item.value is not None and (item.kind == "metric" or item.difference is not None)
 
 
-def _from_finding(finding: Finding) -> Divergence:
+def from_finding(finding: Finding) -> Divergence:
+    """A difference without a number."""
     return Divergence(
         step=finding.step,
         update=finding.update,
@@ -239,7 +250,8 @@ def _from_finding(finding: Finding) -> Divergence:
     )
 
 
-def _from_conflict(conflict: ReplicaConflict, residual: Residual | None) -> Divergence:
+def from_conflict(conflict: ReplicaConflict, residual: Residual | None = None) -> Divergence:
+    """Copies of one run that differ; ``residual``: the look of their difference from the baseline."""
     key = conflict.key
     return Divergence(
         step=key.step,

@@ -14,10 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, OtherNorm, OtherStart, OtherWeight
+from mock_scheduler.comparison.findings import (
+    FewerBits,
+    Finding,
+    NarrowedState,
+    OtherNorm,
+    OtherRecomputation,
+    OtherStart,
+    OtherWeight,
+)
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import REPEATED_SHARE
-from mock_scheduler.verdict.divergences import Divergence, from_tensor
+from mock_scheduler.verdict.divergences import Divergence, earlier, from_tensor
 from mock_scheduler.verdict.ladder import Evidence, is_same_place, judge_proofs
 from mock_scheduler.verdict.reasons import (
     ApartFromReference,
@@ -83,7 +91,9 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
         return direct
     # Unequal copies within the candidate's own run refute it, whatever else holds.
     if replicas == "refuted":
-        return _diverged(direct, direct, RefutedBy(proof="replicas"))
+        law = evidence.law
+        own = direct if law is None else replace(direct, first=earlier(direct.first, law))
+        return _diverged(direct, own, RefutedBy(proof="replicas"))
     # A law of the candidate's own run is no matter of noise or precision, and copies of parameters are not in float64.
     if breaks_law(direct):
         return direct
@@ -179,13 +189,16 @@ def _graver(evidence: Evidence) -> Verdict | None:
 
 def _breaks_invariant(item: Divergence | None) -> bool:
     """Whether the candidate's own run contradicts itself there: a weight is not its parameter rounded, a norm is not
-    that of its gradients, or state has not the bits of its type. So it is where the start of one of two precisions is
-    not the other's, rounded to nearest: in float64 nothing is rounded, which acquits nobody.
+    that of its gradients, state has not the bits of its type, or a recomputation is not its first pass. So it is where
+    the start of one of two precisions is not the other's, rounded to nearest: in float64 nothing is rounded, which
+    acquits nobody.
     """
     fact = item.evidence.fact if item is not None and isinstance(item.evidence, Finding) else None
     if isinstance(fact, OtherWeight):
         return fact.side == "candidate"
-    return isinstance(fact, OtherNorm | NarrowedState) or (isinstance(fact, OtherStart) and fact.rounded is not None)
+    return isinstance(fact, OtherNorm | NarrowedState | OtherRecomputation) or (
+        isinstance(fact, OtherStart) and fact.rounded is not None
+    )
 
 
 def _find_fewer_bits(emulated: Verdict | None) -> FewerBits | None:

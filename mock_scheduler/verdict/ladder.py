@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mock_scheduler.comparison.findings import Finding, OtherRecomputation
 from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.reasons import (
     BIT_EQUAL,
     PROOF_NAMES,
@@ -61,6 +64,8 @@ class Evidence:
         shrinking: How many times smaller rounding is in float64.
         must_equal_reference: It must equal the reference in its order, and in its precision, to the last bit.
         rounds_in: The coarser precision of the two, where they compute in different ones; else empty.
+        law: Where a closer look found the candidate's own run to contradict itself: copies of a tensor, or a
+            recomputation; ``None`` where it did not, or there was none.
     """
 
     direct: Verdict
@@ -80,6 +85,7 @@ class Evidence:
     shrinking: float = 1.0
     must_equal_reference: bool = False
     rounds_in: str = ""
+    law: Divergence | None = None
 
     @property
     def is_held_to_reference(self) -> bool:
@@ -122,12 +128,16 @@ def is_same_place(direct: Verdict, wide: Verdict) -> bool:
 
 def _judge_replicas(evidence: Evidence) -> Proof:
     tensors = evidence.direct.tensors
+    conflicts = () if tensors is None else tensors.candidate_conflicts
+    findings = () if tensors is None else tensors.findings
+    recomputed = [item for item in findings if isinstance(item.fact, OtherRecomputation)]
+    law = None if evidence.law is None else evidence.law.evidence
+    for found in (law, *conflicts, *recomputed):
+        if isinstance(found, ReplicaConflict | Finding):
+            return Proof(name="replicas", outcome="refuted", facts=found)
     # One process holds every element once: agreement would be said of nothing.
     if evidence.num_processes == 1:
         return Proof(name="replicas", outcome="not tried", facts=NotTried(cause=NotTriedCause.ONE_PROCESS))
-    conflicts = () if tensors is None else tensors.candidate_conflicts
-    if conflicts:
-        return Proof(name="replicas", outcome="refuted", facts=conflicts[0])
     return Proof(name="replicas", outcome="proved")
 
 

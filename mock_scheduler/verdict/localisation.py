@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding
+from mock_scheduler.comparison.findings import Finding, OtherRecomputation
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
@@ -15,12 +15,13 @@ from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.trace.names import OUTPUT_LAYER
 
 GraftKind = Literal["activation", "activation_gradient"]
-PassName = Literal["start", "inputs", "forward", "scores", "loss", "backward", "gradient", "update"]
+PassName = Literal["start", "inputs", "recomputation", "forward", "scores", "loss", "backward", "gradient", "update"]
 """The part of a step that computes a tensor, in order; ``gradient``: main gradients, behind the backward pass."""
 
 _PASSES: dict[Phase, PassName] = {
     Phase.START: "start",
     Phase.DATA: "inputs",
+    Phase.RECOMPUTATION: "recomputation",
     Phase.FORWARD: "forward",
     Phase.SCORES: "scores",
     Phase.LOSS: "loss",
@@ -72,6 +73,13 @@ class DifferingTensor:
     def lacks_tokens(self) -> bool:
         """Whether no rank of the candidate holds some of its tokens."""
         return self.finding is not None and self.finding.lacks_tokens
+
+    @property
+    def breaks_law(self) -> bool:
+        """Whether the candidate's own run contradicts itself there: in copies, or in a recomputation."""
+        return self.conflict is not None or (
+            self.finding is not None and isinstance(self.finding.fact, OtherRecomputation)
+        )
 
     @property
     def can_be_grafted(self) -> bool:
@@ -150,6 +158,7 @@ class Localisation:
         also: Without grafts, the other differing tensors of the same pass.
         num_equal: Without grafts, the equal tensors up to the end of the pass.
         num_later: Without grafts, the differing tensors behind the pass.
+        law: The first tensor that breaks a law of the candidate's own run; ``None`` where none does.
         num_alike: The modules of the pass of the causes' one kind, where every one of them that was looked at is a
             cause; else 0.
         trace_dirs: Reference and candidate, kept on disk.
@@ -176,6 +185,7 @@ class Localisation:
     num_equal: int = 0
     num_later: int = 0
     num_alike: int = 0
+    law: DifferingTensor | None = None
 
     @property
     def kind(self) -> TraceKind:

@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import Literal
 
 from mock_scheduler.comparison.bounds.bounds import Bounds
+from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.noise.one_kernel import KernelExcess
 from mock_scheduler.comparison.noise.suspicions import Suspicion, TestSummary
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
@@ -156,7 +157,7 @@ class RefereeFacts:
     is_same_place: bool
 
 
-ProofFacts = EqualityFacts | EmulationFacts | EqualInputsFacts | RefereeFacts | ReplicaConflict | NotTried
+ProofFacts = EqualityFacts | EmulationFacts | EqualInputsFacts | RefereeFacts | ReplicaConflict | Finding | NotTried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +165,7 @@ class Proof:
     """The finding of one proof.
 
     Args:
-        facts: Its own figures; the conflict of replicas; why it was not tried.
+        facts: Its own figures; the conflict of replicas, or the finding on a recomputation; why it was not tried.
         compared: The judged comparison; ``None`` where there is none.
         num_compared: Tensors of the comparison.
         num_equal: Tensors with equal bits.

@@ -16,8 +16,8 @@ from mock_scheduler.megatron.probe.graft import GraftProbe, put_elements
 from mock_scheduler.megatron.probe.graft_source import GraftSource
 from mock_scheduler.megatron.probe.interface import TrainingProbe
 from mock_scheduler.megatron.probe.module_probe import ModuleProbe
-from mock_scheduler.megatron.probe.shares import TokenIndex
-from mock_scheduler.megatron.probe.watches import watch_expert_outputs
+from mock_scheduler.megatron.probe.shares import TokenIndex, element_places
+from mock_scheduler.megatron.probe.watches import watch_expert_outputs, watch_probabilities
 from mock_scheduler.support.run_output import Clock
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
@@ -324,6 +324,19 @@ def test_elements_are_put_at_their_places_without_moving_the_others() -> None:
     assert found.tolist() == [[0.0, 4.0, -1.0], [1.0, 5.0, 9.0], [2.0, 6.0, 10.0], [3.0, 0.0, 11.0]]
     assert bool(found[3, 1].signbit())
     assert found.stride() == tensor.stride()
+
+
+def test_a_slot_without_an_expert_is_no_element() -> None:
+    """Else the reference's 0 of an empty slot would be put at the first element."""
+    found: list[torch.Tensor | None] = []
+    output: Any = SimpleNamespace(name="router", form=SimpleNamespace(local_shape=(2,)))
+    tokens: Any = SimpleNamespace(places=torch.tensor([1, 0]))
+    router: Any = torch.nn.Module()
+    router.topk = 2
+    router.forward = lambda: (torch.ones(2, 3), torch.tensor([[True, False, True], [False, True, False]]))
+    with watch_probabilities(router, lambda probs, gather: found.append(element_places(output, probs, gather, tokens))):
+        router()
+    assert [None if item is None else item.tolist() for item in found] == [[[4, -1], [0, 2]]]
 
 
 def test_a_later_watch_of_experts_sees_what_an_earlier_one_put_there() -> None:

@@ -30,7 +30,7 @@ from mock_scheduler.megatron.probe.watches import (
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.selection import TraceSelection
-from mock_scheduler.trace.shards import place_shard
+from mock_scheduler.trace.shards import Block, Split, place_shard
 from pipelines.megatron.places import ModelInputs, OwnBatch
 from tests.dist.traced_steps import DENSE, EXPERTS, traced_steps
 from tests.megatron.tiny_model import HIDDEN, VOCAB, Scale, micro_batch, one_rank, tiny_model
@@ -259,6 +259,46 @@ def test_passes_that_run_again_are_told_apart_by_their_order() -> None:
         assert torch.equal(plain.whole(kind, name), recomputed.whole(kind, name)), name
 
 
+class ForgetfulScale(Scale):
+    """Another factor in channel 3, and for the second of two micro-batches alone, where a backward pass runs it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.num_recomputed = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(hidden)
+        self.num_recomputed += 1
+        return super().forward(hidden) * (1.0 + torch.eye(HIDDEN, dtype=torch.float64)[3] * (self.num_recomputed - 1))
+
+
+def test_a_recomputation_with_other_values_is_traced_beside_its_first_pass() -> None:
+    collected, model = Collected(), tiny_model(recomputes=True)
+    model.chunks[0].decoder.layers[1].pre_mlp_layernorm = ForgetfulScale(HIDDEN)
+    train(build_probe(collected, kinds=["activation", "recomputed"]), model, PADDED)
+    again = {entry.spec.name: entry for entry in collected.entries if entry.kind == "recomputed"}
+    # What comes before it in the layer is equal, and so is the first micro-batch.
+    parts = ("pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp")
+    assert set(again) == {f"decoder.layers.1.{part}" for part in parts} | {"decoder.layers.1"}
+    name = "decoder.layers.1.pre_mlp_layernorm"
+    before = [entry.tensor for entry in collected.entries if (entry.kind, entry.spec.name) == ("activation", name)]
+    assert again[name].spec.splits == (Split(dim=0, blocks=(Block(local_start=0, global_start=4, length=4),)),)
+    expected = before[1].clone()
+    expected[:, 3] *= 2.0
+    assert torch.equal(again[name].tensor, expected)
+
+
+def test_a_recomputation_is_compared_where_nothing_else_is_traced() -> None:
+    collected, model = Collected(), tiny_model(recomputes=True)
+    model.chunks[0].decoder.layers[1].pre_mlp_layernorm = ForgetfulScale(HIDDEN)
+    train(build_probe(collected, kinds=["recomputed"]), model, PADDED)
+    assert len(collected.entries) == 5
+    right = Collected()
+    train(build_probe(right, kinds=["recomputed"]), tiny_model(recomputes=True), PADDED)
+    assert right.entries == []
+
+
 def test_only_what_is_selected_is_watched() -> None:
     collected, model = Collected(), tiny_model()
     probe = build_probe(collected, kinds=["activation_gradient"], patterns=["decoder.layers.1.mlp*"])
@@ -473,22 +513,19 @@ def test_outputs_of_experts_are_put_back_in_the_order_of_tokens() -> None:
     assert dispatcher.combine_postprocess is before
 
 
-def test_an_expert_that_a_token_lacks_gives_nothing() -> None:
-    routing_map = torch.tensor([[True, False], [True, True], [False, False]])
+def test_outputs_of_dropped_experts_are_empty_slots() -> None:
+    """Token 0 keeps expert 2, token 1 lost both: rows are those that are left, sorted by expert and then token."""
+    routing_map = torch.tensor([[False, False, True], [False, False, False], [True, True, False]])
+    permuted = torch.tensor([[20.0], [21.0], [2.0]])
     dispatcher = SimpleNamespace(routing_map=routing_map, combine_postprocess=lambda rows: rows)
     layer = SimpleNamespace(token_dispatcher=dispatcher, config=SimpleNamespace(moe_router_topk=2))
-    permuted = torch.tensor([[1.0], [2.0], [3.0]])  # the first expert's two tokens, then the second's one
     shown = list(seen_by(watch_expert_outputs, layer, lambda: dispatcher.combine_postprocess(permuted)))
-    assert [item.squeeze(2).tolist() for item in shown] == [[[2.0, 3.0], [1.0, 0.0]]]
+    assert [item.squeeze(2).tolist() for item in shown] == [[[0.0, 0.0], [2.0, 0.0]]]
 
 
-def test_a_token_with_too_many_experts_is_refused() -> None:
-    routing_map = torch.tensor([[True, True, True], [True, False, False]])
-    with pytest.raises(TraceError) as raised:
-        chosen_experts(routing_map, 2)
-    assert str(raised.value) == "a router chose 3 experts for a token; expected at most moe_router_topk, 2"
-
-
-def test_a_token_with_fewer_experts_has_slots_of_none() -> None:
+def test_a_token_with_fewer_experts_has_empty_slots_and_one_with_more_is_refused() -> None:
     routing_map = torch.tensor([[True, False, True], [False, True, False], [False, False, False]])
     assert chosen_experts(routing_map, 2).tolist() == [[0, 2], [1, -1], [-1, -1]]
+    with pytest.raises(TraceError) as raised:
+        chosen_experts(routing_map, 1)
+    assert str(raised.value) == "a router chose 2 experts for a token; expected moe_router_topk, 1, at most"

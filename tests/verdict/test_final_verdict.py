@@ -11,6 +11,7 @@ from mock_scheduler.comparison.findings import (
     NarrowedState,
     OnlyIn,
     OtherNorm,
+    OtherRecomputation,
     OtherShape,
     OtherStart,
     OtherWeight,
@@ -22,7 +23,7 @@ from mock_scheduler.comparison.walk.metrics import MetricComparison
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.direct_verdict import decide
-from mock_scheduler.verdict.divergences import Divergence, from_tensor
+from mock_scheduler.verdict.divergences import Divergence, from_conflict, from_finding, from_tensor
 from mock_scheduler.verdict.final_verdict import breaks_law, judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
@@ -45,6 +46,7 @@ from mock_scheduler.verdict.wording.proofs import describe_proof
 from mock_scheduler.verdict.wording.verdicts import (
     describe_proved_by,
     describe_reason,
+    describe_sentence,
     describe_smallest_error,
     write_headline,
 )
@@ -228,6 +230,55 @@ def test_replicas_that_disagree_refute_whatever_else_holds(direct: Verdict) -> N
     broken = replace(direct, kind=VerdictKind.DIVERGED, tensors=replace(tensors, candidate_conflicts=(conflict,)))
     verdict, found = outcomes(replace(LAYOUT, direct=broken, emulated=IDENTICAL))
     assert (verdict, found["replicas"]) == (VerdictKind.DIVERGED, "refuted")
+
+
+def test_a_closer_look_at_copies_that_disagree_gives_the_place() -> None:
+    """Of a forward pass, where the run's own trace has gradients alone."""
+    place = replace(KEY, kind="activation", name="decoder.layers.1.self_attention.linear_proj")
+    conflict = ReplicaConflict(
+        key=place,
+        first=RankPlace(global_rank=0, coordinates={"tp": 0}),
+        second=RankPlace(global_rank=1, coordinates={"tp": 1}),
+        num_elements=4,
+        max_abs=0.5,
+    )
+    verdict = judge(replace(OTHER, direct=DIVERGED, emulated=IDENTICAL, law=from_conflict(conflict)))
+    assert describe_sentence(verdict) == (
+        "step 0, update 0, forward: copies within the candidate differ: decoder.layers.1.self_attention.linear_proj: "
+        "ranks tp0 and tp1 hold different activations at step 0 (4 elements, by up to 0.5)"
+    )
+    # A divergence before it stays the first.
+    assert DIVERGED.first is not None
+    late = replace(conflict, key=replace(place, step=1))
+    assert judge(replace(OTHER, direct=DIVERGED, law=from_conflict(late))).first == DIVERGED.first
+
+
+def test_a_recomputation_unlike_its_first_pass_is_diverged_within_the_noise() -> None:
+    found = Finding(
+        kind="recomputed",
+        step=0,
+        update=0,
+        name="decoder.layers.1.input_layernorm",
+        fact=OtherRecomputation(
+            num_different=3, num_elements=8, relative=0.25, sample="train/0/a", position=2, micro_batch=1
+        ),
+    )
+    evidence = replace(OTHER, num_processes=1, law=from_finding(found))
+    kind, proofs = outcomes(evidence)
+    assert (kind, proofs["replicas"]) == (VerdictKind.DIVERGED, "refuted")
+    said = (
+        "recomputation of decoder.layers.1.input_layernorm at step 0, update 0 differs from its first pass in the "
+        "candidate: the backward pass computed it again and got other values (3 of 8 elements, by 0.25 of their size, "
+        "first in micro-batch 1, sample train/0/a, token 2)"
+    )
+    assert describe_sentence(judge(evidence)) == said
+    assert describe_reason(judge(evidence)).startswith(said)
+    # A trace of its own that shows it needs no closer look, and float64 acquits nobody.
+    tensors = DIVERGED.tensors
+    assert tensors is not None
+    direct = replace(DIVERGED, first=from_finding(found), tensors=replace(tensors, findings=(found,)))
+    assert outcomes(replace(OTHER, num_processes=1, direct=direct, wide=IDENTICAL))[0] is VerdictKind.DIVERGED
+    assert breaks_law(direct)
 
 
 def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:

@@ -199,6 +199,7 @@ def build_localisation(
         num_equal=sum(other not in bad for other in upto),
         num_alike=0 if walk is None else _count_alike(walk, comparison),
         num_later=sum(not _is_upto(item.key, key) for item in differing),
+        law=next((item for item in differing if item.breaks_law), None),
         trace_dirs=trace_dirs,
         seconds=seconds,
     )

@@ -41,6 +41,7 @@ from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.text import printable_message
+from mock_scheduler.trace.replicas import ReplicaConflict
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
@@ -247,6 +248,13 @@ class AlignmentRunner:
         """Judge what a candidate with more than another layout makes of equal inputs."""
         closer = CloserLook(plan=self.plan, load=self.load, store=self.store)
         for item in self._candidates:
+            if self._needs_place(item):
+                with self.store.timed("localisation"):
+                    try:
+                        closer.find_conflict(item)
+                    except (AlignmentError, ConfigError, TraceError) as error:
+                        self._warn(f"{item.run.name}: where its copies first differ is not known: {error}")
+                item.judge()
             if not self._needs_equal_inputs(item):
                 continue
             with self.store.timed("emulation"):
@@ -255,6 +263,13 @@ class AlignmentRunner:
                 except (AlignmentError, ConfigError, TraceError) as error:
                     item.equal_inputs = EqualInputsFacts(error=" ".join(printable_message(str(error)).split()))
             item.judge()
+
+    def _needs_place(self, item: CandidateState) -> bool:
+        """Whether copies differ in what every run traces, and no localisation will show where they first do."""
+        proofs, replicas = self.plan.baseline.config.align.proofs, item.verdict.proof("replicas")
+        if proofs.localise or not proofs.equal_inputs or item.summary is None:
+            return False
+        return replicas is not None and isinstance(replicas.facts, ReplicaConflict)
 
     def _needs_equal_inputs(self, item: CandidateState) -> bool:
         if item.judged is None or item.summary is None or item.run.must_be_exact:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mock_scheduler.alignment.localise.localise import localise
-from mock_scheduler.alignment.localise.runs import full_overrides
+from mock_scheduler.alignment.localise.localise import MAX_TRACE_BYTES, localise
+from mock_scheduler.alignment.localise.runs import full_overrides, guess_bytes
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.alignment.prove.proof_runs import (
     derive_run,
@@ -36,9 +36,10 @@ from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.begun_calls import load_begun_step
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
-from mock_scheduler.verdict.divergences import from_tensor
+from mock_scheduler.verdict.divergences import Divergence, from_conflict, from_finding, from_tensor
 from mock_scheduler.verdict.final_verdict import judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
@@ -51,9 +52,9 @@ from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts,
 class CandidateState:
     """A candidate as planned, its baseline, and all results so far; ``None`` until there is one.
 
-    ``direct``, ``emulated``, ``wide`` and the reasons for the missing ones: as in ``Evidence``. ``emulated_run``: the
-    reference in its order of sums. ``repeated``: its run with another of the same, out of ``further_runs``.
-    ``judged``: the verdict with its proofs. ``start``: what its run started from.
+    ``direct``, ``emulated``, ``wide``, ``law`` and the reasons for the missing ones: as in ``Evidence``.
+    ``emulated_run``: the reference in its order of sums. ``repeated``: its run with another of the same, out of
+    ``further_runs``. ``judged``: the verdict with its proofs. ``start``: what its run started from.
     """
 
     run: PlannedRun
@@ -70,6 +71,7 @@ class CandidateState:
     no_equal_inputs: NotTried = STRONGER_PROOF
     wide: Verdict | None = None
     no_referee: NotTried = STRONGER_PROOF
+    law: Divergence | None = None
     repeated: TensorComparison | None = None
     further_runs: set[Path] = field(default_factory=set)
     judged: Verdict | None = None
@@ -150,6 +152,7 @@ class CandidateState:
                 equal_inputs=self.equal_inputs,
                 no_equal_inputs=self.no_equal_inputs,
                 wide=self.wide,
+                law=self.law,
                 no_referee=self.no_referee,
                 shrinking=shrinking_factor(self.precision),
             )
@@ -246,8 +249,28 @@ class CloserLook:
                 raise
             # Nothing is beyond the noise of so few runs: then the first bit must do.
             found = localise(reference, item.run, first=first, run=self._run_further)
+        _note_law(item, found)
         self._compare_repeated(item, found)
         return found
+
+    def find_conflict(self, item: CandidateState) -> None:
+        """Find the first tensor of all whose copies differ, where copies of a tensor that every run traces do.
+
+        Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
+        """
+        assert item.direct is not None
+        assert item.direct.tensors is not None
+        assert item.summary is not None
+        step = item.direct.tensors.candidate_conflicts[0].key.step
+        with open_trace(item.summary.output_dir / TRACE_FOLDER) as trace:
+            if guess_bytes(item.run, trace, num_ranks=item.run.config.parallel.world_size) > MAX_TRACE_BYTES:
+                return
+        # The run that localisation makes too.
+        name = f"localise-{item.run.name}-full-candidate"
+        folder = self._run_further(item.run, full_overrides(item.run, step, None), name) / TRACE_FOLDER
+        chosen = Selection(steps=StepRanges.of([step]))
+        conflicts = compare_trace_folders(folder, folder, bounds=EXACT, selection=chosen).candidate_conflicts
+        item.law = from_conflict(conflicts[0]) if conflicts else None
 
     def find_broken_group(self, item: CandidateState) -> LedgerComparison | None:
         """Run a failed candidate once more with its collectives, and find where its ranks did not issue the same.
@@ -276,6 +299,7 @@ class CloserLook:
             run=self._run_further,
             max_grafts=_NUM_KERNEL_GRAFTS,
         )
+        _note_law(item, place)
         self._compare_repeated(item, place)
         unit = UNIT_ROUNDOFFS[item.run.config.precision]
         causes = [place.origin, *(cause.tensor for cause in place.causes[1:] if cause.tensor is not None)]
@@ -320,3 +344,13 @@ class CloserLook:
         run = derive_run(planned, name, overrides, load=self.load, root=self.plan.proofs_dir)
         # Localisation may ask for one run more than once: candidate and overrides name it.
         return self.store.execute_once(run, (planned.name, *overrides))
+
+
+def _note_law(item: CandidateState, found: Localisation) -> None:
+    """Keep where whole tensors of the candidate's run contradict each other."""
+    law = found.law
+    if law is not None and law.conflict is not None:
+        residual = None if law.difference is None else law.difference.residual
+        item.law = from_conflict(law.conflict, residual)
+    elif law is not None and law.finding is not None:
+        item.law = from_finding(law.finding)

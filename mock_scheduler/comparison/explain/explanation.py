@@ -29,6 +29,7 @@ from mock_scheduler.comparison.explain.spread import measure_spread
 from mock_scheduler.comparison.findings import Finding, OtherStart
 from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.comparison.pairing.pairs import TensorPair, TracePair, all_of, pair_up
+from mock_scheduler.comparison.pairing.routing import explain_choice
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
 from mock_scheduler.comparison.residuals import Reorder, Residual
 from mock_scheduler.comparison.tensors import TensorDifference
@@ -125,6 +126,9 @@ def _explain(
         pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
     if residual is None:
         bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
+        if is_choice(key):
+            # Numbers of experts are names: ratios and distances of them mean nothing.
+            return replace(difference, residual=explain_choice(pair, tokens))
         residual = _classify(key, pair, traces, start=before, bound=bound, common=common) or _find_moved_rows(
             pair, traces.readers[0]
         )
@@ -148,9 +152,6 @@ def _classify(
     bound: float,
     common: CommonScale | None,
 ) -> Residual | None:
-    # Numbers of experts are names: ratios and distances of them mean nothing.
-    if is_choice(key):
-        return None
     is_change = start is not None
     previous_key = None if is_change else _key_before(key, traces.readers[0])
     previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 
 from mock_scheduler.comparison.pairing.pairs import TensorPair
+from mock_scheduler.comparison.pairing.tokens import TokenAlignment
+from mock_scheduler.comparison.residuals import OtherChoice, Residual
 from mock_scheduler.comparison.tensors import ExpertFlips
 from mock_scheduler.comparison.thresholds import FLIP_MOVES
 
@@ -46,6 +48,37 @@ def find_flips(choice: TensorPair, logits: TensorPair) -> tuple[ExpertFlips, tor
     largest_gap = max(0.0, float(gap[is_flipped].max())) if num_flipped else 0.0
     summary = ExpertFlips(key=choice.key, num_tokens=num_tokens, num_flipped=num_flipped, largest_gap=largest_gap)
     return summary, is_flipped
+
+
+def explain_choice(choice: TensorPair, tokens: TokenAlignment) -> Residual | None:
+    """Names the first token with other experts, those that it lost and gained, and counts such tokens.
+
+    Args:
+        choice: Integers ``[T, slots]``.
+        tokens: Of the step.
+    """
+    if choice.baseline.dim() != 2 or not choice.baseline.numel():
+        return None
+    num_experts = 1 + int(max(choice.baseline.max(), choice.candidate.max()))
+    mine, other = (_one_hot(side, max(num_experts, 1)) for side in (choice.baseline, choice.candidate))
+    if choice.present is not None:
+        is_there = choice.present.reshape(len(mine), -1).all(dim=1, keepdim=True)
+        mine, other = mine & is_there, other & is_there
+    differs = (mine != other).any(dim=1)
+    if not bool(differs.any()):
+        return None
+    first = int(differs.nonzero()[0])
+    # A trace without rows, as of one tensor alone, names no sample.
+    sample, position = tokens.find(first) if tokens.rows.num_tokens == len(mine) else ("", first)
+    detail = OtherChoice(
+        num_tokens=len(mine),
+        num_fewer=int((other.sum(dim=1) < mine.sum(dim=1)).sum()),
+        sample=sample,
+        position=position,
+        lost=tuple((mine & ~other)[first].nonzero().flatten().tolist()),
+        gained=tuple((other & ~mine)[first].nonzero().flatten().tolist()),
+    )
+    return Residual(kind="choice", value=float(differs.sum()), explained=1.0, detail=detail)
 
 
 def _one_hot(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -47,6 +47,7 @@ from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorDifference
 from mock_scheduler.comparison.thresholds import LARGEST_BOUND, NUM_FIRST
 from mock_scheduler.comparison.walk.narrowed import NarrowedValues
 from mock_scheduler.comparison.walk.norms import GradientSquare
+from mock_scheduler.comparison.walk.recomputation import find_other_recomputation
 from mock_scheduler.comparison.walk.state import STATE_KINDS, StateRules, compare_state, needed_kinds
 from mock_scheduler.comparison.walk.steps import RoundingPools, StepSides
 from mock_scheduler.support.tensor_bytes import view_as_bits
@@ -96,7 +97,10 @@ class FullStep:
         state: dict[str, list[TraceKey]] = {}
         others: list[TraceKey] = []
         for key in sides.all_keys:
-            if key.kind in STATE_KINDS:
+            if key.kind == "recomputed":
+                if self._sides.is_recomputed(key):
+                    self._found.findings.append(find_other_recomputation(key, self._traces.readers[1]))
+            elif key.kind in STATE_KINDS:
                 if key.kind in needed and sides.selection.has_name(key.name):
                     state.setdefault(key.name, []).append(key)
             elif is_choice(key) or sides.is_selected(key) or sides.is_data(key):

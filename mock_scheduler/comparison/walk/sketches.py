@@ -28,6 +28,7 @@ from mock_scheduler.comparison.findings import (
     OtherCount,
     OtherDtype,
     OtherInput,
+    OtherRecomputation,
     OtherShape,
     OtherStart,
     SketchTokensNotCompared,
@@ -96,6 +97,10 @@ class _SketchStep:
 
     def _compare(self, key: TraceKey) -> None:
         """Judges the next tensor, or remembers it to judge others by."""
+        if key.kind == "recomputed":
+            if self._sides.is_recomputed(key):
+                self._found.findings.append(finding(key, OtherRecomputation()))
+            return
         is_selected = self._sides.is_selected(key)
         # An update is a change of sketches, so the parameter before it is read even where only the update is wanted.
         is_helper = key.kind in ("initial", "gradient") and self._sides.selection.has_name(key.name)

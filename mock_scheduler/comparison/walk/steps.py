@@ -88,12 +88,15 @@ class Found:
         """Returns all of it."""
         not_compared = list_not_compared(self.absences)
         compared = {difference.key.kind for difference in self.differences}
+        keys = order_keys({item.key for side in self.conflicts for item in side})
+        # Found name by name, so that the first would be anyone.
+        conflicts = [tuple(sorted(side, key=lambda item: keys.index(item.key))) for side in self.conflicts]
         return TensorComparison(
             steps=steps,
             differences=tuple(self.differences),
             findings=(*self.findings, *find_faults(self.absences)),
-            baseline_conflicts=tuple(self.conflicts[0]),
-            candidate_conflicts=tuple(self.conflicts[1]),
+            baseline_conflicts=conflicts[0],
+            candidate_conflicts=conflicts[1],
             unusable=tuple(sorted(self.unusable, key=lambda item: (item.step, item.update or 0))),
             level=level,
             not_compared=not_compared,
@@ -221,6 +224,13 @@ class StepSides:
     def is_data(self, key: TraceKey) -> bool:
         """Whether a tensor shows that both runs trained on the same data, so it is compared whatever is selected."""
         return self.is_by_content and key.kind == "input"
+
+    def is_recomputed(self, key: TraceKey) -> bool:
+        """Whether a tensor has what a recomputation made otherwise, in the candidate alone, and is to be compared.
+
+        It is no tensor of both runs; where the baseline breaks the law too, this says nothing of the candidate.
+        """
+        return key.kind == "recomputed" and key not in self.keys[0] and self.is_selected(key)
 
     def has_both(self, key: TraceKey, *, is_reported: bool = True) -> bool:
         """Whether both sides have a tensor; if not, keeps the absence with its reason."""

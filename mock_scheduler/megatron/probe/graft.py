@@ -146,12 +146,13 @@ class GraftProbe(TrainingProbe):
                 share = waiting.popleft()
             elif not has_graph:
                 waiting.append(share)
-            places = self._element_places(output, share, tensor, gather)
-            if places is None:
+            found = self._find_elements(output, share, tensor, gather)
+            if found is None:
                 return None
+            places, is_there = found
             book = self._book
             assert book is not None
-            values = reference.cut(book, output, share.of(output.form), tensor)
+            values = reference.cut(book, output, share.of(output.form), tensor)[is_there]
             if is_value:
                 self.fired[output.name] += 1
                 grafted: torch.Tensor = _Grafted.apply(tensor, places, values)
@@ -174,13 +175,19 @@ class GraftProbe(TrainingProbe):
 
         tensor.register_hook(replace)
 
-    def _element_places(
+    def _find_elements(
         self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None
-    ) -> tuple[torch.Tensor, ...] | None:
-        """The indices, one tensor for each dimension, of the share's elements; ``None`` where it has none."""
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
+        """The indices, one tensor for each dimension, of the share's elements, and which of them the tensor has.
+
+        ``None`` where it has none.
+        """
         with torch.no_grad():
             places = element_places(output, tensor, gather, share.of(output.form))
-            return None if places is None else torch.unravel_index(places, tensor.shape)
+            if places is None:
+                return None
+            is_there = places >= 0
+            return torch.unravel_index(places[is_there], tensor.shape), is_there
 
     def _check_choices(self, model: ObservedModel, output: ObservedOutput, stack: ExitStack) -> None:
         """Refuses a tensor by chosen expert where a token chose other experts than in the reference."""
@@ -199,12 +206,6 @@ class GraftProbe(TrainingProbe):
                 raise TraceError(
                     f"graft: {int(differs.sum())} of {len(chosen)} tokens of a micro-batch chose other experts than in "
                     f"the reference, so {output.name} cannot be put in: graft {name.rpartition('.')[0]}.logits"
-                )
-            has_less = (chosen < 0).any(dim=1)
-            if bool(has_less.any()):
-                raise TraceError(
-                    f"graft: {int(has_less.sum())} of {len(chosen)} tokens of a micro-batch have fewer experts than "
-                    f"moe_router_topk, so {output.name} cannot be put in: graft {name.rpartition('.')[0]}.logits"
                 )
 
         stack.enter_context(choice.row.watch(choice.watched, see))

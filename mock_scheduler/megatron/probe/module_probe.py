@@ -2,9 +2,10 @@
 
 Hooks are on a model's modules only within ``watching``. An output is taken when it is computed, in the forward pass
 announced by ``computing``; its gradient when the backward pass reaches it. With recomputation a module runs again in
-the backward pass: values come from the first run, and the gradient from the run with a graph. Nobody names the
-micro-batch of a second run, but the backward passes of a chunk come in the order of its forward passes, so the first
-waiting one is meant.
+the backward pass: values come from the first run, and the gradient from the run with a graph. A second run must give
+the bits of the first; where its fingerprint is another, its values are written as well, as ``recomputed``. Nobody names
+the micro-batch of a second run, but the backward passes of a chunk come in the order of its forward passes, so the
+first waiting one is meant.
 
 A gradient is of the loss whose gradients all ranks add up: with ``calculate_per_token_loss`` the sum over the update's
 response tokens, undivided, so micro-batches do not show; without it the mean over the update's micro-batches of each
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,18 +38,25 @@ from mock_scheduler.megatron.step_tokens import MicroBatchTokens
 from mock_scheduler.support.text import bullet_list
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.selection import TraceSelection
+from mock_scheduler.trace.sketch.sketch import sketch_piece
 
 _GRADIENT: TraceKind = "activation_gradient"
+_RECOMPUTED: TraceKind = "recomputed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tap:
-    """An output under observation, its traced tensors (value, gradient), and the passes that wait for a second run."""
+    """An output under observation, its traced tensors (value, gradient), and the passes that wait for a second run.
+
+    ``first``: of the passes without a graph, the fingerprints of what they computed; ``None`` for padding alone.
+    """
 
     output: ObservedOutput
     has_value: bool
     has_gradient: bool
-    waiting: deque[Share]
+    is_compared: bool
+    waiting: deque[Share] = field(default_factory=deque)
+    first: deque[tuple[Share, int | None]] = field(default_factory=deque)
 
 
 class ModuleProbe:
@@ -138,8 +146,10 @@ class ModuleProbe:
         for output in observed_outputs(model):
             has_value = wants(output.row.kind, output.name)
             has_gradient = output.row.has_gradient and wants(_GRADIENT, output.name)
-            if has_value or has_gradient:
-                taps.append(_Tap(output=output, has_value=has_value, has_gradient=has_gradient, waiting=deque()))
+            is_compared = wants(_RECOMPUTED, output.name)
+            if has_value or has_gradient or is_compared:
+                tap = _Tap(output=output, has_value=has_value, has_gradient=has_gradient, is_compared=is_compared)
+                taps.append(tap)
         return taps
 
     def _see(self, tap: _Tap) -> See:
@@ -150,6 +160,8 @@ class ModuleProbe:
                 return
             # A layer's output requires a gradient in any case: Megatron adds its residual with gradients enabled.
             share, has_graph = self._current, tensor.requires_grad and torch.is_grad_enabled()
+            if tap.is_compared:
+                self._compare_passes(tap, tensor, gather)
             if share is not None:
                 if tap.has_value:
                     self._add(tap.output, tap.output.row.kind, share, tensor, gather)
@@ -165,6 +177,26 @@ class ModuleProbe:
                 self._await_gradient(tap.output, share, tensor, gather)
 
         return see
+
+    def _compare_passes(self, tap: _Tap, tensor: torch.Tensor, gather: Gather | None) -> None:
+        """Remembers the fingerprint of a pass that will be recomputed, or hands on values that are other ones then."""
+        if self._current is not None and not torch.is_grad_enabled():
+            tap.first.append((self._current, self._fingerprint(tap.output, self._current, tensor, gather)))
+        elif self._current is None and torch.is_grad_enabled() and tap.first:
+            share, before = tap.first.popleft()
+            if self._fingerprint(tap.output, share, tensor, gather) != before:
+                self._add(tap.output, _RECOMPUTED, share, tensor, gather)
+
+    def _fingerprint(
+        self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None
+    ) -> int | None:
+        with self._aside(), torch.no_grad():
+            tokens = share.of(output.form)
+            local = select_tokens(output, tensor.detach(), gather, tokens)
+            if local is None:
+                return None
+            assert self._shares is not None
+            return sketch_piece(local, self._shares.spec(output, tokens), num_buckets=1).fingerprint
 
     def _await_gradient(
         self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None

@@ -88,8 +88,8 @@ def _hidden_shared_experts(layer: Layer) -> str:
 
 
 def _hidden_choice(layer: Layer) -> str:
-    if layer.config.moe_expert_capacity_factor is not None:
-        return "moe_expert_capacity_factor drops tokens, so a token may have fewer than moe_router_topk experts"
+    if layer.config.moe_pad_expert_input_to_capacity:
+        return "moe_pad_expert_input_to_capacity fills experts up with tokens that did not choose them"
     return ""
 
 

@@ -174,9 +174,11 @@ def select_tokens(
 def element_places(
     output: ObservedOutput, tensor: torch.Tensor, gather: Gather | None, tokens: Tokens
 ) -> torch.Tensor | None:
-    """Where the elements of ``select_tokens`` lie in the flattened tensor: int64 of the same shape."""
-    numbered = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-    return select_tokens(output, numbered, gather, tokens)
+    """Where the elements of ``select_tokens`` lie in the flattened tensor: int64 of the same shape; -1: nowhere."""
+    # From 1 on, since a gather fills slots that no expert was chosen for with 0.
+    numbered = torch.arange(1, tensor.numel() + 1, device=tensor.device).view(tensor.shape)
+    places = select_tokens(output, numbered, gather, tokens)
+    return None if places is None else places - 1
 
 
 def gradient_scale(model: ObservedModel) -> float:

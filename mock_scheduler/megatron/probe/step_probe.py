@@ -33,7 +33,7 @@ from mock_scheduler.trace.entries import LedgerCall, RankPlace, RowTable, StepFo
 from mock_scheduler.trace.selection import TraceSelection, open_sink
 from mock_scheduler.trace.shards import ShardSpec, whole
 
-_MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient")
+_MODULE_KINDS: tuple[TraceKind, ...] = ("activation", "router", "logits", "activation_gradient", "recomputed")
 _AFTER_UPDATE: tuple[TraceKind, ...] = ("parameter", "weight")
 
 

@@ -5,11 +5,12 @@ Each watch is a context manager that tells ``see`` of every tensor computed in i
 nothing of it is left.
 
 A token's K chosen experts are ordered by their number, ascending, in every tensor with slots: ``topk`` orders them by
-score, and two runs may round scores differently. The experts' outputs are taken where the all-to-all dispatcher has
-brought them back to their tokens' rank (``combine_postprocess``, megatron-core 0.16.1 and 0.19.2), sorted by expert and
-then by token. They are already weighted by the router's probabilities, a factor of the experts' inner activations in
-Megatron; their sum over the slots, with the shared experts', is the output of the layer's MLP. A linear layer's output
-is without a bias left to the next operation, which fuses the addition.
+score, and two runs may round scores differently. A token of which experts were dropped, as by a capacity, has empty
+slots behind them: expert -1, and 0 in every other tensor. The experts' outputs are taken where the all-to-all
+dispatcher has brought them back to their tokens' rank (``combine_postprocess``, megatron-core 0.16.1 and 0.19.2),
+sorted by expert and then by token. They are already weighted by the router's probabilities, a factor of the experts'
+inner activations in Megatron; their sum over the slots, with the shared experts', is the output of the layer's MLP. A
+linear layer's output is without a bias left to the next operation, which fuses the addition.
 """
 
 from __future__ import annotations
@@ -188,34 +189,31 @@ class _WatchedCombine:
 
 
 def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """int64 ``[n, K]``: the experts of each token of a bool map ``[n, E]``, ascending, then -1 where it has fewer.
+    """int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``, and -1 behind them.
 
     Raises:
         TraceError: a token has more than K experts.
     """
-    counts = routing_map.sum(dim=1)
-    if bool((counts > topk).any()):
-        found = " and ".join(map(str, sorted(set(counts.tolist()) - set(range(topk + 1)))))
-        raise TraceError(f"a router chose {found} experts for a token; expected at most moe_router_topk, {topk}")
-    num_experts = routing_map.shape[1]
-    numbers = torch.arange(num_experts, device=routing_map.device).expand_as(routing_map)
-    # A token that was dropped by an expert, as where that has no more room, has a slot of no expert.
-    chosen = numbers.masked_fill(~routing_map, num_experts).sort(dim=1).values[:, :topk]
-    return chosen.masked_fill(chosen == num_experts, -1)
+    most = int(routing_map.sum(dim=1).max()) if len(routing_map) else 0
+    if most > topk:
+        raise TraceError(f"a router chose {most} experts for a token; expected moe_router_topk, {topk}, at most")
+    chosen = routing_map.new_full((len(routing_map), topk), -1, dtype=torch.int64)
+    tokens, experts = routing_map.nonzero(as_tuple=True)
+    chosen[tokens, routing_map.cumsum(dim=1)[tokens, experts] - 1] = experts
+    return chosen
 
 
 def _gather_from_experts(routing_map: torch.Tensor, topk: int) -> Gather:
-    """Of rows sorted by expert and then by token, ``[s · b · K, h]``, those of each token, ``[n, K, h]``."""
+    """Of rows sorted by expert and then by token, one for each choice, those of each token, ``[n, K, h]``."""
 
     def gather(permuted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         numbered = routing_map.T.flatten().cumsum(dim=0) - 1
         row_of_pair = numbered.view(routing_map.shape[1], -1).T[places]
         chosen = chosen_experts(routing_map[places], topk)
-        rows = row_of_pair.gather(1, chosen.clamp(min=0))
-        if bool((chosen < 0).any()):
-            permuted = torch.cat((permuted, permuted.new_zeros(1, *permuted.shape[1:])))
-            rows = rows.masked_fill(chosen < 0, -1)  # what no expert gives is 0
-        return permuted[rows]
+        slots = permuted.new_zeros((*chosen.shape, *permuted.shape[1:]))
+        is_chosen = chosen >= 0
+        slots[is_chosen] = permuted[row_of_pair.gather(1, chosen.clamp(min=0))[is_chosen]]
+        return slots
 
     return gather
 

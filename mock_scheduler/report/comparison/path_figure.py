@@ -14,6 +14,7 @@ from mock_scheduler.trace.entries import PHASES, Phase
 _PHASE_NAMES = {
     Phase.START: "start",
     Phase.DATA: "data",
+    Phase.RECOMPUTATION: "recomputation",
     Phase.FORWARD: "forward",
     Phase.SCORES: "scores",
     Phase.LOSS: "loss",

@@ -21,6 +21,7 @@ from mock_scheduler.verdict.wording.tensors import describe_metric, describe_ten
 _PHASE_NAMES: Mapping[Phase, str] = {
     Phase.START: "start",
     Phase.DATA: "inputs",
+    Phase.RECOMPUTATION: "recomputation",
     Phase.FORWARD: "forward",
     Phase.SCORES: "scores",
     Phase.LOSS: "loss",
@@ -32,11 +33,14 @@ _PHASE_NAMES: Mapping[Phase, str] = {
 
 
 def describe_divergence(divergence: Divergence) -> str:
-    """One sentence; of a tensor with its place and the tensors before it: ``step 3, update 0, backward: ...``."""
+    """One sentence; of a tensor with its place, and the tensors before it if counted: ``step 3, update 0, …: …``."""
     found = describe_evidence(divergence)
-    if divergence.kind not in TRACE_KINDS or divergence.before is None:
+    if divergence.kind not in TRACE_KINDS:
         return found
     place = name_place(divergence.step, divergence.update, divergence.kind)
+    if divergence.before is None:
+        # A finding names the time itself.
+        return found if isinstance(divergence.evidence, Finding) else f"{place}: {found}"
     before = _describe_before(divergence.before, is_compared=divergence.difference is not None)
     return f"{place}: {found}; {before}"
 

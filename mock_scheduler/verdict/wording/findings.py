@@ -33,6 +33,7 @@ from mock_scheduler.comparison.findings import (
     OtherNorm,
     OtherNumUpdates,
     OtherPlaces,
+    OtherRecomputation,
     OtherShape,
     OtherStart,
     OtherUpdateRows,
@@ -185,10 +186,22 @@ def _describe_fact(fact: Fact) -> str:
             return f"is not the rounded parameter in the {side}: the model computes with other weights"
         case OtherNorm() as norm:
             return _describe_norm(norm)
+        case OtherRecomputation() as other:
+            return _describe_recomputation(other)
         case NarrowedState(num_bits=bits, baseline_bits=mine, num_tensors=count):
             more = f", as are {count - 1} more of its kind" if count > 1 else ""
             return f"is {describe_narrowing(bits)} in the candidate{more}; the baseline has {mine} bits"
     raise TypeError(f"{type(fact).__name__} is no fact of one tensor")
+
+
+def _describe_recomputation(other: OtherRecomputation) -> str:
+    said = "differs from its first pass in the candidate: the backward pass computed it again and got other values"
+    if other.relative is None:
+        return said
+    elements = f"{other.num_different:,} of {count_of(other.num_elements, 'element')}"
+    micro_batch = f"micro-batch {other.micro_batch}, " if other.micro_batch is not None else ""
+    place = f", first in {micro_batch}sample {other.sample}, token {other.position}" if other.sample else ""
+    return f"{said} ({elements}, by {other.relative:.3g} of their size{place})"
 
 
 def _describe_places(places: OtherPlaces) -> str:

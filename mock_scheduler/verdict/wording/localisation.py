@@ -24,6 +24,7 @@ from mock_scheduler.verdict.wording.residuals import describe_locality, describe
 
 _NOUNS: Mapping[TraceKind, str] = {
     "initial": "before the step",
+    "recomputed": "",
     "activation": "output",
     "router": "",
     "logits": "output",

@@ -14,6 +14,7 @@ from mock_scheduler.comparison.residuals import (
     Multiple,
     Narrowed,
     OneElement,
+    OtherChoice,
     PartialSums,
     Reorder,
     Residual,
@@ -127,6 +128,8 @@ def _describe_form(residual: Residual) -> str:
             return describe_reorder(reorder)
         case Narrowed(num_bits=num_bits):
             return f"candidate is {describe_narrowing(int(value))}, baseline has {num_bits} bits"
+        case OtherChoice() as choice:
+            return _describe_choice(choice, int(value))
         case None if residual.kind == "left over":
             return (
                 f"candidate is the baseline plus {value:.4g} times the tensor of the update before, as a buffer that "
@@ -139,6 +142,18 @@ def _describe_form(residual: Residual) -> str:
             return f"candidate is the baseline {'plus' if value > 0 else 'minus'} {abs(value):.6g}"
         case None:
             return _WHOLE[residual.kind]
+
+
+def _describe_choice(choice: OtherChoice, num_other: int) -> str:
+    lost, gained = (
+        f"expert{'s' * (len(side) > 1)} {', '.join(map(str, side))}" for side in (choice.lost, choice.gained)
+    )
+    change = f"lost {lost}" if not choice.gained else f"got {gained}{f' in place of {lost}' if choice.lost else ''}"
+    fewer = f" ({choice.num_fewer:,} to fewer)" if choice.num_fewer else ""
+    return (
+        f"{num_other:,} of {count_of(choice.num_tokens, 'token')} go to other experts{fewer}; the first, "
+        f"{f'sample {choice.sample}, ' if choice.sample else ''}token {choice.position}, {change}"
+    )
 
 
 def _describe_one(one: OneElement, residual: Residual) -> str:

@@ -69,7 +69,8 @@ def describe_metric(difference: MetricDifference) -> str:
 def _describe_worst(difference: TensorDifference) -> list[str]:
     """Sample, token and index of the worst element, and who held it."""
     worst = None if difference.figures is None else difference.figures.worst
-    if worst is None:
+    # Of numbers of experts none is the largest: the residual names the first token.
+    if worst is None or (difference.residual is not None and difference.residual.kind == "choice"):
         return []
     where = f"largest at index {list(worst.index)}"
     if worst.sample is not None:

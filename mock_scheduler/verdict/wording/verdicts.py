@@ -256,6 +256,8 @@ def _describe_refuted(verdict: Verdict, why: RefutedBy) -> str:
         case "emulation":
             noise = _describe_named(verdict, "noise")
             return f"{found}; {_AGAINST}{noise}; first divergence: {describe_sentence(verdict)}"
+        case "replicas" if verdict.tensors is None or not verdict.tensors.candidate_conflicts:
+            return f"{found}; {_AGAINST}{direct}"
         case "referee":
             return f"{direct}; {found}" if why.is_same_place else f"{found}; {_AGAINST}{direct}"
         case _:

@@ -59,10 +59,13 @@ def moved(tokens: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 def test_numbers_of_chosen_experts_are_names_and_have_no_ratio(tmp_path: Path) -> None:
     name = "decoder.layers.0.mlp.router.chosen_experts"
-    chosen = torch.randint(1, 8, (64, 2), generator=torch.Generator().manual_seed(0))
+    chosen = torch.randint(1, 8, (64, 2), generator=torch.Generator().manual_seed(0)).sort().values
     baseline = write(tmp_path / "a", [chosen], kind="router", name=name)
     (found,) = differences(baseline, write(tmp_path / "b", [2 * chosen], kind="router", name=name))
-    assert (found.exceeds, found.residual) == (True, None)
+    assert found.exceeds
+    assert found.residual is not None
+    assert (found.residual.kind, found.residual.value) == ("choice", 64.0)
+    assert describe_residual(found.residual).startswith("64 of 64 tokens go to other experts")
 
 
 def test_what_is_within_its_bound_is_not_explained(tmp_path: Path) -> None:

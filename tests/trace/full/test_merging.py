@@ -113,6 +113,7 @@ def test_a_conflict_of_every_kind_reads_as_english() -> None:
         "inputs",
         "scores",
         "advantages",
+        "recomputed values",
         "activations",
         "router values",
         "logits",
