@@ -17,7 +17,9 @@ SCALED = "tests.alignment.output_scaled_on_one_rank"
 NARROW_ROUTER = "tests.alignment.router_in_bfloat16"
 PLAIN = "pipelines.agentic"
 TP2 = "parallel.tensor_model_parallel_size=2"
+#: Each token has every expert, so that rounding turns no choice.
 EXPERTS = (
+    "model.moe_router_topk=4",
     *("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.moe_router_score_function=sigmoid"),
     *("model.moe_router_load_balancing_type=seq_aux_loss", "model.moe_aux_loss_coeff=0.01"),
 )
@@ -25,11 +27,12 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def align(folder: Path, candidates: Mapping[str, str], *overrides: str) -> Mapping[str, dict[str, Any]]:
-    """What ``align.json`` says of candidates, ``entry override,override`` by their names."""
+    """What ``align.json`` says of candidates, ``entry override override`` by their names."""
     texts = []
     for name, changes in candidates.items():
-        entry, _, own = changes.partition(" ")
-        texts.append(f"{{name: {name}, entry: {entry}, overrides: [{own}]}}")
+        entry, *own = changes.split()
+        quoted = ", ".join(f"'{override}'" for override in own)
+        texts.append(f"{{name: {name}, entry: {entry}, overrides: [{quoted}]}}")
     command = ["--output-dir", str(folder / "out"), f"align.candidates=[{', '.join(texts)}]", *overrides]
     finished = run_cli("align", write_tiny_config(folder), [*command, "max_steps=1"])
     assert (folder / "out" / "align.json").is_file(), finished.stdout + finished.stderr
@@ -58,8 +61,8 @@ def test_another_precision_is_its_rounding_and_a_fault_in_it_is_none(
     baseline: str, candidate: str, tmp_path: Path
 ) -> None:
     other = f"precision={candidate}"
-    candidates = {"other": f"{PLAIN} {other}", "other-tp2": f"{PLAIN} {other},{TP2}", "frozen": f"{FROZEN} {other}"}
-    candidates["scaled"] = f"{SCALED} {other},{TP2}"
+    candidates = {"other": f"{PLAIN} {other}", "other-tp2": f"{PLAIN} {other} {TP2}", "frozen": f"{FROZEN} {other}"}
+    candidates["scaled"] = f"{SCALED} {other} {TP2}"
     found = align(tmp_path, candidates, f"precision={baseline}")
     assert_is_rounding(found["other"], "bfloat16")
     assert_is_rounding(found["other-tp2"], "bfloat16")
@@ -79,7 +82,7 @@ def test_a_fault_of_the_baseline_alone_is_found_in_another_precision(tmp_path: P
 
 
 def test_a_float32_router_in_bfloat16_is_rounding_and_a_fault_beside_it_is_none(tmp_path: Path) -> None:
-    candidates = {"wide": f"{PLAIN} ", "wide-frozen": f"{FROZEN} "}
+    candidates = {"wide": PLAIN, "wide-frozen": FROZEN}
     changes = ("precision=bfloat16", f"align.entry={NARROW_ROUTER}", "align.proofs.localise=true", *EXPERTS)
     found = align(tmp_path, candidates, *changes)
     assert found["wide"]["verdict"] == "rounding", found["wide"]["reason"]
@@ -91,6 +94,6 @@ def test_a_float32_router_in_bfloat16_is_rounding_and_a_fault_beside_it_is_none(
 
 
 def test_a_narrower_router_is_a_divergence_with_both_types(tmp_path: Path) -> None:
-    found = align(tmp_path, {"narrow": f"{NARROW_ROUTER} "}, "precision=bfloat16", *EXPERTS)["narrow"]
+    found = align(tmp_path, {"narrow": NARROW_ROUTER}, "precision=bfloat16", *EXPERTS)["narrow"]
     assert found["verdict"] == "diverged"
     assert "router" in found["first_divergence"]["name"]
