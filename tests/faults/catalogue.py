@@ -318,7 +318,7 @@ _BACKWARD = (
         shows=_CP2,
         silent=_TP2,
         # Scores and losses read the same wrong labels, so that every ratio is 1 and the loss is that of a clean run.
-        expected=replace(in_forward("old_logprobs", kind="token"), is_loss_equal=True),
+        expected=replace(in_forward("logprobs", "old_logprobs", kind="token"), is_loss_equal=True),
     ),
     Fault(
         id="norms-not-summed",

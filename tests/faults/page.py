@@ -14,9 +14,12 @@ _HEAD = """# The fault catalogue
 *Made by `python -m tests.faults --markdown docs/faults.md`. Change `tests/faults/`, not this page.*
 
 `tests/faults/catalogue.py` lists {num_faults} faults: faults of published bug reports that can be injected on a CPU,
-more of the same kinds, and bugs of megatron-core that its configuration alone brings out. A campaign puts each fault
-into the real training step for one run, counts how often it did its harm, and takes it back. No detector knows the
-catalogue.
+more of the same kinds, kinds that people planted who had not read the detectors (`tests/faults/planted.py`), and bugs
+of megatron-core that its configuration alone brings out. A campaign puts each fault into the real training step for one
+run, counts how often it did its harm, and takes it back. No detector knows the catalogue.
+
+Each run is one step of two updates. Actions are of the whole vocabulary, so that every tp rank's part of the softmax
+has targets in each update, and advantages are not 0 in either (`tests/faults/test_injected.py` holds this).
 
 - A fault is **found** if at least one proof of a verdict finds it: replicas, noise, slope or emulation.
 - It is found **at its place** if the first divergence, in the order of computation, is in the phase, the update and the

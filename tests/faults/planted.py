@@ -15,6 +15,9 @@ _EP2 = Run(model="moe", layout="dp2-ep2")
 _MOE_DP2 = Run(model="moe", layout="dp2")
 
 _CORE_0 = "decoder.layers.0.self_attention.core_attention"
+#: Where rounding hides what is concentrated in a rank's piece, the sentence still names the rank.
+_TP1 = "global rank 1 (dp0 pp0 tp1) in the candidate"
+_DP1 = "global rank 1 (dp1 pp0 tp0) in the candidate"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -57,7 +60,7 @@ FORWARD = (
     _on_tp1(
         "epsilon-of-one-rank",
         one_rank.epsilon_of_one_rank,
-        in_forward("decoder.layers.0.self_attention.q_layernorm", kind="just the piece of one rank"),
+        in_forward("decoder.layers.0.self_attention.q_layernorm", kind=f"just the piece of one rank|{_TP1}"),
         "the second tp rank's first query norm has an epsilon of 0.001",
     ),
     _on_tp1(
@@ -75,7 +78,7 @@ FORWARD = (
     _on_tp1(
         "head-stretched",
         one_rank.head_stretched,
-        in_forward("decoder.layers.1.self_attention.core_attention", kind="head 7"),
+        in_forward("decoder.layers.1.self_attention.core_attention", kind=f"head 7|{_TP1}"),
         "queries of the second tp rank's last head are 5 % larger in one layer",
     ),
     _on_tp1(
@@ -87,7 +90,7 @@ FORWARD = (
     _under_tp(
         "embedding-stretched",
         one_rank.embedding_stretched,
-        in_forward("embedding", kind="1.002"),
+        in_forward("embedding", kind="1.002|times the baseline but for rounding"),
         "under tp embeddings are 0.2 % larger",
     ),
     _on_dp1(
@@ -99,7 +102,7 @@ FORWARD = (
     _on_dp1(
         "silu-steeper",
         one_rank.silu_steeper,
-        in_forward("decoder.layers.1.mlp.linear_fc2", kind="just the piece of one rank"),
+        in_forward("decoder.layers.1.mlp.linear_fc2", kind=f"just the piece of one rank|{_DP1}"),
         "the second dp rank computes silu as x sigmoid(1.01 x) in one layer",
     ),
     _under(
