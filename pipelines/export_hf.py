@@ -1,8 +1,9 @@
-"""Writes a checkpoint of this pipeline back as the Hugging Face checkpoint that its run began with.
+"""Writes a checkpoint of this pipeline as a Hugging Face one, as a rule as the one that its run began with.
 
 ``mock-scheduler export-hf CHECKPOINT FOLDER`` starts it, as ``python -m pipelines.export_hf CHECKPOINT FOLDER``. The
 new folder has the files of the one that was read: names, order and dtype of the tensors, index, configuration and
-tokenizer; so a checkpoint that was not trained is written back byte for byte. One tensor is in memory at a time.
+tokenizer; so a checkpoint that was not trained is written back byte for byte. A model that was trained from scratch is
+written as the kind that it is, in one file and without a tokenizer. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from pydantic import ValidationError
 
 from mock_scheduler.adapters.huggingface.architectures import HuggingFaceModel
-from mock_scheduler.adapters.huggingface.config import read_model
-from mock_scheduler.adapters.huggingface.files import DTYPES, parse_header
+from mock_scheduler.adapters.huggingface.config import CONFIG_FILE, describe_model, read_model
+from mock_scheduler.adapters.huggingface.describing import write_config, write_header
+from mock_scheduler.adapters.huggingface.files import DTYPES, SINGLE_FILE, parse_header
 from mock_scheduler.adapters.huggingface.names import Place, list_tensors
 from mock_scheduler.adapters.huggingface.writing import write_weights
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
 from mock_scheduler.support.arguments import parse_arguments
+from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message, print_output
 from mock_scheduler.support.text import printable
 from mock_scheduler.trace.shards import whole
 from pipelines.config.model import ModelConfig
-from pipelines.megatron.hf_source import SOURCE_FOLDER, HuggingFaceSource, read_stored_source
+from pipelines.megatron.hf_source import HuggingFaceSource, read_stored_source
 from pipelines.megatron.parameter_shapes import Shape, parameter_shapes
 from pipelines.megatron.run_state import RunState, check_contents, check_files, read_run_state
 from pipelines.megatron.stored_boxes import PARAMETER_KEY, StoredTensors
@@ -58,20 +62,15 @@ def export(checkpoint: Path, folder: Path) -> str:
     """Writes the policy of a checkpoint to a new folder; returns a sentence on it.
 
     Raises:
-        ConfigError: the checkpoint is damaged, did not begin with one of Hugging Face's, or the folder is there.
+        ConfigError: the checkpoint is damaged, its model is of no kind of Hugging Face's, or the folder is there.
     """
     if folder.exists():
         raise ConfigError(f"{folder} is there already; give the name of a folder to make")
     state = read_run_state(checkpoint)
     check_files(checkpoint, state)
     check_contents(checkpoint, state, _OneRank())
-    source = read_stored_source(checkpoint, state.files)
-    if source is None:
-        raise ConfigError(
-            f"{checkpoint} is of a run without model.hf_checkpoint, so that nothing says which files, names of tensors "
-            "and tokenizer to write. Begin the run with a Hugging Face checkpoint"
-        )
     stored_dtype = find_dtype(state.fixed.get("precision"))
+    source = read_stored_source(checkpoint, state.files) or _describe_own(checkpoint, state, stored_dtype)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     aside.mkdir(parents=True)
     try:
@@ -79,7 +78,7 @@ def export(checkpoint: Path, folder: Path) -> str:
             (aside / name).write_bytes(content)
         paths = [checkpoint / file for file in sorted(state.files) if file.startswith(f"{_POLICY}/")]
         with StoredTensors(paths) as stored:
-            dtypes = _write(aside, source, stored, checkpoint / SOURCE_FOLDER, stored_dtype)
+            dtypes = _write(aside, source, stored, checkpoint, stored_dtype)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -87,12 +86,12 @@ def export(checkpoint: Path, folder: Path) -> str:
 
 
 def _write(
-    aside: Path, source: HuggingFaceSource, stored: StoredTensors, described_in: Path, dtype: torch.dtype
+    aside: Path, source: HuggingFaceSource, stored: StoredTensors, checkpoint: Path, dtype: torch.dtype
 ) -> set[torch.dtype]:
     """Writes all weight files; returns the dtypes in them."""
-    model = ModelConfig(hf_checkpoint=str(described_in))
+    described = read_model(aside)
+    model = ModelConfig.model_validate(described.fields)
     shapes = parameter_shapes(model, vocab_size=int(model.vocab_size or 0), sequence_length=0)
-    described = read_model(described_in)
     try:
         entries = {
             name: entry for text in source.headers.values() for name, entry in parse_header(text).tensors.items()
@@ -100,8 +99,49 @@ def _write(
         dtypes = {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
         write_weights(aside, source.headers, _reader(stored, shapes, described, dtypes, dtype))
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"{described_in} does not describe the weights of its checkpoint: {error!r}") from error
+        raise ConfigError(f"{checkpoint} does not describe its own weights: {error!r}") from error
     return set(dtypes.values())
+
+
+def _describe_own(checkpoint: Path, state: RunState, dtype: torch.dtype) -> HuggingFaceSource:
+    """Describes a model that was trained from scratch, by the settings that its checkpoint fixes."""
+    section: dict[str, Any] = {}
+    for key, value in state.fixed.items():
+        names = key.split(".")
+        if names[0] == "model":
+            place = section.setdefault(names[1], {}) if len(names) > 2 else section
+            place[names[-1]] = value
+    try:
+        model = ModelConfig.model_validate(section)
+    except ValidationError as error:
+        raise ConfigError(f"{checkpoint} has a model of another release: {error}") from error
+    positions = state.training.get("sequence_length")
+    content = write_config(
+        _fields_of(model), dtype=dtype_name(dtype), max_positions=positions if isinstance(positions, int) else 1
+    )
+    described = describe_model(content, origin=str(checkpoint))
+    shapes = parameter_shapes(model, vocab_size=int(model.vocab_size or 0), sequence_length=0)
+    header = write_header(
+        list_tensors(shapes, described)[0],
+        dtype=next(name for name, one in DTYPES.items() if one is dtype),
+        item_bytes=dtype.itemsize,
+    )
+    return HuggingFaceSource(
+        digest="", headers={SINGLE_FILE: header}, companions={CONFIG_FILE: encode_json(content) + b"\n"}
+    )
+
+
+def _fields_of(model: ModelConfig) -> dict[str, Any]:
+    """Spells out the sizes that follow from others."""
+    has_experts = model.num_moe_experts is not None
+    return {
+        **model.model_dump(exclude={"hf_checkpoint"}),
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "moe_ffn_hidden_size": model.expert_ffn_size if has_experts else None,
+        "moe_layer_freq": 1 if all(model.moe_layers) else [int(has_experts) for has_experts in model.moe_layers],
+    }
 
 
 def _reader(

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import open_sealed, seal
+from mock_scheduler.support.files import save_json
+from mock_scheduler.support.foreign_files import copy_folder
+from pipelines.config.model import ModelConfig
 from pipelines.export_hf import export
 from tests.dist.conftest import launch
 from tests.hf_checkpoints import CONFIGS, write_checkpoint
@@ -116,15 +120,42 @@ def test_parameters_that_are_wider_than_the_files_are_rounded_and_this_is_said(f
     assert (tmp_path / "exported" / name).read_bytes() == (folder / "qwen3" / name).read_bytes()
 
 
-def test_a_checkpoint_that_did_not_begin_with_one_is_not_written(folder: Path, tmp_path: Path) -> None:
-    from mock_scheduler.support.digests import open_sealed, seal
-    from mock_scheduler.support.files import save_json
-    from mock_scheduler.support.foreign_files import copy_folder
-
-    copy = tmp_path / "copy"
-    copy_folder(folder / "llama/float64/tp1/checkpoint", copy, root=folder)
+def without_source(folder: Path, task: str, copy: Path, **fixed: object) -> Path:
+    """A checkpoint as of a run from scratch."""
+    copy_folder(folder / task / "checkpoint", copy, root=folder)
     state = open_sealed((copy / "run_state.json").read_bytes())
     state["files"] = {name: entry for name, entry in state["files"].items() if not name.startswith("huggingface/")}
+    state["fixed"] |= {f"model.{name}": value for name, value in fixed.items()}
     save_json(copy / "run_state.json", seal(state))
-    with pytest.raises(ConfigError, match=r"is of a run without model\.hf_checkpoint"):
+    return copy
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_a_model_from_scratch_is_written_as_the_kind_that_it_is(
+    kind: str, layout: str, folder: Path, tmp_path: Path
+) -> None:
+    copy = without_source(folder, f"{kind}/float64/{layout}", tmp_path / "copy")
+    export(copy, tmp_path / "exported")
+    origin, written = (ModelConfig(hf_checkpoint=str(path)) for path in (folder / kind, tmp_path / "exported"))
+    assert written == origin.model_copy(update={"hf_checkpoint": written.hf_checkpoint})
+    expected = {name: tensor for path in (folder / kind).glob("*.safetensors") for name, tensor in load_file(path).items()}
+    found = load_file(tmp_path / "exported" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor.double()) for name, tensor in expected.items())
+    again = tmp_path / "again.safetensors"
+    save_file(found, again, metadata={"format": "pt"})  # safetensors' own order and header
+    assert again.read_bytes() == (tmp_path / "exported" / "model.safetensors").read_bytes()
+
+
+def test_a_model_of_no_kind_is_refused_with_every_field(folder: Path, tmp_path: Path) -> None:
+    odd = {"add_bias_linear": True, "normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
+    copy = without_source(folder, "llama/float64/tp1", tmp_path / "copy", **odd)
+    with pytest.raises(ConfigError) as raised:
         export(copy, tmp_path / "exported")
+    assert str(raised.value).splitlines() == [
+        "no kind of Hugging Face model is this one; the nearest differs:",
+        "  - model.normalization is 'LayerNorm', and llama has 'RMSNorm'",
+        "  - model.add_bias_linear is True, and llama has False",
+        "  - model.position_embedding_type is 'learned_absolute', and llama has 'rope'",
+    ]
+    assert not (tmp_path / "exported").exists()
