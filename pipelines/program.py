@@ -65,12 +65,16 @@ class PipelineProgram:
         return effects_of(PipelineConfig)
 
     def list_sources(self, config: RunConfig) -> Sequence[Path]:
-        """Lists the files of the Hugging Face checkpoint that a model begins with; all code is in ``packages``."""
-        folder = own_config(config).model.hf_checkpoint
-        if folder is None:
-            return ()
-        suffixes = (".safetensors", ".json")
-        return sorted(path for path in Path(folder).expanduser().iterdir() if path.suffix in suffixes)
+        """Lists the files of the Hugging Face checkpoint that a model begins with, and of the tokenizer.
+
+        All code is in ``packages``.
+        """
+        own = own_config(config)
+        folders = {folder for folder in (own.model.hf_checkpoint, own.text.tokenizer) if folder is not None}
+        suffixes = (".safetensors", ".json", ".jinja", ".model", ".txt")
+        return sorted(
+            path for folder in folders for path in Path(folder).expanduser().iterdir() if path.suffix in suffixes
+        )
 
     def first_step(self, config: RunConfig) -> int:
         """Reads the step at the end of the name of the checkpoint's folder."""

@@ -45,8 +45,7 @@ from mock_scheduler.support.terminal_streams import guarded_terminal, print_mess
 from mock_scheduler.support.text import count_of, printable
 from pipelines.config.loading import load_source
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.base import TokenEnvironment
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import TokenEnvironment, Tokenizer
 from pipelines.environments.registry import build_environment, build_tokenizer
 from pipelines.environments.replay import EpisodeComparison, EpisodeDifference, replay_episode
 from pipelines.environments.seeds import environment_seed, split_of
@@ -132,7 +131,7 @@ class RecordingComparison:
 class _Replayer:
     """Environments of a configuration, built on first use, that play recorded trajectories."""
 
-    def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer) -> None:
+    def __init__(self, config: PipelineConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._environments: dict[tuple[str, Mode], TokenEnvironment] = {}
@@ -216,7 +215,7 @@ def _trajectories(batch: RolloutBatch) -> Iterator[list[Trajectory]]:
         yield list(rows)
 
 
-def _check_vocabulary(recorded: Contract, tokenizer: GridTokenizer, dump_dir: str) -> None:
+def _check_vocabulary(recorded: Contract, tokenizer: Tokenizer, dump_dir: str) -> None:
     digests = [field.value for field in recorded.fields if field.name == "vocabulary"]
     if not digests:
         raise ContractError(
@@ -226,7 +225,7 @@ def _check_vocabulary(recorded: Contract, tokenizer: GridTokenizer, dump_dir: st
     if digests[0] != tokenizer.digest():
         raise ContractError(
             f"{dump_dir} was recorded with the vocabulary {digests[0]}, and the configuration's is "
-            f"{tokenizer.digest()} ({tokenizer.vocab_size} tokens): use the environments of the recording"
+            f"{tokenizer.digest()} ({tokenizer.vocab_size} tokens): use the {tokenizer.source} of the recording"
         )
 
 

@@ -14,7 +14,7 @@ from mock_scheduler.determinism.guard import is_repeatability_setting
 from mock_scheduler.recording.contract import Contract, ContractField, Match, Rule
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import Tokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.weights import compute_initial_weights_digest
@@ -38,7 +38,7 @@ _CPU_CAPABILITY = "version.cpu_capability"  # the name of an instruction set
 
 def build_contract(
     config: PipelineConfig,
-    tokenizer: GridTokenizer,
+    tokenizer: Tokenizer,
     settings: Mapping[str, str],
     *,
     weights_digest: str | None = None,
@@ -73,7 +73,7 @@ def build_contract(
 
 
 def _derived(
-    config: PipelineConfig, tokenizer: GridTokenizer, *, vocab_size: int, weights_digest: str | None
+    config: PipelineConfig, tokenizer: Tokenizer, *, vocab_size: int, weights_digest: str | None
 ) -> list[ContractField]:
     """Builds the fields that follow from several keys, and the one whose advice is its own."""
     return [
@@ -82,7 +82,7 @@ def _derived(
             value=tokenizer.digest(),
             rule=Rule.MUST_MATCH,
             advice=f"The recorded token ids mean something else here ({tokenizer.vocab_size} tokens now): use the "
-            "recording run's environments.",
+            f"recording run's {tokenizer.source}.",
             match=Match.DIGEST,
         ),
         _must_match("model.vocab_size", vocab_size),

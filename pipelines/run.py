@@ -48,8 +48,8 @@ from pipelines.batch_metrics import (
     compute_version_metrics,
 )
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.grid_tokens import GridTokenizer
-from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.environments.base import Tokenizer
+from pipelines.environments.registry import build_tokenizer, can_show, check_environments, vocab_size_in_effect
 from pipelines.megatron.hf_source import check_source, find_weight_files, read_source
 from pipelines.megatron.model import find_idle_vocabulary
 from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
@@ -82,7 +82,7 @@ class AgenticPipeline:
         self,
         config: PipelineConfig,
         runtime: Runtime,
-        tokenizer: GridTokenizer,
+        tokenizer: Tokenizer,
         *,
         settings: Mapping[str, str],
         resumed: RunState | None,
@@ -127,7 +127,8 @@ class AgenticPipeline:
                 "settings": dict(settings),
                 "node": read_node_values(os.environ),
                 "facts": [fact.describe() for fact in facts],
-                "vocabulary": list(tokenizer.display_texts),
+                # Not where a tokenizer of text would be loaded for it alone.
+                "vocabulary": list(tokenizer.display_texts) if can_show(config, tokenizer) else [],
             },
             resume=self._is_resumed,
             # A run that goes on is the same run: its recordings have one run id.
@@ -314,6 +315,7 @@ def run_pipeline(config: PipelineConfig) -> None:
     check_took_effect(settings, deterministic=is_deterministic)
     check_trace_ranks(config.trace, config.parallel)
     tokenizer = build_tokenizer(config)
+    check_environments(config, tokenizer)
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     if config.model.hf_checkpoint is not None:
         find_weight_files(config.model)  # refuses its files where they are not this model's

@@ -28,7 +28,7 @@ from mock_scheduler.trace.full.files import remove_steps_from
 from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import Tokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
@@ -41,7 +41,7 @@ from pipelines.observation import StepObservation, record_operations
 
 
 def service_contract(
-    config: PipelineConfig, tokenizer: GridTokenizer, *, source: HuggingFaceSource | None = None
+    config: PipelineConfig, tokenizer: Tokenizer, *, source: HuggingFaceSource | None = None
 ) -> dict[str, JSON]:
     """Collects every key that decides training, by its dotted name, the vocabulary, and the weights it begins with.
 
@@ -73,7 +73,7 @@ class RemoteLearner:
     """
 
     def __init__(
-        self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str, source: HuggingFaceSource | None = None
+        self, config: PipelineConfig, tokenizer: Tokenizer, *, url: str, source: HuggingFaceSource | None = None
     ) -> None:
         """Raises ``ServiceError`` where the service does not answer, or is another run's."""
         access = find_service(config, os.environ, url=url)
@@ -138,7 +138,7 @@ class OwnTraining:
         self,
         config: PipelineConfig,
         runtime: Runtime,
-        tokenizer: GridTokenizer,
+        tokenizer: Tokenizer,
         *,
         ranks: RankGroup,
         clock: Clock,
@@ -205,7 +205,7 @@ class ServiceTraining:
     """Trains in the service of ``training_service.url``; this run has no model."""
 
     def __init__(
-        self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str, source: HuggingFaceSource | None
+        self, config: PipelineConfig, tokenizer: Tokenizer, *, url: str, source: HuggingFaceSource | None
     ) -> None:
         self.layout = "that of the service"
         self._source = source
@@ -260,7 +260,7 @@ class ServiceTraining:
 def build_training(
     config: PipelineConfig,
     runtime: Runtime,
-    tokenizer: GridTokenizer,
+    tokenizer: Tokenizer,
     *,
     ranks: RankGroup,
     clock: Clock,

@@ -26,7 +26,8 @@ class ActorInferConfig(ConfigSection):
 
     ``only_action_tokens``: the policy chooses among the environment's action tokens alone, and its log-probabilities,
     in sampling and in training, are of the softmax over them.
-    ``max_new_tokens``: the most tokens sampled in one turn; a turn ends with the first action token.
+    ``max_new_tokens``: the most tokens sampled in one turn; a turn ends with the first action token, and one of text
+    with the first token by which the tokenizer ends a text.
     ``use_kv_cache``: keep keys and values of read tokens; false computes the whole history anew for every token.
     ``rows_per_forward``: episodes of one forward pass; they are chosen before the layout is known.
     ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
@@ -155,6 +156,21 @@ class SokobanEnvConfig(ConfigSection):
         return self
 
 
+class ReasoningGymEnvConfig(ConfigSection):
+    """A task of reasoning-gym. ``dataset``: its name there; ``dataset_config``: its settings, without seed and size.
+
+    ``system_prompt``: a message before the question. ``answer_tag``: the answer is the last text between
+    ``<answer_tag>`` and ``</answer_tag>``; unset, the whole text is. ``held_out_fraction``: the part of all questions,
+    by their text, for validation alone.
+    """
+
+    dataset: str
+    dataset_config: dict[str, Any] = Field(default={})
+    system_prompt: str | None = None
+    answer_tag: Annotated[str | None, Field(min_length=1)] = None
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+
+
 def _changed(section: ConfigSection, names: Sequence[str]) -> str:
     """Lists the keys that differ from their defaults, as ``size 3, p 0.9``."""
     values = {name: getattr(section, name) for name in names}
@@ -162,10 +178,14 @@ def _changed(section: ConfigSection, names: Sequence[str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value != fields[name].default)
 
 
-ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig]] = {
+ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig | ReasoningGymEnvConfig]] = {
     "frozen_lake": FrozenLakeEnvConfig,
     "sokoban": SokobanEnvConfig,
+    "reasoning_gym": ReasoningGymEnvConfig,
 }
+
+#: The environments that read and write text; the others have boards and actions.
+TEXT_ENV_TYPES = frozenset({"reasoning_gym"})
 
 
 class _SettingsOfType(dict[str, Any]):
@@ -182,7 +202,8 @@ def _type_of(settings: Any) -> str | None:  # noqa: ANN401 - whatever the user w
 
 EnvConfig: TypeAlias = Annotated[
     Annotated[FrozenLakeEnvConfig, Tag(union_tag("frozen_lake"))]
-    | Annotated[SokobanEnvConfig, Tag(union_tag("sokoban"))],
+    | Annotated[SokobanEnvConfig, Tag(union_tag("sokoban"))]
+    | Annotated[ReasoningGymEnvConfig, Tag(union_tag("reasoning_gym"))],
     Discriminator(_type_of),
 ]
 
@@ -190,7 +211,7 @@ EnvConfig: TypeAlias = Annotated[
 class CustomEnvConfig(ConfigSection):
     """One tag of ``custom_envs``: the environment's type, its turn limit and its own settings (by its type)."""
 
-    env_type: Literal["frozen_lake", "sokoban"] = "frozen_lake"
+    env_type: Literal["frozen_lake", "sokoban", "reasoning_gym"] = "frozen_lake"
     max_steps: PositiveInt = 10
     env_config: EnvConfig = FrozenLakeEnvConfig()
 

@@ -53,6 +53,7 @@ from pipelines.config.environments import (
     weights_precision_problem,
 )
 from pipelines.config.model import ModelConfig
+from pipelines.config.text import TextConfig, text_problems
 from pipelines.config.training import (
     LOSS_VALUES,
     CheckpointConfig,
@@ -113,6 +114,7 @@ class PipelineConfig(ConfigSection):
     rollout_mock: RolloutMockConfig = RolloutMockConfig()
     system_envs: Annotated[dict[str, str], Decides.OUTSIDE] = Field(default={})
     model: ModelConfig = ModelConfig()
+    text: TextConfig = TextConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig = TrainingConfig()
     actor_infer: ActorInferConfig = ActorInferConfig()
@@ -129,6 +131,12 @@ class PipelineConfig(ConfigSection):
     order: OrderConfig = OrderConfig()
     perturbation: PerturbationConfig = PerturbationConfig()
     graft: GraftConfig = GraftConfig()
+
+    @property
+    def samples(self) -> bool:
+        """Whether a step may be played here, in environments with the policy: else all are read or replayed."""
+        replays = self.rollout_mock.modes_in_use == {"mock"}
+        return not replays and not self.rollout_worker.reads_dump and self.training_service.url is None
 
     @property
     def tags_in_use(self) -> list[str]:
@@ -302,6 +310,13 @@ class PipelineConfig(ConfigSection):
         check_batch_sizes(
             self.training, rollout_batch_size=self.rollout_batch_size, sequence_length=self.sequence_length
         )
+        return self
+
+    @model_validator(mode="after")
+    def _check_text(self) -> PipelineConfig:
+        problems = text_problems(self.text, self.model, self.actor_infer, self.custom_envs, tags=self.tags_in_use)
+        if problems:
+            raise ValueError(f"rollouts of text:{bullet_list(problems, limit=None)}")
         return self
 
     @model_validator(mode="after")

@@ -1,8 +1,9 @@
-"""The interface between the rollout scheduler and an environment: tokens in, tokens out."""
+"""The interfaces between the rollout scheduler, a run's tokenizer and an environment: tokens in, tokens out."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -37,9 +38,10 @@ class ResetResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The answer to one action. ``observation``: the next tokens for the policy, ending with the query.
+    """The answer to one turn. ``observation``: the next tokens for the policy, ending with the query.
 
-    ``is_valid``: the token named an action; ``is_success``: this action reached the goal, or solved the puzzle.
+    ``is_valid``: the turn named an action, or a text that ended by itself; ``is_success``: this turn reached the goal,
+    or solved the puzzle.
     """
 
     observation: list[int]
@@ -50,6 +52,43 @@ class StepResult:
     is_success: bool
 
 
+class Tokenizer(Protocol):
+    """The meaning of a run's token ids. Workers get a copy of it, so it can be pickled."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """What the meaning of the ids follows from: ``environments`` or ``tokenizer``."""
+        ...
+
+    @property
+    def vocabulary(self) -> Sequence[str]:
+        """Every token's text, by id."""
+        ...
+
+    @property
+    def display_texts(self) -> Sequence[str]:
+        """Every token for human eyes, by id."""
+        ...
+
+    @property
+    def action_ids(self) -> list[int]:
+        """The tokens that name actions."""
+        ...
+
+    def ends_turn(self, token: int) -> bool:
+        """Says whether a sampled token ends its turn."""
+        ...
+
+    def digest(self) -> str:
+        """Digests the meaning of all ids: SHA-256, in hexadecimal."""
+        ...
+
+
 class TokenEnvironment(Protocol):
     """An episode at a time; ``reset`` may be called again for the next."""
 
@@ -57,8 +96,8 @@ class TokenEnvironment(Protocol):
         """Starts an episode; the same seed gives the same episode."""
         ...
 
-    def step(self, token: int) -> StepResult:
-        """Takes the action that ``token`` names; an invalid one is penalised and leaves the board as it is."""
+    def step(self, tokens: Sequence[int]) -> StepResult:
+        """Takes the sampled tokens of one turn: a board its last one, which names an action, a text all of them."""
         ...
 
     def close(self) -> None:

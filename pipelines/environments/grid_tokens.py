@@ -54,6 +54,11 @@ class GridTokenizer:
         return self._first_cell_id + self.num_cells * len(self.glyphs)
 
     @property
+    def source(self) -> str:
+        """The ids follow from boards and actions."""
+        return "environments"
+
+    @property
     def bos_id(self) -> int:
         """The token that opens an episode."""
         return 1
@@ -75,6 +80,10 @@ class GridTokenizer:
         """Returns the index of the action named by ``token``; ``None`` for any other token."""
         action = token - 2
         return action if 0 <= action < len(self.actions) else None
+
+    def ends_turn(self, token: int) -> bool:
+        """Says whether the token names an action."""
+        return self.action_of(token) is not None
 
     def encode_board(self, board: str, player_cell: int) -> list[int]:
         """Encodes a board, given row by row: one token per cell, then the query, which asks for an action."""
@@ -114,9 +123,9 @@ class GridTokenEnvironment:
             layout_digest=compute_layout_digest(board),
         )
 
-    def step(self, token: int) -> StepResult:
-        """Takes the action named by ``token``; any other token is an invalid turn."""
-        action = self._tokenizer.action_of(token)
+    def step(self, tokens: Sequence[int]) -> StepResult:
+        """Takes the action named by the last token; any other token is an invalid turn."""
+        action = self._tokenizer.action_of(tokens[-1])
         board, reward, terminated, truncated, info = self._env.step(
             len(self._tokenizer.actions) if action is None else action
         )

@@ -1,27 +1,32 @@
 """Builds environments and the tokenizer that they share, by ``env_type``.
 
-Gymnasium is imported where an environment is built and nowhere else: a mock run builds no environment and never loads
-it.
+Gymnasium, reasoning-gym and transformers are imported where an environment is built or checked and nowhere else: a mock
+run builds no environment and never loads them.
 """
 
 from __future__ import annotations
 
 from mock_scheduler.errors import ConfigError
-from pipelines.config.environments import CustomEnvConfig
+from pipelines.config.environments import TEXT_ENV_TYPES, CustomEnvConfig, ReasoningGymEnvConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.base import Split, TokenEnvironment
+from pipelines.environments.base import Split, TokenEnvironment, Tokenizer
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.kinds import ENVIRONMENT_KINDS
+from pipelines.environments.text_tokens import TextTokenizer, find_tokenizer
 
 
-def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
+def build_tokenizer(config: PipelineConfig) -> GridTokenizer | TextTokenizer:
     """Builds the one tokenizer of a run: all of its environments share a vocabulary.
 
     Raises:
         ConfigError: the tags in use speak different vocabularies, the model's vocabulary is too small, or the first
-            prompt leaves no token of ``sequence_length`` for an action.
+            prompt of a board leaves no token of ``sequence_length`` for an action.
     """
-    tokenizers = {tag: _tokenizer_of(config.custom_envs[tag]) for tag in config.tags_in_use}
+    envs = {tag: config.custom_envs[tag] for tag in config.tags_in_use}
+    tokenizers: dict[str, GridTokenizer | TextTokenizer] = {
+        tag: _text_tokenizer(config) if env.env_type in TEXT_ENV_TYPES else _tokenizer_of(env)
+        for tag, env in envs.items()
+    }
     tokenizer = tokenizers[config.tags_in_use[0]]
     if any(other != tokenizer for other in tokenizers.values()):
         sizes = ", ".join(f"{tag}: {other.vocab_size} tokens" for tag, other in tokenizers.items())
@@ -32,6 +37,8 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
             f"model.vocab_size {vocab_size} is smaller than the environment's vocabulary of {tokenizer.vocab_size} "
             f"tokens; set it to at least that, or leave it out to take the vocabulary's size"
         )
+    if isinstance(tokenizer, TextTokenizer):
+        return tokenizer  # the lengths of its prompts are known when they are played
     prompt_length = tokenizer.num_cells + 2
     if prompt_length >= config.sequence_length:
         raise ConfigError(
@@ -42,9 +49,37 @@ def build_tokenizer(config: PipelineConfig) -> GridTokenizer:
     return tokenizer
 
 
-def vocab_size_in_effect(config: PipelineConfig, tokenizer: GridTokenizer) -> int:
+def vocab_size_in_effect(config: PipelineConfig, tokenizer: Tokenizer) -> int:
     """Returns the size of the model's vocabulary, unpadded: the configured one, or else the tokenizer's."""
     return config.model.vocab_size or tokenizer.vocab_size
+
+
+def can_show(config: PipelineConfig, tokenizer: Tokenizer) -> bool:
+    """Says whether the vocabulary is at hand: one of boards always, one of text where this run will play."""
+    return config.samples or not isinstance(tokenizer, TextTokenizer)
+
+
+def check_environments(config: PipelineConfig, tokenizer: Tokenizer) -> None:
+    """Loads the tokenizer of text, and makes a question of every tag, where this run will play; else does nothing.
+
+    Raises:
+        ConfigError: a package is missing, the tokenizer cannot be used, or the settings of a task are refused.
+    """
+    if not config.samples or not isinstance(tokenizer, TextTokenizer):
+        return
+    # Imports reasoning-gym, for which no other run should wait.
+    from pipelines.environments.reasoning import check_reasoning
+
+    tokenizer.load()
+    check_reasoning({tag: config.custom_envs[tag] for tag in config.tags_in_use})
+
+
+def _text_tokenizer(config: PipelineConfig) -> TextTokenizer:
+    return find_tokenizer(
+        str(config.text.tokenizer or config.model.hf_checkpoint),
+        vocab_size=int(config.model.vocab_size or 0),
+        on_break=config.text.on_template_break,
+    )
 
 
 def _tokenizer_of(config: CustomEnvConfig) -> GridTokenizer:
@@ -52,15 +87,17 @@ def _tokenizer_of(config: CustomEnvConfig) -> GridTokenizer:
     return GridTokenizer(num_cells=kind.board_size(config.env_config) ** 2, glyphs=kind.glyphs, actions=kind.actions)
 
 
-def build_environment(config: CustomEnvConfig, tokenizer: GridTokenizer, *, split: Split = "all") -> TokenEnvironment:
+def build_environment(config: CustomEnvConfig, tokenizer: Tokenizer, *, split: Split = "all") -> TokenEnvironment:
     """Builds an environment of the configured type, for the layouts of ``split``.
 
     Raises:
         ConfigError: ``split`` asks for held-out layouts, and the settings hold none out.
         ValueError: ``tokenizer`` is another environment's.
     """
+    if isinstance(config.env_config, ReasoningGymEnvConfig):
+        return _build_reasoning(config.env_config, tokenizer, max_steps=config.max_steps, split=split)
     expected = _tokenizer_of(config)
-    if tokenizer != expected:
+    if not isinstance(tokenizer, GridTokenizer) or tokenizer != expected:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens of other boards or actions than {config.env_type}'s "
             f"{expected.vocab_size}"
@@ -80,3 +117,14 @@ def build_environment(config: CustomEnvConfig, tokenizer: GridTokenizer, *, spli
         split=split,
     )
     return GridTokenEnvironment(env, tokenizer, player_glyphs=kind.player_glyphs)
+
+
+def _build_reasoning(
+    settings: ReasoningGymEnvConfig, tokenizer: Tokenizer, *, max_steps: int, split: Split
+) -> TokenEnvironment:
+    from pipelines.environments.reasoning import ReasoningGymEnv
+    from pipelines.environments.text_tokens import TextTokenEnvironment
+
+    if not isinstance(tokenizer, TextTokenizer):
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens of boards, and reasoning_gym needs text")
+    return TextTokenEnvironment(ReasoningGymEnv(settings, max_steps=max_steps, split=split), tokenizer)

@@ -1,7 +1,7 @@
 """Plays a recorded trajectory again, and compares the environment's answers with the recorded ones.
 
 A trajectory is one row of all its turns, or (``rollout_form: step``) one row per turn, each with the whole history and
-only its own turn marked as sampled. The environment was given the last token of each turn.
+only its own turn marked as sampled. The environment is given the sampled tokens of each turn.
 
 Contract: all tokens of the environment, every turn's reward and the end of the trajectory are compared, up to the first
 difference; rewards in a recording's float32. An aborted trajectory was ended by its engine: it differs only where its
@@ -20,8 +20,7 @@ import numpy as np
 
 from mock_scheduler.batch import Termination, Trajectory
 from mock_scheduler.support.text import count_of
-from pipelines.environments.base import StepResult, TokenEnvironment
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import StepResult, TokenEnvironment, Tokenizer
 
 Kind = Literal["prompt", "observation", "reward", "termination", "turns"]
 
@@ -61,7 +60,7 @@ class EpisodeComparison:
 def replay_episode(
     rows: Sequence[Trajectory],
     environment: TokenEnvironment,
-    tokenizer: GridTokenizer,
+    tokenizer: Tokenizer,
     *,
     seed: int,
     sequence_length: int,
@@ -88,9 +87,7 @@ def replay_episode(
 class _Episode:
     """The replay of one trajectory so far. ``num_turns`` were played and ``num_tokens`` of its environment compared."""
 
-    def __init__(
-        self, environment: TokenEnvironment, tokenizer: GridTokenizer, *, seed: int, sequence_length: int
-    ) -> None:
+    def __init__(self, environment: TokenEnvironment, tokenizer: Tokenizer, *, seed: int, sequence_length: int) -> None:
         self._environment = environment
         self._vocabulary = tokenizer.vocabulary
         self._sequence_length = sequence_length
@@ -181,7 +178,7 @@ class _Episode:
         ended = self._ended()
         if ended is not None:
             return self._difference(row, "termination", recorded="another turn", replayed=ended.name.lower())
-        self._last = self._environment.step(sampled[-1])
+        self._last = self._environment.step(sampled)
         self._history += sampled
         self._turn_ends.append(len(self._history))
         self._history += self._last.observation

@@ -13,8 +13,14 @@ from typing import TypeVar
 
 from mock_scheduler.errors import ConfigError
 from pipelines.config.environments import CustomEnvConfig
-from pipelines.environments.base import ResetRequest, ResetResult, Split, StepResult, TokenEnvironment
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import (
+    ResetRequest,
+    ResetResult,
+    Split,
+    StepResult,
+    TokenEnvironment,
+    Tokenizer,
+)
 from pipelines.environments.registry import build_environment
 
 Item = TypeVar("Item")
@@ -30,9 +36,9 @@ class ResetCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCall:
-    """A call to take these actions, each a slot and a token, in this order."""
+    """A call to take these turns, each a slot and its sampled tokens, in this order."""
 
-    actions: Sequence[tuple[int, int]]
+    turns: Sequence[tuple[int, Sequence[int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +58,7 @@ Answer = list[ResetResult] | list[StepResult] | CallFailure
 class EnvironmentSlots:
     """Environments by (slot, tag, split), built on first use and kept; a slot plays the episode reset last."""
 
-    def __init__(self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: GridTokenizer) -> None:
+    def __init__(self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer) -> None:
         self._custom_envs = custom_envs
         self._tokenizer = tokenizer
         self._environments: dict[tuple[int, str, Split], TokenEnvironment] = {}
@@ -62,7 +68,7 @@ class EnvironmentSlots:
         """Returns the results of a call in its order, or the first failure; nothing is done after a failure."""
         if isinstance(call, ResetCall):
             return _answer_each(call.requests, self._reset, slot_of=lambda request: request.slot)
-        return _answer_each(call.actions, self._step, slot_of=lambda action: action[0])
+        return _answer_each(call.turns, self._step, slot_of=lambda turn: turn[0])
 
     def close(self) -> None:
         """Closes all environments."""
@@ -80,9 +86,9 @@ class EnvironmentSlots:
         self._playing[request.slot] = self._environments[key]
         return self._environments[key].reset(request.seed)
 
-    def _step(self, action: tuple[int, int]) -> StepResult:
-        slot, token = action
-        return self._playing[slot].step(token)
+    def _step(self, turn: tuple[int, Sequence[int]]) -> StepResult:
+        slot, tokens = turn
+        return self._playing[slot].step(tokens)
 
 
 def _answer_each(

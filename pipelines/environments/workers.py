@@ -27,8 +27,7 @@ from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal
 from mock_scheduler.support.text import list_some
 from pipelines.config.environments import CustomEnvConfig
 from pipelines.environments.base import ResetRequest as ResetRequest
-from pipelines.environments.base import ResetResult, StepResult
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import ResetResult, StepResult, Tokenizer
 from pipelines.environments.slots import Answer, Call, CallFailure, EnvironmentSlots, ResetCall, StepCall
 
 Item = TypeVar("Item")
@@ -68,7 +67,7 @@ class _WorkerProcess:
     pipe: Connection
 
     @classmethod
-    def start(cls, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: GridTokenizer) -> _WorkerProcess:
+    def start(cls, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer) -> _WorkerProcess:
         """Starts the process; returns while it still imports."""
         ours, theirs = Pipe()
         with theirs:
@@ -130,9 +129,7 @@ class EnvironmentPool:
     ``num_workers``: processes to step them at the same time; 0 steps them in this one.
     """
 
-    def __init__(
-        self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: GridTokenizer, *, num_workers: int
-    ) -> None:
+    def __init__(self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer, *, num_workers: int) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}; expected 0 or more")
         self._tags = sorted(custom_envs)
@@ -173,19 +170,19 @@ class EnvironmentPool:
         self._built.update((request.slot, request.tag, request.split) for request in requests)
         return results
 
-    def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
-        """Takes these actions, each a slot and a token.
+    def step_many(self, turns: Sequence[tuple[int, Sequence[int]]]) -> list[StepResult]:
+        """Takes these turns, each a slot and its sampled tokens.
 
         Raises:
             SchedulerError: a slot was named twice or never reset, an environment failed, a worker has ended, or the
                 pool is closed.
         """
-        slots = [slot for slot, _ in actions]
+        slots = [slot for slot, _ in turns]
         self._check_slots(slots)
         idle = sorted(set(slots) - set(self._playing))
         if idle:
             raise SchedulerError(f"slots {idle} have no episode: reset them before they are stepped")
-        results: list[StepResult] = self._call(actions, slots, lambda share: StepCall(actions=share))
+        results: list[StepResult] = self._call(turns, slots, lambda share: StepCall(turns=share))
         return results
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Plays the episodes of a block, and makes rows of a batch of them: one per episode, or per turn (``rollout_form``).
 
-One forward pass gives every running episode its next token. A turn samples tokens until one names an action, or until
-it has ``max_new_tokens``, or the sequence is full; the environment is given its last token. Episodes go on
+One forward pass gives every running episode its next token. A turn samples tokens until one ends it, or until
+it has ``max_new_tokens``, or the sequence is full; the environment is given its tokens. Episodes go on
 independently: one may sample the second token of a turn while another reads the next observation.
 
 Every row carries the extras ``success`` (bool), ``optimal_length`` and ``num_invalid_actions`` (int32), and
@@ -43,8 +43,8 @@ class Environments(Protocol):
         """Start these episodes."""
         ...
 
-    def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
-        """Take these actions, each a slot and a token."""
+    def step_many(self, turns: Sequence[tuple[int, Sequence[int]]]) -> list[StepResult]:
+        """Take these turns, each a slot and its sampled tokens."""
         ...
 
 
@@ -54,9 +54,9 @@ UniformFunction = Callable[[SampleIdentity, int, int], float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRules:
-    """The ends of a turn. ``is_action``: whether a token names an action; ``sequence_length``: tokens of an episode."""
+    """The ends of a turn. ``ends_turn``: whether a token ends it; ``sequence_length``: tokens of an episode."""
 
-    is_action: Callable[[int], bool]
+    ends_turn: Callable[[int], bool]
     max_new_tokens: int
     sequence_length: int
 
@@ -104,6 +104,11 @@ class Episode:
         """The index of the next sampled token within its turn."""
         return len(self.tokens) - self.turn_start
 
+    @property
+    def turn_tokens(self) -> list[int]:
+        """The tokens sampled in the running turn."""
+        return self.tokens[self.turn_start :]
+
     def say(self, token: int, logprob: float) -> None:
         """Takes one sampled token."""
         self.tokens.append(token)
@@ -112,7 +117,7 @@ class Episode:
     def has_ended_turn(self, rules: TurnRules) -> bool:
         """Says whether the last token goes to the environment, as an action or since no other can follow."""
         is_full = self.token_index >= rules.max_new_tokens or len(self.tokens) >= rules.sequence_length
-        return is_full or rules.is_action(self.tokens[-1])
+        return is_full or rules.ends_turn(self.tokens[-1])
 
     def hear(self, answer: StepResult, rules: TurnRules) -> None:
         """Ends the turn with the environment's answer, and reads it if the sequence has room for another action."""
@@ -146,7 +151,7 @@ def play_block(
         _sample_next(episodes, running, sample, uniform)
         turn_ends = [row for row in running if episodes[row].has_ended_turn(rules)]
         if turn_ends:
-            answers = environments.step_many([(row, episodes[row].tokens[-1]) for row in turn_ends])
+            answers = environments.step_many([(row, episodes[row].turn_tokens) for row in turn_ends])
             for row, answer in zip(turn_ends, answers, strict=True):
                 episodes[row].hear(answer, rules)
         running = [row for row in running if episodes[row].termination is None]

@@ -22,8 +22,7 @@ from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.base import ResetRequest, ResetResult, StepResult
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
 from pipelines.environments.seeds import derive_uniform
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.megatron.trainer import PolicyTrainer
@@ -59,10 +58,10 @@ class _TimedEnvironments:
         self.seconds += time.perf_counter() - started_s
         return results
 
-    def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
-        """Take these actions."""
+    def step_many(self, turns: Sequence[tuple[int, Sequence[int]]]) -> list[StepResult]:
+        """Take these turns."""
         started_s = time.perf_counter()
-        results = self.pool.step_many(actions)
+        results = self.pool.step_many(turns)
         self.seconds += time.perf_counter() - started_s
         return results
 
@@ -74,7 +73,7 @@ class AgenticRolloutScheduler:
         self,
         config: PipelineConfig,
         trainer: PolicyTrainer,
-        tokenizer: GridTokenizer,
+        tokenizer: Tokenizer,
         ledger: Ledger,
         *,
         ranks: RankGroup,
@@ -119,9 +118,9 @@ class AgenticRolloutScheduler:
 
     def _play(self, request: RolloutRequest) -> list[Trajectory]:
         """Plays this replica's blocks; returns their rows."""
-        config, action_of = self._config, self._tokenizer.action_of
+        config = self._config
         rules = TurnRules(
-            is_action=lambda token: action_of(token) is not None,
+            ends_turn=self._tokenizer.ends_turn,
             max_new_tokens=config.actor_infer.max_new_tokens,
             sequence_length=config.sequence_length,
         )

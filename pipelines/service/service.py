@@ -24,7 +24,7 @@ from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import bullet_list
 from pipelines.algorithm.training_values import TrainingValues
 from pipelines.config.schema import PipelineConfig
-from pipelines.environments.grid_tokens import GridTokenizer
+from pipelines.environments.base import Tokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.learner import Learner, ScoredStep
@@ -46,7 +46,7 @@ class TrainingService:
         self,
         config: PipelineConfig,
         runtime: Runtime,
-        tokenizer: GridTokenizer,
+        tokenizer: Tokenizer,
         *,
         observation: StepObservation,
         source: HuggingFaceSource | None = None,

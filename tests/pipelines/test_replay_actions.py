@@ -472,7 +472,7 @@ def played_rows(config: PipelineConfig, mode: Mode, form: RolloutForm) -> list[T
     tokenizer = build_tokenizer(config)
     request = RolloutRequest(global_step=1, batch_size=32, mode=mode, policy_version=1)
     rules = TurnRules(
-        is_action=lambda token: tokenizer.action_of(token) is not None,
+        ends_turn=tokenizer.ends_turn,
         max_new_tokens=config.actor_infer.max_new_tokens,
         sequence_length=config.sequence_length,
     )

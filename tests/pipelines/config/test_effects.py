@@ -189,9 +189,8 @@ def test_a_change_moves_no_bit_only_the_order_of_sums_or_anything() -> None:
     for key, facts in EFFECTS.items():
         name = key.removesuffix(".*")
         # A resumed run trains as one that was never interrupted, and weights are compared as such.
-        if name in NEUTRAL | listening | {"resume_from_checkpoint", "model.hf_checkpoint"} or key.startswith(
-            NEUTRAL_SECTIONS
-        ):
+        places = {"resume_from_checkpoint", "model.hf_checkpoint", "text.tokenizer"}
+        if name in NEUTRAL | listening | places or key.startswith(NEUTRAL_SECTIONS):
             expected = "nothing"
         elif key.startswith(("parallel.", "order.")) or key == "training.use_distributed_optimizer":
             expected = "layout"
@@ -205,6 +204,7 @@ def test_labels_are_names_folders_and_what_an_alignment_does_with_runs() -> None
     assert labels == {
         *("exp_name", "output_dir", "checkpoint_config.output_dir"),
         *("rollout_mock.dump_dir", "resume_from_checkpoint", "graft.trace_dir", "model.hf_checkpoint"),
+        "text.tokenizer",
     }
     assert all(Decides.LABEL in facts for key, facts in EFFECTS.items() if key.startswith("align."))
 

@@ -69,7 +69,7 @@ def test_vocabularies_differ_in_digest_where_one_token_differs() -> None:
 def test_a_move_gives_the_next_board_without_bos_and_the_players_query() -> None:
     environment = make_environment()
     environment.reset(0)
-    result = environment.step(RIGHT)
+    result = environment.step([RIGHT])
     assert board_text(result.observation) == "_P___O_O___OO__G"
     assert result.observation[-1] == FIRST_QUERY + 1
     assert (result.reward, result.terminated, result.truncated) == (0.0, False, False)
@@ -78,8 +78,8 @@ def test_a_move_gives_the_next_board_without_bos_and_the_players_query() -> None
 def test_a_hole_ends_the_episode_without_reward() -> None:
     environment = make_environment()
     environment.reset(0)
-    environment.step(RIGHT)
-    result = environment.step(DOWN)
+    environment.step([RIGHT])
+    result = environment.step([DOWN])
     assert board_text(result.observation) == "_____X_O___OO__G"
     assert (result.reward, result.terminated, result.truncated) == (0.0, True, False)
 
@@ -87,7 +87,7 @@ def test_a_hole_ends_the_episode_without_reward() -> None:
 def test_the_goal_ends_the_episode_with_reward_one() -> None:
     environment = make_environment()
     environment.reset(0)
-    results = [environment.step(action) for action in (DOWN, DOWN, RIGHT, DOWN, RIGHT, RIGHT)]
+    results = [environment.step([action]) for action in (DOWN, DOWN, RIGHT, DOWN, RIGHT, RIGHT)]
     assert [result.reward for result in results] == [0.0] * 5 + [1.0]
     assert [result.terminated for result in results] == [False] * 5 + [True]
     assert board_text(results[-1].observation) == "_____O_O___OO__√"
@@ -97,7 +97,7 @@ def test_the_goal_ends_the_episode_with_reward_one() -> None:
 def test_an_invalid_action_costs_the_penalty_and_moves_nothing(token: int) -> None:
     environment = make_environment()
     prompt = environment.reset(0).observation
-    result = environment.step(token)
+    result = environment.step([token])
     assert result.observation == prompt[1:]
     assert (result.reward, result.terminated, result.truncated) == (-0.1, False, False)
 
@@ -105,15 +105,15 @@ def test_an_invalid_action_costs_the_penalty_and_moves_nothing(token: int) -> No
 def test_the_turn_limit_truncates_valid_and_invalid_turns() -> None:
     environment = make_environment(max_steps=2)
     environment.reset(0)
-    assert [environment.step(token).truncated for token in (LEFT, LEFT)] == [False, True]
+    assert [environment.step([token]).truncated for token in (LEFT, LEFT)] == [False, True]
     environment.reset(0)
-    assert [environment.step(token).truncated for token in (LEFT, 0)] == [False, True]
+    assert [environment.step([token]).truncated for token in (LEFT, 0)] == [False, True]
 
 
 def test_the_goal_on_the_last_turn_is_terminated_and_not_truncated() -> None:
     environment = make_environment(max_steps=6)
     environment.reset(0)
-    result = [environment.step(action) for action in (DOWN, DOWN, RIGHT, DOWN, RIGHT, RIGHT)][-1]
+    result = [environment.step([action]) for action in (DOWN, DOWN, RIGHT, DOWN, RIGHT, RIGHT)][-1]
     assert (result.terminated, result.truncated) == (True, False)
 
 
@@ -124,7 +124,7 @@ def test_the_same_seed_gives_the_same_slippery_episode() -> None:
         environment = make_environment(is_slippery=True, max_steps=100)
         episode = [(environment.reset(seed).observation, 0.0)]
         for action in (RIGHT, UP, LEFT, UP) * 3:
-            result = environment.step(action)
+            result = environment.step([action])
             episode.append((result.observation, result.reward))
             if result.terminated:
                 break
@@ -136,10 +136,10 @@ def test_the_same_seed_gives_the_same_slippery_episode() -> None:
 
 def test_a_reused_environment_forgets_its_last_episode() -> None:
     environment = make_environment(is_slippery=True)
-    fresh = [environment.reset(5), environment.step(RIGHT)]
+    fresh = [environment.reset(5), environment.step([RIGHT])]
     environment.reset(6)
-    environment.step(DOWN)
-    assert [environment.reset(5), environment.step(RIGHT)] == fresh
+    environment.step([DOWN])
+    assert [environment.reset(5), environment.step([RIGHT])] == fresh
 
 
 def test_a_random_map_is_gymnasiums_for_the_episodes_seed() -> None:
@@ -159,36 +159,36 @@ def test_global_random_states_are_neither_read_nor_moved() -> None:
     random.seed(1)
     np.random.seed(1)
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    first = [environment.reset(9), environment.step(RIGHT)]
+    first = [environment.reset(9), environment.step([RIGHT])]
     assert random.getstate() == python_state
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), numpy_state, strict=True))
     random.seed(2)
     np.random.seed(2)
-    assert [environment.reset(9), environment.step(RIGHT)] == first
+    assert [environment.reset(9), environment.step([RIGHT])] == first
 
 
 def test_step_before_reset_is_an_error() -> None:
     with pytest.raises(gymnasium.error.ResetNeeded, match=r"^Cannot call env\.step\(\) before calling env\.reset\(\)$"):
-        make_environment().step(LEFT)
+        make_environment().step([LEFT])
 
 
 def test_a_step_after_the_end_is_an_error() -> None:
     environment = make_environment(max_steps=1)
     environment.reset(0)
-    environment.step(LEFT)
+    environment.step([LEFT])
     with pytest.raises(RuntimeError, match=r"^step was called without an episode: reset the environment first$"):
-        environment.step(LEFT)
+        environment.step([LEFT])
 
 
 def test_success_and_validity_are_told_apart_from_reward_and_end() -> None:
     environment = make_environment()
     environment.reset(0)
-    results = [environment.step(token) for token in (DOWN, 0, DOWN, RIGHT, DOWN, RIGHT, RIGHT)]
+    results = [environment.step([token]) for token in (DOWN, 0, DOWN, RIGHT, DOWN, RIGHT, RIGHT)]
     assert [result.is_valid for result in results] == [True, False, True, True, True, True, True]
     assert [result.is_success for result in results] == [False] * 6 + [True]
     environment.reset(0)
-    environment.step(RIGHT)
-    hole = environment.step(DOWN)
+    environment.step([RIGHT])
+    hole = environment.step([DOWN])
     assert (hole.terminated, hole.is_success) == (True, False)
 
 

@@ -319,7 +319,7 @@ def test_every_layout_has_a_digest_of_its_own() -> None:
 def test_a_token_that_is_no_action_is_a_turn_without_a_move(token: int) -> None:
     environment, _ = make_environment()
     prompt = environment.reset(0).observation
-    assert environment.step(token) == StepResult(
+    assert environment.step([token]) == StepResult(
         observation=prompt[1:],
         reward=-0.1 - 0.15,
         terminated=False,
@@ -334,7 +334,7 @@ def test_a_solution_in_tokens_ends_in_success() -> None:
     start = environment.reset(3)
     solution = solve(generate_puzzle(settings_of(), split="all", seed=3))
     assert solution is not None
-    results = [environment.step(FIRST_ACTION + action) for action in solution]
+    results = [environment.step([FIRST_ACTION + action]) for action in solution]
     assert start.optimal_length == len(solution)
     assert [result.is_success for result in results] == [False] * (len(solution) - 1) + [True]
     assert results[-1].reward == -0.1 + 1.0 + 10.0

@@ -76,7 +76,7 @@ def play(pool: EnvironmentPool) -> list[list[ResetResult] | list[StepResult]]:
         running = [asked.slot for asked in REQUESTS]
         turn = 0
         while running:
-            results = pool.step_many([(slot, 2 + (slot + 3 * turn) % 5) for slot in running])
+            results = pool.step_many([(slot, [2 + (slot + 3 * turn) % 5]) for slot in running])
             answers.append(results)
             running = [
                 slot
@@ -91,14 +91,14 @@ def test_answers_are_those_of_the_environments_themselves() -> None:
     tokenizer = tokenizer_of("Hard", CUSTOM_ENVS)
     with open_pool(0) as pool:
         starts = pool.reset_many(REQUESTS)
-        results = pool.step_many([(7, 2), (0, 0), (4, 5)])
+        results = pool.step_many([(7, [2]), (0, [0]), (4, [5])])
         assert pool.num_built == 5
     for asked, start in zip(REQUESTS, starts, strict=True):
         environment = build_environment(CUSTOM_ENVS[asked.tag], tokenizer, split=asked.split)
         assert environment.reset(asked.seed) == start
         for slot, token, result in ((7, 2, results[0]), (0, 0, results[1]), (4, 5, results[2])):
             if slot == asked.slot:
-                assert environment.step(token) == result
+                assert environment.step([token]) == result
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
@@ -130,9 +130,9 @@ def test_an_environments_error_names_its_episode_and_closes_the_pool(num_workers
     with open_pool(num_workers, custom_envs=custom_envs) as pool:
         pool.reset_many([request(0, 20), request(1, 21), request(3, 22)])
         for _ in range(4):
-            pool.step_many([(0, 0), (1, 0), (3, 0)])
+            pool.step_many([(0, [0]), (1, [0]), (3, [0])])
         with pytest.raises(SchedulerError) as caught:
-            pool.step_many([(3, 0), (0, 0), (1, 0)])
+            pool.step_many([(3, [0]), (0, [0]), (1, [0])])
         assert str(caught.value) == (
             "environment of slot 3 (tag Hard, seed 22, split all): RuntimeError: step was called without an episode: "
             "reset the environment first"
@@ -160,7 +160,7 @@ def test_a_worker_that_dies_is_named_with_its_episodes() -> None:
         victim = pool.process_ids[1]
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(SchedulerError) as caught:
-            pool.step_many([(0, 2), (1, 2), (2, 2)])
+            pool.step_many([(0, [2]), (1, [2]), (2, [2])])
         assert str(caught.value) == (
             f"environment worker 1: process {victim} was ended by SIGKILL (signal 9), which the kernel sends where "
             "memory runs out while it played slot 1 (tag Hard, seed 31, split all); what it wrote to stderr says why"
@@ -280,7 +280,7 @@ def test_a_worker_loads_nothing_of_its_parents_main_module() -> None:
             lambda pool: pool.reset_many([request(0, 1), request(0, 2)]),
             "slots [0] are named twice in one call: a slot plays one episode at a time",
         ),
-        (lambda pool: pool.step_many([(3, 2)]), "slots [3] have no episode: reset them before they are stepped"),
+        (lambda pool: pool.step_many([(3, [2])]), "slots [3] have no episode: reset them before they are stepped"),
     ],
 )
 def test_calls_out_of_order_are_refused(call: object, message: str) -> None:

@@ -46,7 +46,7 @@ class ScriptedEnvironments:
     def __init__(self, scripts: Sequence[Script]) -> None:
         self.scripts = scripts
         self.requests: list[ResetRequest] = []
-        self.calls: list[list[tuple[int, int]]] = []
+        self.calls: list[list[tuple[int, list[int]]]] = []
 
     def reset_many(self, requests: Sequence[ResetRequest]) -> list[ResetResult]:
         self.requests += requests
@@ -60,9 +60,9 @@ class ScriptedEnvironments:
             for request, length in zip(requests, lengths, strict=True)
         ]
 
-    def step_many(self, actions: Sequence[tuple[int, int]]) -> list[StepResult]:
-        self.calls.append(list(actions))
-        return [self.scripts[slot].step(token) for slot, token in actions]
+    def step_many(self, turns: Sequence[tuple[int, Sequence[int]]]) -> list[StepResult]:
+        self.calls.append([(slot, list(tokens)) for slot, tokens in turns])
+        return [self.scripts[slot].step(tokens[-1]) for slot, tokens in turns]
 
 
 class ScriptedSampler:
@@ -109,7 +109,7 @@ def play(
 ) -> Played:
     sampler, environments = ScriptedSampler(tokens), ScriptedEnvironments(scripts)
     rules = TurnRules(
-        is_action=lambda token: token >= ACTIONS_FROM, max_new_tokens=max_new_tokens, sequence_length=sequence_length
+        ends_turn=lambda token: token >= ACTIONS_FROM, max_new_tokens=max_new_tokens, sequence_length=sequence_length
     )
     episodes = play_block(
         [make_plan(env_id) for env_id in range(len(scripts))],
@@ -147,7 +147,7 @@ def test_environments_are_reset_by_plan_and_stepped_by_row() -> None:
         ResetRequest(slot=0, tag="Scripted", seed=50, split="train"),
         ResetRequest(slot=1, tag="Scripted", seed=51, split="train"),
     ]
-    assert played.environments.calls == [[(0, 1000), (1, 1001)], [(1, 2001)]]
+    assert played.environments.calls == [[(0, [1000]), (1, [1001])], [(1, [2001])]]
 
 
 def test_rows_come_back_in_the_given_order_whoever_ends_first() -> None:
@@ -195,7 +195,7 @@ def test_an_unfinished_episode_is_no_row() -> None:
 def test_a_turn_ends_with_its_first_action_token() -> None:
     """The first call's token is no action, so the second call goes on with the turn; its token is one."""
     played = play(Script(num_turns=1), max_new_tokens=4, tokens={(1, 0): 30})
-    assert played.environments.calls == [[(0, 2000)]]
+    assert played.environments.calls == [[(0, [30, 2000])]]
     (row,) = played.rows()
     assert row.tokens.tolist() == [1, 50, 30, 2000]
     assert row.response_mask.tolist() == [False, False, True, True]
@@ -204,9 +204,9 @@ def test_a_turn_ends_with_its_first_action_token() -> None:
     assert played.sampler.uniforms == [[0.0], [1 / 64]]
 
 
-def test_a_turn_without_an_action_token_gives_its_last_token_to_the_environment() -> None:
+def test_a_turn_without_an_action_token_goes_to_the_environment_when_it_is_full() -> None:
     played = play(Script(num_turns=2), max_new_tokens=2, tokens={(1, 0): 30, (2, 0): 31})
-    assert played.environments.calls == [[(0, 31)], [(0, 3000)]]
+    assert played.environments.calls == [[(0, [30, 31])], [(0, [3000])]]
     (row,) = played.rows()
     assert row.tokens.tolist() == [1, 50, 30, 31, 101, 3000]
     assert int(row.extras["num_invalid_actions"]) == 1
@@ -216,13 +216,13 @@ def test_episodes_go_on_while_others_are_within_a_turn() -> None:
     """Row 0 says two tokens in its first turn; row 1, meanwhile, reads its answer and says its second action."""
     played = play(Script(num_turns=1), Script(num_turns=2), max_new_tokens=2, tokens={(1, 0): 30})
     assert played.sampler.histories == [[[1, 50], [1, 51]], [[1, 50, 30], [1, 51, 1001, 101]]]
-    assert played.environments.calls == [[(1, 1001)], [(0, 2000), (1, 2001)]]
+    assert played.environments.calls == [[(1, [1001])], [(0, [30, 2000]), (1, [2001])]]
     assert played.sampler.uniforms == [[0.0, 1.0], [1 / 64, 1.125]]
 
 
-def test_a_turn_that_the_sequence_cuts_is_truncated_with_an_answer_to_its_last_token() -> None:
+def test_a_turn_that_the_sequence_cuts_is_truncated_with_an_answer_to_its_tokens() -> None:
     played = play(Script(num_turns=9), sequence_length=4, max_new_tokens=5, tokens={(1, 0): 30, (2, 0): 31})
-    assert played.environments.calls == [[(0, 31)]]
+    assert played.environments.calls == [[(0, [30, 31])]]
     (row,) = played.rows()
     assert row.tokens.tolist() == [1, 50, 30, 31]
     assert (row.turn_rewards.tolist(), row.termination) == ([1.0], Termination.TRUNCATED)
