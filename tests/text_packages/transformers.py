@@ -62,9 +62,7 @@ class ByteTokenizer:
         template = environment.from_string(self.chat_template)
         return self.encode(template.render(messages=conversation, add_generation_prompt=add_generation_prompt))
 
-    def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         """The text of tokens."""
         assert not skip_special_tokens
         assert not clean_up_tokenization_spaces

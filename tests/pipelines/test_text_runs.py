@@ -1,0 +1,126 @@
+"""Runs of text: recorded with a tokenizer and reasoning tasks, replayed without either, and refused with another.
+
+The packages are the stand-ins of ``tests/text_packages``; ``tests/integrations/test_text.py`` has the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch import make_tiny_qwen3
+from mock_scheduler.batch import Termination
+from mock_scheduler.recording.reading.reader import RecordingReader
+from tests.pipelines.tiny_runs import ROOT, run_command
+from tests.programs import run_program
+
+pytestmark = pytest.mark.timeout(600)
+
+PACKAGES = ROOT / "tests" / "text_packages"
+END = 2
+
+
+def arguments(root: Path, name: str, *overrides: str) -> list[str]:
+    """A run of the shipped configuration on the checkpoint in ``root``."""
+    recorded = ("rollout_mock.enable=true", f"rollout_mock.dump_dir={root}/recording", f"output_dir={root / name}")
+    small = ("rollout_batch_size=16", "train_env_manager.num_env_groups=2", "train_env_manager.num_env_workers=1")
+    return [
+        *("--config-path", str(ROOT / "configs"), "--config-name", "qwen3_tiny_reasoning"),
+        *(*recorded, *small, f"model.hf_checkpoint={root}/tiny", "save_steps=2", "track_with=none", *overrides),
+    ]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint and a recording of two steps."""
+    place = tmp_path_factory.mktemp("text-runs")
+    make_tiny_qwen3.write(place / "tiny", num_layers=1, hidden=64)
+    dumped = run_command(
+        ["-m", "pipelines.agentic", *arguments(place, "dumped", "rollout_mock.mode=dump")],
+        environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+    )
+    assert dumped.returncode == 0, dumped.stdout + dumped.stderr
+    return place
+
+
+def test_a_replay_loads_no_tokenizer_and_no_task_and_trains_to_the_same_bits(root: Path) -> None:
+    """The entry fails where a package was loaded; this process could not load one either."""
+    replayed = run_program(
+        "tests.pipelines.gymnasium_must_not_load", arguments(root, "replayed", "rollout_mock.mode=mock")
+    )
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    ledger = json.loads((root / "replayed" / "ledger.json").read_text(encoding="utf-8"))
+    assert "environment" not in ledger["built"]
+    policies = [
+        (root / name / "checkpoints" / "step_000002" / "policy" / "rank_00000.safetensors").read_bytes()
+        for name in ("dumped", "replayed")
+    ]
+    assert policies[0] == policies[1]
+    losses = [json.loads(line)["metrics"] for line in (root / "dumped" / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["grad_norm"] > 0 for step in losses)
+
+
+def test_rows_are_a_prompt_of_the_template_and_what_was_sampled(root: Path) -> None:
+    batch = RecordingReader(str(root / "recording")).load(0)
+    begin = make_tiny_qwen3.make_tokenizer()["model"]["vocab"]
+    for row in batch.rows():
+        tokens, length = row.tokens.tolist(), row.prompt_length
+        names = {number: name for name, number in begin.items()}
+        prompt = "".join(names[token] for token in tokens[:length])
+        assert prompt.startswith("<|im_start|>userĊ")
+        assert prompt.endswith("Ġ=<|im_end|>Ċ<|im_start|>assistantĊ")
+        assert row.response_mask.tolist() == [False] * length + [True] * (len(tokens) - length)
+        has_ended = tokens[-1] == END
+        assert row.termination is (Termination.TERMINATED if has_ended else Termination.TRUNCATED)
+        assert len(tokens) - length == 16 or has_ended
+        assert END not in tokens[length:-1]
+    assert len(batch.rows()) == 16
+    assert len(set(batch.prompt_digests)) == 2  # one question for each group
+
+
+def test_another_tokenizer_at_the_same_place_is_refused(root: Path) -> None:
+    path = root / "tiny" / "tokenizer_config.json"
+    before = path.read_text(encoding="utf-8")
+    path.write_text(before.replace("assistant", "helper"), encoding="utf-8")
+    try:
+        refused = run_program("pipelines.agentic", arguments(root, "refused", "rollout_mock.mode=mock"))
+    finally:
+        path.write_text(before, encoding="utf-8")
+    assert refused.returncode == 3, refused.stdout + refused.stderr
+    assert "vocabulary: recorded" in refused.stderr
+    assert "use the recording run's tokenizer" in refused.stderr
+
+
+def test_a_run_that_plays_text_without_the_packages_names_the_extra_before_a_model_is_built(root: Path) -> None:
+    refused = run_program("pipelines.agentic", arguments(root, "lacking", "rollout_mock.mode=dump"))
+    assert refused.returncode == 5
+    assert "pip install 'mock-scheduler[text]'" in refused.stderr
+    assert not (root / "lacking" / "checkpoints").exists()
+
+
+def test_recorded_answers_get_the_recorded_rewards_again(root: Path) -> None:
+    named = [*arguments(root, "again")[:4], "--recording", f"{root}/recording", *arguments(root, "again")[4:]]
+    done = run_command(
+        ["-m", "pipelines.replay_actions", *named], environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: every observation, reward and end is as recorded" in done.stdout
+    assert "32 rows, 32 turns" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_infer.only_action_tokens=true"], "actor_infer.only_action_tokens: text has no tokens that are"),
+        (["~model"], "text.tokenizer: environments of text need a tokenizer; set it, or model.hf_checkpoint"),
+        (["~custom_envs.Sums.env_config.dataset"], "custom_envs.Sums.env_config.dataset"),
+        (["custom_envs.Sums={env_type: frozen_lake}", "+text.tokenizer=x"], "text.tokenizer has no effect"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(overrides: list[str], message: str, root: Path) -> None:
+    given = [item for item in arguments(root, "wrong", *overrides) if "~model" not in overrides or "hf_" not in item]
+    refused = run_program("pipelines.agentic", given)
+    assert refused.returncode == 5
+    assert message in refused.stderr
