@@ -81,8 +81,11 @@ class ReasoningGymEnv:
         return messages
 
     def answer(self, text: str) -> TextAnswer:
-        """Lets the dataset's verifier score an answer."""
-        score = float(self._dataset.score_answer(self._extract(text), self._entry))
+        """Lets the dataset's verifier score an answer; one on which it fails is wrong."""
+        try:
+            score = float(self._dataset.score_answer(self._extract(text), self._entry))
+        except Exception:  # noqa: BLE001 - verifiers parse whatever a policy wrote, and some raise where they cannot
+            score = 0.0
         change, self._score = score - self._score, score
         self._turn += 1
         is_success = score >= 1.0

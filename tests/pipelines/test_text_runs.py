@@ -13,6 +13,7 @@ import pytest
 from launch import make_tiny_qwen3
 from mock_scheduler.batch import Termination
 from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.scheduler import RolloutRequest
 from tests.pipelines.tiny_runs import ROOT, run_command
 from tests.programs import run_program
 
@@ -52,7 +53,7 @@ def test_a_replay_loads_no_tokenizer_and_no_task_and_trains_to_the_same_bits(roo
     )
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     ledger = json.loads((root / "replayed" / "ledger.json").read_text(encoding="utf-8"))
-    assert "environment" not in ledger["built"]
+    assert ledger["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
     policies = [
         (root / name / "checkpoints" / "step_000002" / "policy" / "rank_00000.safetensors").read_bytes()
         for name in ("dumped", "replayed")
@@ -63,11 +64,11 @@ def test_a_replay_loads_no_tokenizer_and_no_task_and_trains_to_the_same_bits(roo
 
 
 def test_rows_are_a_prompt_of_the_template_and_what_was_sampled(root: Path) -> None:
-    batch = RecordingReader(str(root / "recording")).load(0)
-    begin = make_tiny_qwen3.make_tokenizer()["model"]["vocab"]
+    request = RolloutRequest(global_step=0, batch_size=16)
+    batch = RecordingReader(str(root / "recording")).open_step(request).load()
+    names = {number: name for name, number in make_tiny_qwen3.make_tokenizer()["model"]["vocab"].items()}
     for row in batch.rows():
         tokens, length = row.tokens.tolist(), row.prompt_length
-        names = {number: name for name, number in begin.items()}
         prompt = "".join(names[token] for token in tokens[:length])
         assert prompt.startswith("<|im_start|>userĊ")
         assert prompt.endswith("Ġ=<|im_end|>Ċ<|im_start|>assistantĊ")
@@ -116,7 +117,10 @@ def test_recorded_answers_get_the_recorded_rewards_again(root: Path) -> None:
         (["actor_infer.only_action_tokens=true"], "actor_infer.only_action_tokens: text has no tokens that are"),
         (["~model"], "text.tokenizer: environments of text need a tokenizer; set it, or model.hf_checkpoint"),
         (["~custom_envs.Sums.env_config.dataset"], "custom_envs.Sums.env_config.dataset"),
-        (["custom_envs.Sums={env_type: frozen_lake}", "+text.tokenizer=x"], "text.tokenizer has no effect"),
+        (
+            ["custom_envs.Sums.env_type=frozen_lake", "~custom_envs.Sums.env_config", "+text.tokenizer=x"],
+            "text.tokenizer has no effect: no tag in use is an environment of text",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_refused(overrides: list[str], message: str, root: Path) -> None:

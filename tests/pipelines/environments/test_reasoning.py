@@ -74,6 +74,12 @@ def test_the_rewards_of_several_tries_add_up_to_the_last_ones_score() -> None:
     assert environment.answer("x").reply == RETRY  # a new episode has its tries again
 
 
+def test_an_answer_on_which_the_verifier_fails_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, _, right = ask(5, max_steps=2)
+    monkeypatch.setattr(environment._dataset, "score_answer", lambda answer, entry: int("no number"))
+    assert environment.answer(str(right)).reward == 0.0
+
+
 def test_an_answer_stands_between_tags() -> None:
     environment, _, right = ask(5, answer_tag="answer", max_steps=2)
     assert environment.answer(str(right)).reward == 0.0

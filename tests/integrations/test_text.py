@@ -1,0 +1,140 @@
+"""Text with the real packages: transformers 5.12.1 and reasoning-gym 0.1.25, and a recorded run under other layouts.
+
+The stand-ins of ``tests/text_packages``, which the gate has, are held to transformers here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]  # the first test of runs pays for all of them
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(sys.prefix) / "built"
+LAYOUTS = {
+    "same": (),
+    "tp2": ("parallel.tensor_model_parallel_size=2",),
+    "dp2": ("parallel.data_parallel_size=2",),
+}
+
+
+def run(arguments: list[str], *packages: Path, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS`` with these folders of packages."""
+    path = os.pathsep.join(map(str, [*packages, ROOT]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+_ENCODE = """
+import json, random, sys
+from pipelines.environments.text_tokens import TextTokenizer
+loaded = TextTokenizer(folder=sys.argv[1], files_digest="", vocab_size=259, on_break="error").load()
+chat = [{"role": "system", "content": "Be \\u00e4."}, {"role": "user", "content": "1 +\\n <|im_end|> 2 ="}]
+rng = random.Random(0)
+texts = [loaded.decode([rng.randrange(259) for _ in range(40)]) for _ in range(50)]
+names = loaded.tokenizer.convert_ids_to_tokens(range(len(loaded.tokenizer)))
+prompt = loaded.encode_prompt(chat)
+chat += [{"role": "assistant", "content": "3"}, {"role": "user", "content": "no"}]
+print(json.dumps([prompt, loaded.encode_next(chat, [*prompt, *prompt[:1]][:len(prompt)]), texts, names,
+                  sorted(loaded.end_ids)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    assert PACKAGES.is_dir(), f"{PACKAGES} is not there; launch/test.sh --integrations installs it"
+    place = tmp_path_factory.mktemp("text")
+    assert run(["launch/make_tiny_qwen3.py", str(place / "tiny")]).returncode == 0
+    return place
+
+
+def test_the_stand_in_of_the_gate_encodes_and_decodes_as_transformers(root: Path) -> None:
+    told = []
+    for packages in (PACKAGES, ROOT / "tests" / "text_packages"):
+        done = run(["-c", _ENCODE, str(root / "tiny")], packages)
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    for real, own in zip(*told, strict=True):
+        assert own == real
+    assert (len(told[0][3]), told[0][4]) == (259, [2])
+
+
+_ASK = """
+import json, random
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+from pipelines.config.environments import CustomEnvConfig
+from pipelines.environments.reasoning import ReasoningGymEnv, check_reasoning
+found = {"other": [], "right": []}
+names = sorted(set(DATASETS) - {"composite"})
+for name in names:
+    config = CustomEnvConfig(env_type="reasoning_gym", env_config={"dataset": name, "held_out_fraction": 0.0})
+    asked = []
+    for state in (1, 2):
+        random.seed(state)
+        env = ReasoningGymEnv(config.env_config, max_steps=1, split="train")
+        env.reset(99)
+        asked.append([env.reset(7), env.answer("1").reward])
+    if asked[0] != asked[1]:
+        found["other"].append(name)
+    env.reset(7)
+    answer = env._entry["answer"]
+    if answer is not None and env.answer(str(answer)).is_success:
+        found["right"].append(name)
+messages = []
+for values in ({"dataset": "chain_sums"}, {"dataset": "chain_sum", "dataset_config": {"min_term": 1}},
+               {"dataset": "chain_sum", "dataset_config": {"min_terms": 0}}):
+    config = CustomEnvConfig(env_type="reasoning_gym", env_config=values)
+    try:
+        check_reasoning({"A": config})
+    except Exception as error:
+        messages.append(str(error))
+print(json.dumps([len(names), found, messages]))
+"""
+
+
+def test_every_task_asks_the_same_again_and_knows_its_own_answer(root: Path) -> None:
+    done = run(["-c", _ASK], PACKAGES)
+    assert done.returncode == 0, done.stderr
+    num_names, found, messages = json.loads(done.stdout.splitlines()[-1])
+    print(f"{num_names} tasks; asks another question: {found['other']}; right by its answer: {len(found['right'])}")
+    assert (num_names, found["other"]) == (105, [])
+    assert "dataset: 'chain_sums' is unknown; did you mean chain_sum" in messages[0]
+    assert "min_term: chain_sum has allow_negation, max_digits, max_terms, min_digits, min_terms; did" in messages[1]
+    assert messages[2].endswith("AssertionError: min_terms must be positive")
+
+
+def launch(root: Path, name: str, *overrides: str, packages: tuple[Path, ...] = ()) -> None:
+    """A traced run of the shipped configuration, as users start it."""
+    given = [
+        *("exp_name=" + name, f"output_dir={root / name}", f"model.hf_checkpoint={root}/tiny", "track_with=none"),
+        *("rollout_mock.enable=true", f"rollout_mock.dump_dir={root}/recording", "trace.level=full", "save_steps=2"),
+    ]
+    done = run(["-m", "mock_scheduler.cli", "launch", "qwen3_tiny_reasoning", *given, *overrides], *packages)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path) -> Path:
+    """A recorded run with both packages, and its replays without either."""
+    launch(root, "dumped", "rollout_mock.mode=dump", packages=(PACKAGES,))
+    for name, overrides in LAYOUTS.items():
+        launch(root, name, "rollout_mock.mode=mock", *overrides)
+    return root
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replays_without_the_packages_align_with_the_recorded_run(name: str, runs: Path) -> None:
+    done = run(["-m", "mock_scheduler.cli", "compare", str(runs / "dumped"), str(runs / name)])
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout
+    stored = [runs / folder / "checkpoints/step_000002/policy/rank_00000.safetensors" for folder in ("dumped", name)]
+    assert (stored[0].read_bytes() == stored[1].read_bytes()) == (name == "same")
