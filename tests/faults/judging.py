@@ -21,6 +21,7 @@ _PHASES: Mapping[TracePhase, Phase] = {
     TracePhase.FORWARD: "forward",
     TracePhase.SCORES: "forward",
     TracePhase.LOSS: "forward",
+    TracePhase.RECOMPUTATION: "backward",
     TracePhase.BACKWARD: "backward",
     TracePhase.GRADIENT: "backward",
     TracePhase.NORM: "backward",
