@@ -219,6 +219,24 @@ class OtherNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherClip:
+    """The candidate's gradients were not clipped by one coefficient, or not by that of their norm.
+
+    Args:
+        factor: The coefficient over that of the ranks at ``than``, of the other parameters, or else over that which the
+            baseline's clip makes of the candidate's norm.
+        place: The ranks with a coefficient of their own, as ``tp1``; empty where all have one.
+        than: The ranks that they are compared with.
+        names: Parameters with coefficients of their own; ``factor`` is the smallest.
+    """
+
+    factor: float
+    place: str = ""
+    than: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRecomputation:
     """The candidate's backward pass computed a module again, and got other bits than its forward pass had.
 
@@ -342,6 +360,7 @@ Fact = (
     | OtherWeight
     | OtherNorm
     | NarrowedState
+    | OtherClip
     | OtherRecomputation
     | NotSelected
     | RowsOnlyIn

@@ -630,6 +630,19 @@ NORM_HOLDS = _define(
     unit="relative difference, of the baseline",
     reason="a training whose own norm is another figure (of scaled gradients, of parts, or none at all) states no norm",
 )
+CLIP_HOLDS = _define(
+    "CLIP_HOLDS",
+    2.0**-10,
+    unit="relative difference of a moment, and of a coefficient of the clip",
+    reason="gradients are clipped and averaged in float32, element by element; an eighth of the spacing of bfloat16 is "
+    "no rounding",
+)
+CLIP_EPSILON = _define(
+    "CLIP_EPSILON",
+    1e-6,
+    unit="added to a norm before gradients are clipped by it",
+    reason="Megatron clips by min(1, threshold / (norm + 1e-6))",
+)
 NORM_EXPLAINED = _define(
     "NORM_EXPLAINED",
     0.02,

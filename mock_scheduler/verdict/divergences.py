@@ -17,13 +17,13 @@ from mock_scheduler.comparison.pairing.order import BOOKKEEPING, order_keys, pha
 from mock_scheduler.comparison.residuals import Locality, Residual
 from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison, TensorDifference, WorstElement
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDifference
-from mock_scheduler.comparison.walk.norms import GRADIENT_NORM
 from mock_scheduler.config.instruments import TRACE_KINDS
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.recording.inspection.comparison import ContractDifference, StepDifference
 from mock_scheduler.support.text import printable
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
+from mock_scheduler.trace.names import GRADIENT_NORM
 
 #: Calls are told apart by their order alone, which belongs to the whole step.
 _PHASES: dict[DifferenceKind, int] = {

@@ -18,6 +18,7 @@ from mock_scheduler.comparison.findings import (
     FewerBits,
     Finding,
     NarrowedState,
+    OtherClip,
     OtherNorm,
     OtherRecomputation,
     OtherStart,
@@ -97,6 +98,8 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     # A law of the candidate's own run is no matter of noise or precision, and copies of parameters are not in float64.
     if breaks_law(direct):
         return direct
+    if inputs == "refuted" and evidence.law is not None:
+        return _diverged(direct, replace(direct, first=evidence.law), RefutedBy(proof="equal inputs"))
     # In the baseline's order of sums nothing may round: no measure of noise excuses a difference.
     if equality == "refuted":
         return _diverged(direct, direct, RefutedBy(proof="bit-equality"))
@@ -189,14 +192,14 @@ def _graver(evidence: Evidence) -> Verdict | None:
 
 def _breaks_invariant(item: Divergence | None) -> bool:
     """Whether the candidate's own run contradicts itself there: a weight is not its parameter rounded, a norm is not
-    that of its gradients, state has not the bits of its type, or a recomputation is not its first pass. So it is where
-    the start of one of two precisions is not the other's, rounded to nearest: in float64 nothing is rounded, which
-    acquits nobody.
+    that of its gradients, the clip not that of the norm, state has not the bits of its type, or a recomputation is not
+    its first pass. So it is where the start of one of two precisions is not the other's, rounded to nearest: in float64
+    nothing is rounded, which acquits nobody.
     """
     fact = item.evidence.fact if item is not None and isinstance(item.evidence, Finding) else None
     if isinstance(fact, OtherWeight):
         return fact.side == "candidate"
-    return isinstance(fact, OtherNorm | NarrowedState | OtherRecomputation) or (
+    return isinstance(fact, OtherNorm | OtherClip | NarrowedState | OtherRecomputation) or (
         isinstance(fact, OtherStart) and fact.rounded is not None
     )
 

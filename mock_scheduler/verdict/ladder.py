@@ -64,8 +64,8 @@ class Evidence:
         shrinking: How many times smaller rounding is in float64.
         must_equal_reference: It must equal the reference in its order, and in its precision, to the last bit.
         rounds_in: The coarser precision of the two, where they compute in different ones; else empty.
-        law: Where a closer look found the candidate's own run to contradict itself: copies of a tensor, or a
-            recomputation; ``None`` where it did not, or there was none.
+        law: Where a closer look found the candidate's own run to contradict itself: copies of a tensor, a
+            recomputation or the clip; ``None`` where it did not, or there was none.
     """
 
     direct: Verdict
@@ -133,7 +133,9 @@ def _judge_replicas(evidence: Evidence) -> Proof:
     recomputed = [item for item in findings if isinstance(item.fact, OtherRecomputation)]
     law = None if evidence.law is None else evidence.law.evidence
     for found in (law, *conflicts, *recomputed):
-        if isinstance(found, ReplicaConflict | Finding):
+        if isinstance(found, ReplicaConflict) or (
+            isinstance(found, Finding) and isinstance(found.fact, OtherRecomputation)
+        ):
             return Proof(name="replicas", outcome="refuted", facts=found)
     # One process holds every element once: agreement would be said of nothing.
     if evidence.num_processes == 1:
@@ -177,7 +179,7 @@ def _judge_equal_inputs(evidence: Evidence) -> Proof:
     if facts is None:
         return Proof(name="equal inputs", outcome="not tried", facts=evidence.no_equal_inputs)
     outcome: Outcome = "open"
-    if facts.excess is not None:
+    if facts.excess is not None or facts.broken is not None:
         outcome = "refuted"
     elif facts.judged and facts.is_complete:
         outcome = "proved"

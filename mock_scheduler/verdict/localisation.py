@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.comparison.findings import Finding, OtherRecomputation
+from mock_scheduler.comparison.findings import Finding, OtherClip, OtherRecomputation
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
@@ -76,10 +76,9 @@ class DifferingTensor:
 
     @property
     def breaks_law(self) -> bool:
-        """Whether the candidate's own run contradicts itself there: in copies, or in a recomputation."""
-        return self.conflict is not None or (
-            self.finding is not None and isinstance(self.finding.fact, OtherRecomputation)
-        )
+        """Whether the candidate's own run contradicts itself there: in copies, a recomputation, or a clip."""
+        fact = None if self.finding is None else self.finding.fact
+        return self.conflict is not None or isinstance(fact, OtherRecomputation | OtherClip)
 
     @property
     def can_be_grafted(self) -> bool:

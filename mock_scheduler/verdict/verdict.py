@@ -136,12 +136,14 @@ class EqualInputsFacts:
         excess: The first of them with more than one kernel's rounding, and by how much; ``None`` where none has.
         is_complete: Every difference of the pass follows from these.
         error: Why nothing could be judged; empty else.
+        broken: A clip that is not that of the candidate's own norm; ``None`` where there is none.
     """
 
     judged: tuple[TraceKey, ...] = ()
     excess: tuple[TensorDifference, KernelExcess] | None = None
     is_complete: bool = False
     error: str = ""
+    broken: Finding | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

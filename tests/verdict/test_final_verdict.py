@@ -10,6 +10,7 @@ from mock_scheduler.comparison.findings import (
     Finding,
     NarrowedState,
     OnlyIn,
+    OtherClip,
     OtherNorm,
     OtherRecomputation,
     OtherShape,
@@ -279,6 +280,21 @@ def test_a_recomputation_unlike_its_first_pass_is_diverged_within_the_noise() ->
     direct = replace(DIVERGED, first=from_finding(found), tensors=replace(tensors, findings=(found,)))
     assert outcomes(replace(OTHER, num_processes=1, direct=direct, wide=IDENTICAL))[0] is VerdictKind.DIVERGED
     assert breaks_law(direct)
+
+
+def test_a_clip_that_is_not_that_of_the_norm_is_diverged_within_the_noise() -> None:
+    found = Finding(kind="gradient_norm", step=0, update=0, name="clip", fact=OtherClip(factor=1.02))
+    facts = EqualInputsFacts(broken=found)
+    evidence = replace(OTHER, emulated=ROUNDING, equal_inputs=facts, law=from_finding(found))
+    kind, proofs = outcomes(evidence)
+    assert (kind, proofs["replicas"], proofs["equal inputs"]) == (VerdictKind.DIVERGED, "proved", "refuted")
+    verdict = judge(evidence)
+    assert verdict.first == from_finding(found)
+    assert describe_reason(verdict).startswith(
+        "clip of the gradients at step 0, update 0 is not that of their norm in the candidate: by the moments, the "
+        "coefficient is 1.02 times what the baseline's clip makes of such a norm"
+    )
+    assert describe_proved_by(verdict) == "refuted by equal inputs"
 
 
 def test_the_referee_makes_what_vanishes_in_float64_suspect() -> None:

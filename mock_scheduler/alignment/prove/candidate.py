@@ -22,7 +22,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
 )
 from mock_scheduler.alignment.runs.run_store import RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, shrinking_factor
-from mock_scheduler.comparison.findings import Finding, OtherStart
+from mock_scheduler.comparison.findings import Finding, OtherClip, OtherStart
 from mock_scheduler.comparison.noise.building import measure_noise
 from mock_scheduler.comparison.noise.one_kernel import find_kernel_excess
 from mock_scheduler.comparison.pairing.ledgers import find_broken_group
@@ -305,9 +305,13 @@ class CloserLook:
         causes = [place.origin, *(cause.tensor for cause in place.causes[1:] if cause.tensor is not None)]
         judged = [cause.difference for cause in causes if cause.difference is not None]
         excesses = [(found, find_kernel_excess(found, unit=unit)) for found in judged]
+        first_excess = next(((found, excess) for found, excess in excesses if excess is not None), None)
+        law = None if place.law is None else place.law.finding
+        is_clip = law is not None and isinstance(law.fact, OtherClip)
         return EqualInputsFacts(
             judged=tuple(found.key for found in judged),
-            excess=next(((found, excess) for found, excess in excesses if excess is not None), None),
+            excess=first_excess,
+            broken=law if is_clip and first_excess is None else None,
             is_complete=bool(place.causes) and not place.remaining,
         )
 

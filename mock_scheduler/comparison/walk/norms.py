@@ -23,9 +23,8 @@ from mock_scheduler.comparison.thresholds import MOST_NORM_GROUPS, NORM_EXPLAINE
 from mock_scheduler.comparison.walk.metrics import MetricLog
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import Piece, TraceReader
+from mock_scheduler.trace.names import GRADIENT_NORM
 
-#: How names of norms of gradients end, of traced ones and of metrics.
-GRADIENT_NORM = "grad_norm"
 _NUMBER = re.compile(r"\d+")
 
 Readers = tuple[TraceReader, TraceReader]
@@ -107,7 +106,7 @@ def _list_traced(squares: Sequence[GradientSquare], keys: Sequence[TraceKey], re
     for key in sorted(keys, key=lambda key: (key.update, key.name)):
         own = [item for item in squares if item.key.update == key.update]
         mine, other = (float(reader.merge(key).tensor) for reader in readers)
-        squares_of = _of_model(own, key.name.removesuffix(GRADIENT_NORM), prefixes)
+        squares_of = of_model(own, key.name.removesuffix(GRADIENT_NORM), prefixes)
         yield _Norm(step=key.step, update=key.update, name=key.name, stated=(mine, other), squares=squares_of)
 
 
@@ -122,11 +121,11 @@ def _list_logged(step: int, squares: Sequence[GradientSquare], logs: tuple[Metri
             update=None,
             name=name,
             stated=(mine[name], other[name]),
-            squares=_of_model(squares, prefixes[name], set(prefixes.values())),
+            squares=of_model(squares, prefixes[name], set(prefixes.values())),
         )
 
 
-def _of_model(squares: Sequence[GradientSquare], prefix: str, prefixes: Collection[str]) -> tuple[GradientSquare, ...]:
+def of_model(squares: Sequence[GradientSquare], prefix: str, prefixes: Collection[str]) -> tuple[GradientSquare, ...]:
     """The gradients of one of several models: those with its prefix, and with no longer one."""
     longer = tuple(each for each in prefixes if len(each) > len(prefix) and each.startswith(prefix))
     return tuple(

@@ -23,6 +23,7 @@ from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSource
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment, find_row_differences
 from mock_scheduler.comparison.tensors import TensorComparison
+from mock_scheduler.comparison.walk.clipping import find_other_clips
 from mock_scheduler.comparison.walk.full_step import FullStep
 from mock_scheduler.comparison.walk.metrics import MetricLog
 from mock_scheduler.comparison.walk.norms import find_other_norms
@@ -106,7 +107,9 @@ def compare_traces(
         if bounds.noise is not None:
             gradients = (item.key for item in found.differences if item.key.kind == "gradient")
             found.numbers = next((layout_numbers(traces.readers, key) for key in gradients), {})
-        found.findings += find_other_norms(found.squares, found.keys, traces.readers, logs)
+        others = find_other_norms(found.squares, found.keys, traces.readers, logs)
+        # Gradients are clipped by the norm that a run states, so that a wrong one tells of the clip too.
+        found.findings += others or find_other_clips(found.squares, found.keys, traces.readers)
         found.differences = explain_differences(found.differences, traces, alignments, found.conflicts[1])
     return found.result(steps)
 

@@ -26,6 +26,7 @@ from mock_scheduler.comparison.findings import (
     NotTraced,
     NotWritten,
     OnlyIn,
+    OtherClip,
     OtherCount,
     OtherDtype,
     OtherInput,
@@ -52,6 +53,7 @@ from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
 from mock_scheduler.support.text import count_of, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
+from mock_scheduler.trace.names import CLIP
 from mock_scheduler.verdict.wording.residuals import describe_narrowing, describe_residual
 
 _NUM_NAMED = 3
@@ -146,6 +148,9 @@ def describe_unmatched(unmatched: Sequence[Unmatched]) -> str:
 
 def _name_subject(finding: Finding) -> str:
     kind = next((kind for kind in TRACE_KINDS if kind == finding.kind), None)
+    if isinstance(finding.fact, OtherClip):
+        model = finding.name.removesuffix(CLIP).removesuffix(".")
+        return f"clip of the gradients{f' of {model}' if model else ''} at step {finding.step}, update {finding.update}"
     if kind is None or finding.update is None:
         return f"metric {finding.name} at step {finding.step}" if finding.kind == "metric" else finding.name
     return TraceKey(step=finding.step, update=finding.update, kind=kind, name=finding.name).describe()
@@ -186,12 +191,30 @@ def _describe_fact(fact: Fact) -> str:
             return f"is not the rounded parameter in the {side}: the model computes with other weights"
         case OtherNorm() as norm:
             return _describe_norm(norm)
+        case OtherClip() as clip:
+            return _describe_clip(clip)
         case OtherRecomputation() as other:
             return _describe_recomputation(other)
         case NarrowedState(num_bits=bits, baseline_bits=mine, num_tensors=count):
             more = f", as are {count - 1} more of its kind" if count > 1 else ""
             return f"is {describe_narrowing(bits)} in the candidate{more}; the baseline has {mine} bits"
     raise TypeError(f"{type(fact).__name__} is no fact of one tensor")
+
+
+def _describe_clip(clip: OtherClip) -> str:
+    times = f"{clip.factor:.6g} times"
+    if clip.place:
+        return (
+            f"has no one coefficient in the candidate: by the moments, the ranks at {clip.place} multiply by {times} "
+            f"what those at {clip.than} do"
+        )
+    if clip.names:
+        names = list_some(list(clip.names), _NUM_NAMED)
+        return f"has no one coefficient in the candidate: by the moments, {names} have {times} that of the others"
+    return (
+        f"is not that of their norm in the candidate: by the moments, the coefficient is {times} what the baseline's "
+        "clip makes of such a norm"
+    )
 
 
 def _describe_recomputation(other: OtherRecomputation) -> str:

@@ -146,6 +146,8 @@ _EXCESS: Mapping[KernelTest, str] = {
 def _describe_equal_inputs(facts: EqualInputsFacts) -> str:
     if facts.error:
         return f"nothing could be judged: {facts.error}"
+    if facts.broken is not None:
+        return describe_finding(facts.broken)
     if facts.excess is not None:
         difference, excess = facts.excess
         look = "" if difference.residual is None else f" ({describe_residual(difference.residual)})"
