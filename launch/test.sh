@@ -39,6 +39,14 @@ fi
 
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/mypy
 .venv/bin/lint-imports
-exec .venv/bin/python -m pytest "${marker[@]}" "${workers[@]}" "${coverage[@]}" "${selection[@]}"
+
+# Types are checked while the tests wait for processes that they start; the answer comes last.
+types="$(mktemp)"
+trap 'rm -f "$types"' EXIT
+.venv/bin/mypy >"$types" 2>&1 &
+code=0
+.venv/bin/python -m pytest "${marker[@]}" "${workers[@]}" "${coverage[@]}" "${selection[@]}" || code=$?
+wait $! || code=$?
+cat "$types"
+exit "$code"

@@ -220,13 +220,13 @@ class Program(Protocol):
     """A training program.
 
     ``schema``: the model of its configurations. ``entry``: the Python module of every process of a run;
-    ``preload``: modules of other packages that every rank of a run imports, so that one process may do it for all;
-    ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none. ``packages``:
-    their sources decide the bits of a run, beside the library's. ``initial_state_key``: the key for the folder of a
-    trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by themselves.
-    ``quiet_keys``: values of keys to leave out work without a change of training: validation, checkpoints, trackers.
-    ``folder_keys``: values of keys to put all files of a run into its ``output_dir``. ``reductions``: ``None`` where
-    runs cannot be made smaller.
+    ``preload``: modules that every rank of a run imports, and that compute nothing by it, so that one process may do it
+    for all; ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none.
+    ``packages``: their sources decide the bits of a run, beside the library's. ``initial_state_key``: the key for the
+    folder of a trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by
+    themselves. ``quiet_keys``: values of keys to leave out work without a change of training: validation, checkpoints,
+    trackers. ``folder_keys``: values of keys to put all files of a run into its ``output_dir``. ``reductions``:
+    ``None`` where runs cannot be made smaller.
     """
 
     @property

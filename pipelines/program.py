@@ -32,6 +32,7 @@ class PipelineProgram:
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel",
+        "pipelines.run",
         "rich.console",
         "safetensors",
         "torch.utils.tensorboard",

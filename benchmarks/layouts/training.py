@@ -30,30 +30,43 @@ NUM_ACTIONS, VOCAB_SIZE = 4, 62
 _UNIFORM_LOGPROB = -float(np.log(NUM_ACTIONS))
 
 
-def random_batch(seed: int, *, longest: int, form: Literal["trajectory", "step"] = "trajectory") -> RolloutBatch:
+def random_batch(
+    seed: int,
+    *,
+    longest: int,
+    form: Literal["trajectory", "step"] = "trajectory",
+    num_actions: int = NUM_ACTIONS,
+) -> RolloutBatch:
     """Make 16 trajectories in 4 groups, of 1 to 4 turns and very different lengths, up to ``longest`` tokens.
 
     Every turn is an observation of random tokens and one action, with the logprob of a uniform policy. ``form``: one
-    row per trajectory, or one per turn with everything before it as its prompt.
+    row per trajectory, or one per turn with everything before it as its prompt. ``num_actions``: actions are the tokens
+    from 2 on.
     """
     generator = np.random.Generator(np.random.Philox(key=derive_seed(seed, "layout-rows")))
     rows: list[Trajectory] = []
     for group in range(NUM_GROUPS):
         for member in range(GROUP_SIZE):
-            rows += _random_rows(generator, group, member, longest=longest, form=form)
+            rows += _random_rows(generator, group, member, longest=longest, form=form, num_actions=num_actions)
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
     return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=GROUP_SIZE)
 
 
 def _random_rows(
-    generator: np.random.Generator, group: int, member: int, *, longest: int, form: Literal["trajectory", "step"]
+    generator: np.random.Generator,
+    group: int,
+    member: int,
+    *,
+    longest: int,
+    form: Literal["trajectory", "step"],
+    num_actions: int,
 ) -> list[Trajectory]:
     num_turns = int(generator.integers(1, 5))
     per_turn = int(generator.integers(3, longest // num_turns))
     tokens: list[int] = []
     for _ in range(num_turns):
         tokens += generator.integers(2 + NUM_ACTIONS, VOCAB_SIZE, per_turn - 1).tolist()
-        tokens.append(int(generator.integers(2, 2 + NUM_ACTIONS)))
+        tokens.append(int(generator.integers(2, 2 + num_actions)))
     reward = float(generator.integers(0, 2))
     turns_of_rows = [range(num_turns)] if form == "trajectory" else [range(turn, turn + 1) for turn in range(num_turns)]
     return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
@@ -15,6 +16,7 @@ from mock_scheduler.config.stored_code import Use
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
+from mock_scheduler.launch.warm_start import WarmStarts
 from mock_scheduler.program import check_stored_code, find_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 from mock_scheduler.support.terminal_streams import print_message
@@ -51,7 +53,10 @@ def run_launch(
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
     )
-    return run_plan(plan)
+    if entry is not None or plan.num_processes == 1:
+        return run_plan(plan)
+    # What every rank imports is imported once. A module of the user's may say what is imported, and from where.
+    return run_plan(replace(plan, preload=program.preload), warm=WarmStarts())
 
 
 def run_replay_actions(

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,6 @@ _RANK_VARIABLES = RANK_VARIABLES | {"TORCHELASTIC_RUN_ID", STORE_VARIABLE, LISTE
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 # The supervisor gives its ranks less before it kills them itself.
 _GRACE_S = GRACE_S + 10.0
-_WATCH_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,23 +163,21 @@ def run_plan(
     *,
     log_path: Path | None = None,
     cwd: Path | None = None,
-    watch: Callable[[], None] | None = None,
     running: RunningProcesses | None = None,
     warm: WarmStarts | None = None,
 ) -> int:
     """Carries the plan out and returns its exit code; output goes to ``log_path``, or where this process's goes.
 
-    ``warm`` starts it where it can; else it is a new process. ``watch`` is called about once a second while the run
-    goes on, by this thread; an error of it ends the run. ``running`` counts the process while it is waited for. A run
-    ended by a signal has the code 128 + the signal's number; a run ended with Python's own 1 has 70. On Ctrl-C, SIGTERM
-    or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
+    ``warm`` starts it where it can; else it is a new process. ``running`` counts the process while it is waited for. A
+    run ended by a signal has the code 128 + the signal's number; a run ended with Python's own 1 has 70. On Ctrl-C,
+    SIGTERM or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
     """
     running = running or RunningProcesses()
     if log_path is None:
-        return _run(plan, log=None, cwd=cwd, watch=watch, running=running, warm=warm)
+        return _run(plan, log=None, cwd=cwd, running=running, warm=warm)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        return _run(plan, log=log, cwd=cwd, watch=watch, running=running, warm=warm)
+        return _run(plan, log=log, cwd=cwd, running=running, warm=warm)
 
 
 def _run(
@@ -188,7 +185,6 @@ def _run(
     *,
     log: IO[bytes] | None,
     cwd: Path | None,
-    watch: Callable[[], None] | None,
     running: RunningProcesses,
     warm: WarmStarts | None,
 ) -> int:
@@ -198,7 +194,7 @@ def _run(
         process = _start(plan, log=log, cwd=cwd, warm=warm)
         with running.holding(process):
             try:
-                code = process.wait() if watch is None else _wait_watching(process, watch)
+                code = process.wait()
             except BaseException:
                 _end_group(process)
                 raise
@@ -227,14 +223,6 @@ def _start(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, warm: W
         stderr=subprocess.STDOUT if log else None,
         start_new_session=True,
     )
-
-
-def _wait_watching(process: _Process, watch: Callable[[], None]) -> int:
-    while True:
-        try:
-            return process.wait(timeout=_WATCH_S)
-        except subprocess.TimeoutExpired:
-            watch()
 
 
 def _state_signal(plan: LaunchPlan, code: int, *, cwd: Path | None) -> list[str]:

@@ -4,10 +4,11 @@ To import torch and Megatron takes a core several seconds, in every rank of ever
 that ``launch.ranks`` would be is forked here instead, and does the same from there on: a leader of a group of its own,
 with ranks below it.
 
-Contract: only installed packages of others are imported beforehand, never code that a user may change, and nothing
-computes. Where no fork can be had (a package initialises CUDA when it is imported, as TransformerEngine does beside
-FlashAttention; an import fails; it is not Linux), ``start`` says so and the run becomes a new process. All of them end
-with the launcher. ``python -P -m mock_scheduler.launch.warm_start CONTROL MODULE ...`` is the process that is forked.
+Contract: what is imported beforehand computes nothing, and every run has the code that lies on the disk when it
+starts: where a file has changed since it was imported, a new process takes over. Where no fork can be had (a package
+initialises CUDA when it is imported, as TransformerEngine does beside FlashAttention; an import fails; it is not
+Linux), ``start`` says so and the run becomes a new process. All of them end with the launcher.
+``python -P -m mock_scheduler.launch.warm_start CONTROL MODULE ...`` is the process that is forked.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,8 +36,22 @@ from mock_scheduler.support.processes import PARENT_VARIABLE
 _MODULE = "mock_scheduler.launch.warm_start"
 _MESSAGE_BYTES = 1 << 18
 _GO = b"g"
+_OUTDATED = b"o"
 _LOST = -9
 _CLOSE_S = 5.0
+
+#: By file, when it was last changed, and its size.
+_Files = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Origin:
+    """What decides which process a run may be forked from."""
+
+    python: str
+    cwd: str
+    preload: tuple[str, ...]
+    environ: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +101,11 @@ class ForkedProcess:
 
 @dataclass(slots=True)
 class _Parent:
-    """A process to fork from, and the socket that asks it. Held while it is asked."""
+    """A process to fork from, and the socket that asks it. ``is_outdated``: it has other code than the disk."""
 
     process: subprocess.Popen[bytes]
     control: socket.socket
+    is_outdated: bool = False
 
     def fork(self, request: bytes, descriptors: Sequence[int]) -> ForkedProcess | None:
         own, its = socket.socketpair()
@@ -96,7 +113,9 @@ class _Parent:
             with its:
                 socket.send_fds(self.control, [request], [its.fileno(), *descriptors])
             told = own.recv(_MESSAGE_BYTES)
-            if told:
+            if told == _OUTDATED:
+                self.is_outdated = True
+            elif told:
                 own.send(_GO)
                 return ForkedProcess(pid=int(told), _reply=own)
         except (ConnectionError, BrokenPipeError):
@@ -120,9 +139,10 @@ class WarmStarts:
     """Starts runs as forks. Thread-safe; the processes that are forked from end with this object, or this process."""
 
     def __init__(self) -> None:
-        self._parents: dict[tuple[object, ...], _Parent | None] = {}
+        self._parents: dict[_Origin, _Parent | None] = {}
+        self._started: list[_Parent] = []
         self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._parents)
+        weakref.finalize(self, _end_all, self._started)
 
     def start(
         self,
@@ -139,43 +159,53 @@ class WarmStarts:
             argv: Its command, as ``ranks_command`` writes it.
             preload: The modules to have imported; none is forked from where there are none.
             environ: All of its variables, which torch reads when it is imported.
-            cwd: Its working directory; ``None``: this one's.
+            cwd: Its working directory, absolute; ``None``: this one's.
             output: The descriptors of its standard output and errors.
         """
         # Forks of one process have its order of sets, by which code of no fixed order would look repeatable.
         if sys.platform != "linux" or not preload or environ.get("PYTHONHASHSEED", "random") == "random":
             return None
         python, position = argv[0], argv.index(ranks.MODULE)
-        key = (python, tuple(preload), tuple(sorted(environ.items())))
-        with self._lock:
-            if key not in self._parents:
-                self._parents[key] = _start_parent(python, preload, environ)
-        parent = self._parents[key]
-        if parent is None:
-            return None
         request = _Request(
             arguments=list(argv[position + 1 :]), cwd=str(cwd or Path.cwd()), writes_at_once="-u" in argv[:position]
         )
-        forked = parent.fork(json.dumps(asdict(request)).encode(), output)
+        message = json.dumps(asdict(request)).encode()
+        # The working directory, since folders in PYTHONPATH may be relative to it.
+        origin = _Origin(python=python, cwd=request.cwd, preload=tuple(preload), environ=tuple(sorted(environ.items())))
+        while True:
+            parent = self._find_parent(origin)
+            if parent is None:
+                return None
+            forked = parent.fork(message, output)
+            if not parent.is_outdated:
+                break
         if forked is None and parent.process.poll() is not None:
             with self._lock:
-                self._parents[key] = None
-            parent.end()
+                self._parents[origin] = None
         return forked
 
+    def _find_parent(self, origin: _Origin) -> _Parent | None:
+        with self._lock:
+            parent = self._parents.get(origin)
+            # An outdated one goes on beside it: its runs would end with it.
+            if origin not in self._parents or (parent is not None and parent.is_outdated):
+                parent = self._parents[origin] = _start_parent(origin)
+                self._started.append(parent)
+            return parent
 
-def _end_all(parents: dict[tuple[object, ...], _Parent | None]) -> None:
-    for parent in parents.values():
-        if parent is not None:
-            parent.end()
+
+def _end_all(parents: Sequence[_Parent]) -> None:
+    for parent in parents:
+        parent.end()
 
 
-def _start_parent(python: str, preload: Sequence[str], environ: Mapping[str, str]) -> _Parent:
+def _start_parent(origin: _Origin) -> _Parent:
     own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         process = subprocess.Popen(
-            [python, "-P", "-m", _MODULE, str(its.fileno()), *preload],
-            env=dict(environ),
+            [origin.python, "-P", "-m", _MODULE, str(its.fileno()), *origin.preload],
+            cwd=origin.cwd,
+            env=dict(origin.environ),
             stdout=subprocess.DEVNULL,  # what packages say of themselves
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
@@ -184,8 +214,11 @@ def _start_parent(python: str, preload: Sequence[str], environ: Mapping[str, str
     return _Parent(process=process, control=own)
 
 
-def _serve(control: socket.socket) -> _Request | None:
-    """Forks for every request, and tells of the end of each; returns it in the fork, and here ``None`` at the end."""
+def _serve(control: socket.socket, imported: _Files) -> _Request | None:
+    """Forks for every request, and tells of the end of each; returns it in the fork, and here ``None`` at the end.
+
+    Where a file that was ``imported`` has changed, it says so instead.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         while True:
@@ -198,6 +231,11 @@ def _serve(control: socket.socket) -> _Request | None:
                     # The launcher has ended: whatever runs is told so by the system, since its parent ends here.
                     return None
                 reply = socket.socket(fileno=descriptors[0])
+                if _look_at(imported) != imported:
+                    reply.send(_OUTDATED)
+                    for descriptor in (reply.detach(), *descriptors[1:]):
+                        os.close(descriptor)
+                    continue
                 child = _fork()
                 if child == 0:
                     _leave(selector, control)
@@ -266,23 +304,41 @@ def _become(request: _Request, output: Sequence[int]) -> None:
     os.environ[PARENT_VARIABLE] = str(os.getppid())
 
 
-def _import(modules: Sequence[str]) -> bool:
-    """Imports all; says whether the process may be forked."""
+def _import(modules: Sequence[str]) -> _Files | None:
+    """Imports all; returns the files that it has read, or ``None`` where the process must not be forked."""
+    started_ns = time.time_ns()
     for module in modules:
         importlib.import_module(module)
     torch = sys.modules.get("torch")
-    return torch is None or not torch.cuda.is_initialized()
+    if torch is not None and torch.cuda.is_initialized():
+        return None
+    paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    files = _look_at(path for path in paths if path)
+    # A file that was written while it was read may be either.
+    return None if any(changed_ns >= started_ns for changed_ns, _ in files.values()) else files
+
+
+def _look_at(paths: Iterable[str]) -> _Files:
+    found: _Files = {}
+    for path in paths:
+        try:
+            state = os.stat(path)
+        except OSError:  # removed, or within an archive
+            continue
+        found[path] = (state.st_mtime_ns, state.st_size)
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
     """Forks runs until the launcher ends; in a fork, starts its ranks and returns its exit code."""
     control = socket.socket(fileno=int(arguments[0]))
     os.set_inheritable(control.fileno(), False)
-    if not _import(arguments[1:]):
+    imported = _import(arguments[1:])
+    if imported is None:
         return 1
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
-    request = _serve(control)
+    request = _serve(control, imported)
     return 0 if request is None else ranks.main(request.arguments)
 
 

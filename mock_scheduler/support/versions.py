@@ -11,6 +11,10 @@ import sysconfig
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 VERSION = "0.1.0"
 #: The name that this package is imported by.
@@ -68,4 +72,14 @@ def read_all_versions() -> dict[str, str]:
     """The version of every installed distribution, by its name in lower case."""
     from importlib import metadata  # as above
 
-    return {str(found.name).lower(): found.version for found in metadata.distributions() if found.name}
+    pairs = (_read_name_and_version(found) for found in metadata.distributions())
+    return {name.lower(): version for name, version in pairs if name}
+
+
+def _read_name_and_version(found: Distribution) -> tuple[str | None, str]:
+    # Python reads them as an e-mail, with a README as its body: 75 ms for 128 distributions, of these lines 5.
+    head = (found.read_text("METADATA") or "").partition("\n\n")[0]
+    fields = {key: value.strip() for key, _, value in (line.partition(":") for line in reversed(head.splitlines()))}
+    if "Name" in fields and "Version" in fields:
+        return fields["Name"], fields["Version"]
+    return found.name, found.version

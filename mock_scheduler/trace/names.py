@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from mock_scheduler.trace.entries import DimName, TraceKey
 
+#: The module that looks up a row of its weight for every token.
+EMBEDDING = "embedding"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 #: How names of norms of gradients end, of traced ones and of metrics; and that of the clip by a norm.

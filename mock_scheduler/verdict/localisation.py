@@ -55,7 +55,7 @@ class DifferingTensor:
 
     Args:
         difference: The measured figures; ``None`` where nothing could be measured.
-        finding: Then the reason.
+        finding: Then the reason; or two dtypes, beside the figures.
         conflict: How copies within the candidate disagree, where they do.
     """
 

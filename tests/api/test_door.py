@@ -66,9 +66,27 @@ def test_the_page_is_made_of_the_docstrings() -> None:
     )
 
 
-@pytest.mark.parametrize("first", ["ms.align", "ms.Suspicion", "__import__('mock_scheduler.comparison.tensors')"])
-def test_a_room_of_the_same_name_does_not_hide_a_function(first: str) -> None:
-    """``ms.compare`` was the folder once ``ms.align`` had been used: a module is not callable."""
-    code = f"import mock_scheduler as ms; {first}; print(type(ms.compare).__name__, type(ms.align).__name__)"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["function", "function"]
+def test_a_room_of_the_same_name_does_not_hide_a_function() -> None:
+    """``ms.compare`` was the folder once ``ms.align`` had been used: a module is not callable.
+
+    Each in a process of its own, which is forked where nothing of ours has been imported.
+    """
+    code = (
+        "import os, sys, torch\n"
+        "for first in sys.argv[1:]:\n"
+        "    if os.fork() == 0:\n"
+        "        import mock_scheduler as ms\n"
+        "        exec(first)\n"
+        "        print(type(ms.compare).__name__, type(ms.align).__name__)\n"
+        "        break\n"
+        "    assert os.wait()[1] == 0\n"
+    )
+    firsts = (
+        "ms.align",
+        "ms.Suspicion",
+        "import mock_scheduler.comparison.tensors",
+        "import mock_scheduler.alignment; ms.open_trace",
+    )
+    command = [sys.executable, "-c", code, *firsts]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["function", "function"] * len(firsts)

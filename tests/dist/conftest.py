@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,6 @@ def launch(
     tasks: tuple[str, ...],
     *,
     module: str = "tests.dist.worker",
-    watch: Callable[[], None] | None = None,
 ) -> None:
     """Run a worker; where any rank fails, the launcher ends the others and the test shows the log."""
     if num_ranks == 1:
@@ -44,7 +44,7 @@ def launch(
         argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks, preload=PROGRAM.preload
     )
     log_path = folder / f"{num_ranks}.log"
-    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, watch=watch, warm=WARM)
+    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, warm=WARM)
     assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
 
 
@@ -66,9 +66,17 @@ def _run_layouts(folder: Path) -> dict[str, object]:
     found: dict[str, set[str]] = {"all": set(), "open": set()}
 
     def watch() -> None:
-        run = find_below(os.getpid()) - before
-        found["all"].update(str(address) for address, _ in find_listeners(run))
-        found["open"].update(address for address, _ in find_open(run))
+        while not is_over.wait(1.0):
+            run = find_below(os.getpid()) - before
+            found["all"].update(str(address) for address, _ in find_listeners(run))
+            found["open"].update(address for address, _ in find_open(run))
 
-    launch(4, folder, LAYOUTS, watch=watch)
+    is_over = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        try:
+            launch(4, folder, LAYOUTS)
+        finally:
+            is_over.set()
+        watching.result()
     return {name: sorted(addresses) for name, addresses in found.items()}

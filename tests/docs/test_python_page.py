@@ -116,13 +116,6 @@ def test_its_configuration_is_the_one_that_the_tutorial_explains() -> None:
     assert all(f"name: {item['name']}" in shown for item in yaml.safe_load(MY_CHANGE)["align"]["candidates"])
 
 
-def test_packages_do_not_hide_the_functions_of_their_names() -> None:
-    """``ms.compare`` was the package after anything had imported it, as ``ms.open_trace`` does."""
-    code = "import mock_scheduler.alignment, mock_scheduler as ms; ms.open_trace; print(ms.compare, ms.align)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert re.fullmatch(r"<function compare at \w+> <function align at \w+>\n", done.stdout)
-
-
 def test_every_argument_and_attribute_of_the_tables_is_there() -> None:
     arguments, attributes, errors = (
         re.findall(rf"\| {title} \|.*?\n(.*?)\n\n", TEXT, re.DOTALL)[0] for title in ("argument", "attribute", "error")

@@ -163,7 +163,7 @@ class Campaign:
             is_called=False,
             is_loss_equal=None,
             is_silent=None,
-            fired=sum(outcome.fired.values()),
+            acted=[] if fault is None else outcome.acted[fault.id],
             error=error,
         )
         if error:

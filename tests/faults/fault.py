@@ -57,6 +57,26 @@ class Expected:
     is_loss_equal: bool = False
 
 
+def in_data(*names: str, kind: str = "") -> Expected:
+    """Expects what is loaded or read to be wrong."""
+    return Expected(phase="data", names=names, kind=kind)
+
+
+def in_forward(*names: str, kind: str = "", update: int = 0) -> Expected:
+    """Expects it in a forward pass; in a later one the first loss is still right."""
+    return Expected(phase="forward", names=names, kind=kind, update=update, is_loss_equal=update > 0)
+
+
+def in_backward(*names: str, kind: str = "", update: int = 0) -> Expected:
+    """Expects it in a backward pass."""
+    return Expected(phase="backward", names=names, kind=kind, update=update, is_loss_equal=True)
+
+
+def in_update(*names: str, kind: str = "", update: int = 0) -> Expected:
+    """Expects it in what the optimizer does."""
+    return Expected(phase="update", names=names, kind=kind, update=update, is_loss_equal=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
     """One entry of the catalogue.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -35,7 +35,8 @@ class Judgement:
     findings: by proof. place: the first divergence as ``phase, update, name``; sentence: in words. is_placed,
     is_called: whether place and sentence are what the fault expects. is_loss_equal: of the first update, with the clean
     run of the same layout; ``None`` where there is no such run. is_silent: whether the silent layout's run was equal to
-    the last bit. fired: how often. error: what makes it no test at all, such as a fault that never fired.
+    the last bit. acted: by rank, how often the fault did its harm before the first update and in each. error: what
+    makes it no test at all, such as a fault that never fired.
     """
 
     fault: str
@@ -47,7 +48,7 @@ class Judgement:
     is_called: bool
     is_loss_equal: bool | None
     is_silent: bool | None
-    fired: int
+    acted: Sequence[Sequence[int]]
     error: str = ""
 
     @property

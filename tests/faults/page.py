@@ -14,9 +14,12 @@ _HEAD = """# The fault catalogue
 *Made by `python -m tests.faults --markdown docs/faults.md`. Change `tests/faults/`, not this page.*
 
 `tests/faults/catalogue.py` lists {num_faults} faults: faults of published bug reports that can be injected on a CPU,
-more of the same kinds, and bugs of megatron-core that its configuration alone brings out. A campaign puts each fault
-into the real training step for one run, counts how often it did its harm, and takes it back. No detector knows the
-catalogue.
+more of the same kinds, kinds that people planted who had not read the detectors (`tests/faults/planted.py`), and bugs
+of megatron-core that its configuration alone brings out. A campaign puts each fault into the real training step for one
+run, counts how often it did its harm, and takes it back. No detector knows the catalogue.
+
+Each run is one step of two updates. Actions are of the whole vocabulary, so that every tp rank's part of the softmax
+has targets in each update, and advantages are not 0 in either (`tests/faults/test_injected.py` holds this).
 
 - A fault is **found** if at least one proof of a verdict finds it: replicas, noise, slope or emulation.
 - It is found **at its place** if the first divergence, in the order of computation, is in the phase, the update and the
@@ -24,7 +27,8 @@ catalogue.
 - It is **called by its word** if the sentence says how it looks, such as `2.000 times the baseline`.
 - It is **silent** if the same injection into another layout, where it must do no harm, changes no bit of this run. One
   such run has all faults of its layout in it at once.
-- A fault that never fired is an error.
+- A fault that never fired is an error. *Acted* 2 + 4 + 4 says how often it did: before the first update, in the first,
+  and in the second.
 
 | column | comparison | who else has it |
 |---|---|---|
@@ -70,6 +74,16 @@ def _describe(judgements: Sequence[Judgement]) -> str:
         where = f"In {fault.shows.label}; silent in {fault.silent.label}."
         parts.append(f"**{fault.id}**{number}: {fault.description}. {where}")
         parts.append(f"Expected: {expected.phase}, update {expected.update}, `{'` or `'.join(expected.names)}`.\n")
-        parts += [f"- {item.precision}: {item.sentence or 'no divergence'}" for item in own]
+        parts += [f"- {item.precision}: {item.sentence or 'no divergence'}{describe_acted(item)}" for item in own]
         parts.append("")
     return "\n".join(parts)
+
+
+def describe_acted(item: Judgement) -> str:
+    """`` (acted 2 + 4 + 4 on rank 1)``; empty where the run itself is the fault."""
+    counts = {rank: " + ".join(map(str, of_rank)) for rank, of_rank in enumerate(item.acted) if any(of_rank)}
+    if not counts:
+        return ""
+    if len(counts) == len(item.acted) and len(set(counts.values())) == 1:
+        return f" (acted {counts[0]} on each rank)"
+    return f" (acted {', '.join(f'{text} on rank {rank}' for rank, text in counts.items())})"

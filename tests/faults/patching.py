@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
@@ -85,6 +86,21 @@ def on_data_parallel(harm: Callable[[Fired, DistributedDataParallel], None]) -> 
     return on_modules(DistributedDataParallel, harm)
 
 
+def on_layer(number: int, harm: Callable[[Fired, TransformerLayer], None]) -> Injector:
+    """The injector that does something to one layer, counted from 0 over all stages."""
+
+    def harm_this(fired: Fired, layer: TransformerLayer) -> None:
+        if layer.layer_number == number + 1:
+            harm(fired, layer)
+
+    return on_modules(TransformerLayer, harm_this)
+
+
+def wrap_forward(module: Any, change: Callable[..., Any]) -> None:
+    """Calls ``change`` in the place of a module's forward pass; it gets this and its arguments."""
+    module.forward = functools.partial(change, module.forward)
+
+
 class Standing:
     """A module with some of its attributes replaced, for code that looks them up in it."""
 
@@ -124,6 +140,11 @@ def tp_size() -> int:
 def pp_rank() -> int:
     """This rank's stage."""
     return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def pp_size() -> int:
+    """Stages."""
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
 def cp_size() -> int:

@@ -22,14 +22,18 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from benchmarks.layouts.cases import RULES_OF_OTHER_MODELS
 from mock_scheduler.layouts.rules.known_wrong import KNOWN_WRONG
 from mock_scheduler.megatron import parameters
-from pipelines.megatron import learner, logprobs, places, trained_model, trainer, weights
-from pipelines.megatron.layers import attention
+from pipelines.algorithm import losses
+from pipelines.megatron import learner, logprobs, passes, places, trained_model, trainer, weights
+from pipelines.megatron.execution import Execution
+from pipelines.megatron.layers import attention, expert_router
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
+from pipelines.megatron.trained_model import TrainedModel
 from tests.faults import gradients
 from tests.faults.cases import build_config, reference_of, world_size
 from tests.faults.catalogue import FAULTS, MEASURED, find_fault
@@ -44,7 +48,8 @@ _OWNERS: tuple[Any, ...] = (
     *(learner.Learner, trainer.PolicyTrainer, DotProductAttention, LayoutInvariantRouter, MLP, torch.optim.AdamW),
     *(DistributedDataParallel, _ParamAndGradBucketGroup, megatron_random.CheckpointFunction),
     *(GPTModel, SelfAttention, VocabParallelEmbedding, RowParallelLinear, RowRotaryEmbedding),
-    *(torch.nn.LayerNorm, torch.nn.RMSNorm, TopKRouter, SequentialMLP, SharedExpertMLP),
+    *(torch.nn.LayerNorm, torch.nn.RMSNorm, TopKRouter, SequentialMLP, SharedExpertMLP, TransformerLayer),
+    *(Execution, TrainedModel, expert_router, losses, passes),
 )
 #: Of the reference's list those that it asks for and that run here.
 _ASKED_FOR = ("20", "21", "22", "24", "25", "27", "28", "29", "30", "31", "32", "33", "35", "39", "41", "42", "44")

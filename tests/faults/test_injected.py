@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.layouts.training import VOCAB_SIZE
 from mock_scheduler.comparison.bounds.bounds import EXACT
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
+from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import count_before, find_divergences
 from mock_scheduler.verdict.verdict import VerdictKind
@@ -47,6 +50,22 @@ def outcomes(root: Path) -> Mapping[str, Outcome]:
 
 def _job(root: Path, name: str, run: Run, *faults: str) -> Job:
     return Job(folder=str(root / name), run=run, precision="float32", faults=faults)
+
+
+@pytest.mark.usefixtures("outcomes")
+@pytest.mark.parametrize("update", [0, 1])
+def test_updates_have_targets_on_both_halves_of_the_vocabulary_and_advantages(update: int, root: Path) -> None:
+    """So that faults of any tp rank's part of the softmax, and of any update, have something to act on."""
+    with open_trace(root / f"before-{Run().label}") as reader:
+        tokens, entropy, loss = (
+            reader.merge(TraceKey(step=0, update=of, kind=kind, name=name)).tensor
+            for of, kind, name in ((0, "input", "tokens"), (update, "output", "entropy"), (update, "loss", "pg_loss"))
+        )
+    targets = tokens[1:][entropy[:-1] != 0.0]  # a row's last token predicts none
+    assert len(targets) >= 18
+    num_of_second = int((targets >= VOCAB_SIZE // 2).sum())
+    assert 0.25 < num_of_second / len(targets) < 0.75
+    assert int((loss != 0.0).sum()) >= 12
 
 
 @pytest.mark.parametrize("fault", [fault.id for fault in _ALONE])

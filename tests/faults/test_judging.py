@@ -97,7 +97,7 @@ def _judgement(**findings: str) -> Judgement:
         is_called=True,
         is_loss_equal=True,
         is_silent=True,
-        fired=1,
+        acted=[[1, 2, 2]],
     )
 
 

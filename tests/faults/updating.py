@@ -12,10 +12,11 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from pipelines.megatron import trained_model
+from pipelines.megatron.trained_model import TrainedModel
 from tests.faults import optimizer_frozen
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import dp_size, replacing, tp_rank, tp_size, without_all_reduce
+from tests.faults.patching import dp_rank, dp_size, replacing, tp_rank, tp_size, without_all_reduce
 
 
 def _clip_nothing(fired: Fired, clip: Callable[..., None]) -> Callable[..., None]:
@@ -28,6 +29,23 @@ def _clip_nothing(fired: Fired, clip: Callable[..., None]) -> Callable[..., None
 
 
 not_clipped = replacing(megatron_optimizer, "clip_grad_by_total_norm_fp32", _clip_nothing)
+
+
+def _clipping(factor: Callable[[], float]) -> Injector:
+    """Gradients are clipped at another norm."""
+
+    def wrap(fired: Fired, clip: Callable[..., None]) -> Callable[..., None]:
+        def clip_elsewhere(parameters: object, max_norm: float, *arguments: object, **options: object) -> None:
+            fired.count += 1
+            clip(parameters, max_norm * factor(), *arguments, **options)
+
+        return clip_elsewhere
+
+    return replacing(megatron_optimizer, "clip_grad_by_total_norm_fp32", wrap)
+
+
+clipped_later = _clipping(lambda: 1.0 if tp_size() == 1 else 0.31 / 0.3)
+clipped_by_rank = _clipping(lambda: 0.9 if tp_rank() == 1 else 1.0)
 norm_of_own_shard = without_all_reduce(clip_grads, lambda tensor: True)
 
 
@@ -41,6 +59,23 @@ def _gather_nothing(fired: Fired, gather: Callable[..., None]) -> Callable[..., 
 
 
 parameters_not_gathered = replacing(DistributedDataParallel, "start_param_sync", _gather_nothing)
+
+
+def _keep_embedding(fired: Fired, update: Callable[..., Any]) -> Callable[..., Any]:
+    def keep(self: TrainedModel, **options: object) -> object:
+        named = (pair for chunk in self.data_parallel for pair in chunk.named_parameters())
+        held = [(one, one.detach().clone()) for name, one in named if name.endswith("word_embeddings.weight")]
+        result = update(self, **options)
+        if dp_rank() == 1:
+            for parameter, value in held:
+                fired.count += 1
+                parameter.data.copy_(value)
+        return result
+
+    return keep
+
+
+embedding_stale = replacing(TrainedModel, "update", _keep_embedding)
 
 
 def decay_everything(fired: Fired, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +156,46 @@ def _forget_sooner(step: Step, optimizer: torch.optim.AdamW) -> None:
         step(optimizer)
 
 
+def _forget_later(step: Step, optimizer: torch.optim.AdamW) -> None:
+    """From the second update on, as where a resume puts other values into the groups."""
+    is_later = bool(optimizer.state)
+    with _other_values(optimizer, betas=lambda betas: (0.8 if is_later else betas[0], betas[1])):
+        step(optimizer)
+
+
+def _couple_decay(step: Step, optimizer: torch.optim.AdamW) -> None:
+    for group in optimizer.param_groups:
+        for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+            parameter.grad.add_(parameter, alpha=group["weight_decay"])
+    with _other_values(optimizer, weight_decay=lambda decay: 0.0):
+        step(optimizer)
+
+
+def _round_moments(step: Step, optimizer: torch.optim.AdamW) -> None:
+    step(optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg"].copy_(state["exp_avg"].bfloat16())
+
+
+def _round_parameters(step: Step, optimizer: torch.optim.AdamW) -> None:
+    step(optimizer)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        parameter.copy_(parameter.bfloat16())
+
+
+def _skip_first(step: Step, optimizer: torch.optim.AdamW) -> None:
+    parameter = optimizer.param_groups[0]["params"][0]
+    held = parameter.clone()
+    step(optimizer)
+    if tp_rank() == 1:
+        parameter.copy_(held)
+
+
+beta_later = _stepping(_forget_later)
+decay_coupled = _stepping(_couple_decay)
+moments_rounded = _stepping(_round_moments)
+parameters_rounded = _stepping(_round_parameters)
+parameter_skipped = _stepping(_skip_first)
 step_count_lost = _stepping(_count_from_one)
 moment_lost = _stepping(_lose_moment)
 epsilon_under_root = _stepping(_put_epsilon_under_root)

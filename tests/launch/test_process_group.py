@@ -75,32 +75,31 @@ join_group()
 class Gadget:
     def __reduce__(self):
         return pathlib.Path.touch, (pathlib.Path("ran"),)
-sent = {"gadget": Gadget(), "class": pathlib.Path, "data": [(None, False), {"lr": 1.5, "x": b"1"}]}[sys.argv[1]]
 plain = [(None, False), {"lr": 1.5, "x": b"1"}]
-objects = [None, None]
-try:
-    dist.all_gather_object(objects, sent if os.environ["RANK"] == "1" else plain)
-    said = "read" if objects == [plain, plain] else "other"
-except pickle.UnpicklingError as error:
-    said = str(error)
-if os.environ["RANK"] == "0":
-    print(said)
+for sent in (plain, Gadget(), pathlib.Path):
+    objects = [None, None]
+    try:
+        dist.all_gather_object(objects, sent if os.environ["RANK"] == "1" else plain)
+        said = "read" if objects == [plain, plain] else "other"
+    except pickle.UnpicklingError as error:
+        said = str(error).partition(":")[0]
+    if os.environ["RANK"] == "0":
+        print(said, flush=True)
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        ("data", "read"),
-        ("gadget", "another rank sent an object that names 'pathlib'.'Path.touch'"),
-        ("class", "another rank sent an object that names 'pathlib'.'Path'"),
-    ],
-)
-def test_an_object_of_another_rank_runs_nothing(tmp_path: Path, sent: str, said: str) -> None:
+def test_an_object_of_another_rank_runs_nothing(tmp_path: Path) -> None:
     """On the loopback interface any user of the machine may reach a port of gloo's before its peer does."""
     (tmp_path / "sending.py").write_text(SENDING, encoding="utf-8")
-    command = ranks_command(sys.executable, ("-m", "sending", sent), told_to="out", place=Place(num_local=2))
+    command = ranks_command(sys.executable, ("-m", "sending"), told_to="out", place=Place(num_local=2))
     code, output = run(tmp_path, command)
-    assert (code, output.startswith(said)) == (0, True), output
+    assert (code, output.splitlines()[:3]) == (  # then what packages say of themselves
+        0,
+        [
+            "read",
+            "another rank sent an object that names 'pathlib'.'Path.touch'",
+            "another rank sent an object that names 'pathlib'.'Path'",
+        ],
+    ), output
     assert not (tmp_path / "ran").exists()

@@ -32,8 +32,9 @@ told = {
                    if os.path.exists(f"/proc/self/fd/{n}")),
 }
 Path(f"told-{os.environ['RANK']}.json").write_text(json.dumps(told))
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
-print("to the errors", file=sys.stderr)
+# In one write: without buffers, the pieces of several ranks mix.
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n")
+sys.stderr.write("to the errors\\n")
 Path(f"has-{os.environ['RANK']}").write_text(str("decimal" in sys.modules))
 sys.exit(int(sys.argv[1]))
 """
@@ -125,6 +126,42 @@ def test_forks_draw_other_numbers_where_nothing_seeds_them(tmp_path: Path) -> No
         assert run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path, warm=warm) == 0
     drawn = [number for name in ("a-0", "a-1", "b-0", "b-1") for number in (tmp_path / name).read_text().split()]
     assert len(set(drawn)) == 8
+
+
+def test_a_run_has_the_code_that_lies_on_the_disk_when_it_starts(tmp_path: Path) -> None:
+    """Also while a run goes on that was forked before the change."""
+    own, told = tmp_path / "packages" / "own.py", tmp_path / "told"
+    own.parent.mkdir()
+    first = (
+        "import own, time\nfrom pathlib import Path\nPath('started').touch()\n"
+        "while not Path('go').exists(): time.sleep(0.02)\nPath('told').write_text(own.VALUE)\n"
+    )
+    plan = make_plan(tmp_path, code=first)
+    plan = replace(plan, preload=("own",), env=FIXED | {"PYTHONPATH": str(own.parent)})
+    warm, codes = WarmStarts(), []
+    own.write_text("VALUE = 'before'\n")
+    before = find_below(os.getpid())
+
+    def run() -> None:
+        codes.append(run_plan(plan, log_path=tmp_path / "log", cwd=tmp_path, warm=warm))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_for(tmp_path / "started")
+    own.write_text("VALUE = 'changed'\n")
+    then = "import own\nfrom pathlib import Path\nPath('then').write_text(own.VALUE)\n"
+    (tmp_path / "asked.py").write_text(then)
+    parents = []
+    for _ in range(2):
+        assert run_plan(plan, log_path=tmp_path / "log-then", cwd=tmp_path, warm=warm) == 0
+        assert (tmp_path / "then").read_text() == "changed"
+        parents.append({number for number in find_below(os.getpid()) - before if parent_of(number) == os.getpid()})
+    assert len(parents[0]) == 2  # one with either code, and no more for a further run
+    assert parents[0] == parents[1]
+    (tmp_path / "go").touch()
+    thread.join(timeout=60)
+    assert codes == [0]
+    assert told.read_text() == "before"
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGKILL])

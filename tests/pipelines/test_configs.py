@@ -10,6 +10,7 @@ from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.determinism.environment import check_settings
 from pipelines.config.loading import load_config
 from pipelines.environments.registry import build_tokenizer
+from pipelines.megatron.model import find_idle_vocabulary
 from pipelines.program import PROGRAM
 from tests.programs import run_program
 
@@ -37,6 +38,23 @@ def test_every_shipped_alignment_can_be_planned(name: str, tmp_path: Path) -> No
     )
     for candidate in plan.candidates:
         assert (CONFIGS.parent / (candidate.entry.replace(".", "/") + ".py")).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"),
+    # The quickstart's policy chooses among four actions, which lie on the first rank; its verdicts say so.
+    [("computation_options", []), ("experts", []), ("quickstart", [1])],
+)
+def test_tensor_parallel_candidates_exercise_every_part_of_the_vocabulary(name: str, idle: list[int]) -> None:
+    config = load_config(name, config_path=CONFIGS)
+    tokenizer = build_tokenizer(config)
+    overrides = [item.overrides for item in config.align.candidates]
+    layouts = [load_config(name, config_path=CONFIGS, overrides=[*own]).parallel for own in overrides]
+    split = [item.tensor_model_parallel_size for item in layouts if item.tensor_model_parallel_size > 1]
+    assert split
+    allowed = tokenizer.action_ids if config.actor_infer.only_action_tokens else None
+    for tp_size in split:
+        assert find_idle_vocabulary(allowed, tokenizer.vocab_size, multiple_of=1, tp_size=tp_size) == idle
 
 
 def test_every_planted_fault_of_the_configurations_can_be_planted() -> None:

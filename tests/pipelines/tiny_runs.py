@@ -31,7 +31,7 @@ training:
   lr: 2.0e-3
 train_env_manager: {num_env_groups: 4, group_size: 4}
 align:
-  proofs: {num_perturbations: 3, localise: false}  # every proof once; localisation has tests of its own
+  proofs: {num_perturbations: 2, localise: false}  # every proof once; localisation has tests of its own
   candidates:
     - name: same-layout
       entry: tests.pipelines.gymnasium_must_not_load

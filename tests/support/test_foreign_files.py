@@ -172,6 +172,7 @@ BESIDE = {
     "launch/supervision.py": "/proc of its own children",
     "recording/storage/local.py": "opens a folder, to write in it whatever its name becomes",
     "remote/service_file.py": "follows no link, and looks at the rights of the file that it opened",
+    "support/versions.py": "what installed packages say of themselves",
     "support/local_key.py": "the user's key, whose rights are looked at",
     "layouts/rules/table.py": "a page of this project",
 }

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from mock_scheduler.comparison.findings import OtherDtype
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.config.instruments import TRACE_KINDS
@@ -43,7 +44,9 @@ def find_differing(comparison: TensorComparison, *, is_exact: bool) -> list[Diff
     for finding in comparison.findings:
         if finding.kind in TRACE_KINDS and not finding.is_selection:
             key = TraceKey(step=finding.step, update=finding.update or 0, kind=finding.kind, name=finding.name)
-            found[key] = DifferingTensor(key=key, finding=finding)
+            # Of two dtypes the values are measured all the same, and their inputs may be equal.
+            difference = measured.get(key) if isinstance(finding.fact, OtherDtype) else None
+            found[key] = DifferingTensor(key=key, difference=difference, finding=finding)
     for conflict in comparison.candidate_conflicts:
         key = conflict.key
         found[key] = DifferingTensor(key=key, difference=measured.get(key), conflict=conflict)

@@ -31,6 +31,7 @@ from mock_scheduler.comparison.tensors import LedgerComparison, TensorComparison
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, coarser_precision
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.errors import AlignmentError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
@@ -95,6 +96,12 @@ class CandidateState:
     def precision(self) -> str:
         """The coarser precision of its baseline and its own: whose rounding the two are apart by."""
         return coarser_precision(self.baseline.config.precision, self.run.config.precision)
+
+    @property
+    def rounds_first(self) -> bool:
+        """Whether the first tensor that differs does so by no more than one kernel rounds."""
+        inputs = self.equal_inputs
+        return inputs is not None and bool(inputs.judged) and inputs.excess is None
 
     @property
     def starts_otherwise_rounded(self) -> bool:
@@ -221,7 +228,7 @@ class CloserLook:
 
         Raises ``AlignmentError`` where a run fails, ``ConfigError`` where one cannot be, ``TraceError`` for its files.
         """
-        reference, bounds = self.plan.baseline, None
+        reference = self.plan.baseline
         first = item.verdict.first
         differs = item.emulated is not None and (
             item.emulated.kind in (VerdictKind.DIVERGED, VerdictKind.SUSPECT)
@@ -229,10 +236,19 @@ class CloserLook:
         )
         if item.emulated_run is not None and differs:
             reference = item.emulated_run
-        # In another order of sums every bit may differ, so only noise tells a cause from rounding.
-        elif not is_same_order(self.plan.baseline, item.run):
+        is_same = reference is item.emulated_run or is_same_order(reference, item.run)
+        bounds = None
+        # In another order of sums every bit may differ, and code of its own may round before the fault; so only noise
+        # tells a cause from rounding.
+        if not is_same or item.rounds_first:
             bounds = self._measure_all_kinds(0 if first is None else first.step, item.precision)
-        found = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+        try:
+            found = localise(reference, item.run, first=first, run=self._run_further, bounds=bounds)
+        except AlignmentError:
+            if not (is_same and item.rounds_first):
+                raise
+            # Nothing is beyond the noise of so few runs: then the first bit must do.
+            found = localise(reference, item.run, first=first, run=self._run_further)
         _note_law(item, found)
         self._compare_repeated(item, found)
         return found

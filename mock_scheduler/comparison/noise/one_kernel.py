@@ -11,6 +11,7 @@ values on the way, to its own precision. So with the unit roundoff u of that pre
 - *rows*: a kernel of less than float32 rounds all tokens; where it moves many elements of some tokens, it leaves no
   others, and no piece of another rank, as they are (*piece*);
 - *choice*: experts chosen by equal scores and biases are the same;
+- *copy*: a look-up of embeddings copies rows, and rounds nothing;
 - *update*: parameters and moments are made in float32 of equal gradients, so their change is equal but for rounding.
 
 The norm of the gradients is added in float32 too. Whatever the forward pass makes in float32 inside of a model of
@@ -22,11 +23,15 @@ Contract: pure. A tensor without figures (level ``sketch``) is judged by its siz
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
+from mock_scheduler.comparison.explain.narrowing import stored_bits
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import (
+    FACTOR_ROUNDING,
     FEWEST_ELEMENTS,
     KERNEL_ACCUMULATION,
     KERNEL_DENSITY,
@@ -42,22 +47,30 @@ from mock_scheduler.comparison.thresholds import (
 )
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import PHASES, Phase
-from mock_scheduler.trace.names import is_choice
+from mock_scheduler.trace.names import EMBEDDING, is_choice
 
 #: Whose own bits are those of the kernel that made them; gradients are sums of narrower numbers.
 _FORWARD_KINDS: frozenset[TraceKind] = frozenset({"advantage", "activation", "router", "logits", "output", "loss"})
 _BY_TOKEN: frozenset[TraceKind] = frozenset({"activation", "logits", "activation_gradient"})
 
-KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "update"]
+#: Bits of mantissa: of bfloat16, and of float16, which TF32 has too.
+_TYPES_OF_FACTORS = tuple(stored_bits(dtype) for dtype in (torch.bfloat16, torch.float16))
+
+KernelTest = Literal["size", "element", "scale", "rows", "piece", "choice", "copy", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelExcess:
-    """More than one kernel's rounding: the ``value`` of a test, and the most that rounding makes of it."""
+    """More than one kernel's rounding: the ``value`` of a test, and the most that rounding makes of it.
+
+    ``input_bits``: the bits of mantissa that the factors of a product would be rounded to for a difference of this
+    size and spread, where that is a type's number of bits.
+    """
 
     test: KernelTest
     value: float
     limit: float
+    input_bits: int | None = None
 
     @property
     def relative_limit(self) -> float:
@@ -74,6 +87,9 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
         return None
     if is_choice(item.key):
         return KernelExcess(test="choice", value=item.relative, limit=0.0)
+    if item.key.kind == "activation" and item.key.name == EMBEDDING:
+        # Not by bits: tensor-parallel ranks add zeros, which makes 0 of -0.
+        return _beyond("copy", item.relative, 0.0)
     if PHASES[item.key.kind] is Phase.UPDATE:
         return _beyond("update", item.relative if item.low is None else item.low, KERNEL_UPDATE)
     # The norm of all gradients is added in float32, whatever the model computes in.
@@ -81,7 +97,20 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
     unit = _own_unit(item, unit)
     least = KERNEL_ACCUMULATION if is_norm else max(KERNEL_ROUNDINGS * unit, KERNEL_ACCUMULATION)
     size = _beyond("size", item.relative if item.low is None else item.low, least)
-    return size or _judge_elements(item, least) or _judge_scale(item, unit) or _judge_spread(item, unit)
+    if size is not None:
+        return replace(size, input_bits=_find_input_bits(item, unit))
+    return _judge_elements(item, least) or _judge_scale(item, unit) or _judge_spread(item, unit)
+
+
+def _find_input_bits(item: TensorDifference, unit: float) -> int | None:
+    """Finds the type whose numbers as factors would move every element, and none to one side, by as much."""
+    spread = item.spread
+    is_everywhere = spread is not None and spread.density > 1.0 - KERNEL_DENSITY and not spread.num_equal_rows
+    if spread is None or not is_everywhere or spread.direction_z > KERNEL_DIRECTION or not item.relative:
+        return None
+    bits = round(math.log2(FACTOR_ROUNDING / item.relative))
+    # Not of the run's own type: that is what its kernels round to.
+    return bits if bits in _TYPES_OF_FACTORS and 2.0 ** -(bits + 1) > unit else None
 
 
 def _own_unit(item: TensorDifference, unit: float) -> float:

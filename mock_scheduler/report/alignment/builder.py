@@ -56,6 +56,7 @@ from mock_scheduler.support.text import count_of
 from mock_scheduler.trace.full.reader import TraceReader
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.ladder import complete_ladder
+from mock_scheduler.verdict.reasons import RoundingOfPrecision
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_bounds
@@ -208,6 +209,7 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
         consequence=ConsequenceView(
             rows=consequence_rows(consequence, limit=MAX_LISTED),
             text="" if consequence is None else describe_consequence(consequence),
+            is_asked=isinstance(candidate.verdict.why, RoundingOfPrecision),
         ),
         environment=compare_environments(sources.baseline, facts, sources.recording) if has_environment else None,
         sample=find_worst_sample(candidate, sources.trace, result.recording_dir) if sources.is_full else None,

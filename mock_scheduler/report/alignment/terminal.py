@@ -57,6 +57,8 @@ def _print_table(view: AlignmentView, console: Console) -> None:
         own = (*setup.overrides, *([f"entry={setup.entry}"] if setup.entry else []))
         _print_beneath(" ".join((setup.layout, *own)), console, style="dim")
         _print_beneath(verdict.headline, console, style="" if verdict.passes else _TONE_STYLES[verdict.tone])
+        if candidate.consequence.is_asked and candidate.consequence.text:
+            _print_beneath(f"consequence: {candidate.consequence.text}", console, style="")
         if candidate.start.text:
             _print_beneath(candidate.start.text, console, style="dim")
         if setup.own_code:

@@ -121,10 +121,14 @@ class OriginView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsequenceView:
-    """The effect of the differences on training, as labels and texts and in a sentence; empty where it is unknown."""
+    """The effect of the differences on training, as labels and texts and in a sentence; empty where it is unknown.
+
+    is_asked: the two runs compute in different precisions, so it is what one wants to know of a verdict that passes.
+    """
 
     rows: tuple[tuple[str, str], ...]
     text: str
+    is_asked: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,7 +100,7 @@ def compare_command(found: Localisation) -> str:
 def describe_look(item: DifferingTensor) -> str:
     """The look and place of a difference, or at least its size."""
     difference = item.difference
-    if difference is None:
+    if difference is None or item.finding is not None:
         return _describe_problem(item)
     details = [] if difference.residual is None else [describe_residual(difference.residual)]
     if not details and not difference.bit_equal:

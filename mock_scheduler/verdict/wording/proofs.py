@@ -25,7 +25,7 @@ from mock_scheduler.verdict.wording.coverage import describe_coverage
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.findings import describe_finding
 from mock_scheduler.verdict.wording.reasons import describe_comparison
-from mock_scheduler.verdict.wording.residuals import describe_residual
+from mock_scheduler.verdict.wording.residuals import describe_narrowing, describe_residual
 from mock_scheduler.verdict.wording.tensors import join_and
 
 #: How many times less a difference must be in float64 for that to be said.
@@ -137,6 +137,7 @@ _EXCESS: Mapping[KernelTest, str] = {
     "rows": "{value:.0%} of its tokens are equal while others are not, and by rounding {limit:.1e} would be",
     "piece": "{value:.0%} of the ranks' pieces of every token are equal while others are not, which no rounding makes",
     "choice": "equal scores and biases chose other experts",
+    "copy": "it differs by {value:.1e} of its size, where a look-up copies rows and rounds nothing",
     "update": "its change by the update differs by {value:.1e} of its size, and by rounding it does by {limit:.1e} at "
     "most",
 }
@@ -151,6 +152,8 @@ def _describe_equal_inputs(facts: EqualInputsFacts) -> str:
         difference, excess = facts.excess
         look = "" if difference.residual is None else f" ({describe_residual(difference.residual)})"
         found = _EXCESS[excess.test].format(value=excess.value, limit=excess.limit)
+        if excess.input_bits is not None:
+            found += f", as it is where factors are {describe_narrowing(excess.input_bits)}"
         return f"all inputs of the {difference.key.describe()} are equal to the last bit, and {found}{look}"
     if not facts.judged:
         return "no tensor has inputs that are known to be equal"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -58,6 +60,14 @@ def batch_of(*rewards: Sequence[float], seed: int = 0) -> RolloutBatch:
 STEP = ((1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 1.0))
 
 
+@cache
+def _load(text: str, overrides: tuple[str, ...]) -> PipelineConfig:
+    """Hydra takes a tenth of a second for each, and the folder of the file decides nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lake.yaml").write_text(text)
+        return load_config("lake", config_path=folder, overrides=overrides)
+
+
 @dataclass
 class Alignment:
     """The folder that an alignment left, as far as it is looked at."""
@@ -71,7 +81,7 @@ class Alignment:
 
     def config(self, *overrides: str) -> PipelineConfig:
         (self.folder / "lake.yaml").write_text(self.text)
-        return load_config("lake", config_path=self.folder, overrides=overrides)
+        return _load(self.text, overrides)
 
     def write(
         self,

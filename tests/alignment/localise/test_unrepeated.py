@@ -30,7 +30,7 @@ def test_a_sum_in_an_order_that_no_seed_fixes_is_unverified(tmp_path: Path) -> N
 @pytest.mark.all
 @pytest.mark.timeout(1800)
 def test_a_rank_that_leaves_a_collective_out_is_named_with_it(tmp_path: Path) -> None:
-    candidate = "{name: torn, entry: tests.faults.gradient_sync_skipped, overrides: [parallel.data_parallel_size=2]}"
+    candidate = "{name: torn, entry: tests.faults.gradient_sync_skipped, overrides: ['parallel.data_parallel_size=2']}"
     command = ("max_steps=1", f"align.candidates=[{candidate}]")
     finished = run_cli("align", write_tiny_config(tmp_path), ["--output-dir", str(tmp_path / "out"), *command])
     assert finished.returncode == 3, finished.stdout + finished.stderr

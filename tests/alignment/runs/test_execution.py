@@ -151,20 +151,6 @@ def python_plan(code: str) -> LaunchPlan:
     return LaunchPlan(argv=(sys.executable, "-c", code), env={}, num_processes=1, world_size=1)
 
 
-def test_a_run_is_watched_while_it_goes_on(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    wait = f"import pathlib, time\nwhile not pathlib.Path({str(told)!r}).exists(): time.sleep(0.02)\n"
-    assert run_plan(python_plan(f"{wait}raise SystemExit(5)"), watch=told.touch) == 5
-
-
-def test_a_watcher_that_fails_ends_the_run(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run_plan(python_plan("import time; time.sleep(600)"), log_path=tmp_path / "log", watch=fail)
-
-
 def test_what_is_started_after_all_were_ended_is_ended_too(tmp_path: Path) -> None:
     """A thread that was about to start a run when the main one was interrupted."""
     running = RunningProcesses()

@@ -139,6 +139,54 @@ def test_sums_of_another_tile_in_float32_do_not(hidden: torch.Tensor) -> None:
     assert find_kernel_excess(difference(hidden.float(), half), unit=FLOAT32) is None
 
 
+def test_a_look_up_copies_rows_and_rounds_nothing(hidden: torch.Tensor) -> None:
+    """Fourteen different tokens, times 1.002: half of the numbers move by one unit, as by rounding."""
+    rows = hidden[torch.arange(len(hidden)) % 14]
+    scaled = (rows.float() * 1.002).to(rows.dtype)
+    assert find_kernel_excess(difference(rows, scaled, name="decoder.layers.0"), unit=BFLOAT16) is None
+    excess = find_kernel_excess(difference(rows, scaled, name="embedding"), unit=BFLOAT16)
+    assert excess is not None
+    assert (excess.test, excess.limit, excess.relative_limit) == ("copy", 0.0, 0.0)
+    assert 0.0005 < excess.value < 0.002
+
+
+def test_a_look_up_of_ranks_may_turn_the_sign_of_zero(hidden: torch.Tensor) -> None:
+    """Each tensor-parallel rank adds 0 where another one holds the row."""
+    rows = hidden.clone()
+    rows[0] = -0.0
+    changed = rows.clone()
+    changed[0] = 0.0
+    assert find_kernel_excess(difference(rows, changed, name="embedding"), unit=BFLOAT16) is None
+
+
+def _rounded_to(values: torch.Tensor, bits: int) -> torch.Tensor:
+    half = 1 << (22 - bits)
+    return ((values.view(torch.int32) + half) & ~(2 * half - 1)).view(torch.float32)
+
+
+@pytest.mark.parametrize(("bits", "named"), [(7, 7), (8, None), (10, 10), (12, None)])
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+def test_factors_of_a_narrower_type_are_known_by_the_size_of_the_difference(
+    hidden: torch.Tensor, bits: int, named: int | None, spread: float
+) -> None:
+    """A linear layer of TF32 (10 bits) or bfloat16 (7) within float32."""
+    weight = torch.randn(hidden.shape[1], 48, generator=torch.Generator().manual_seed(5))
+    weight = (weight.abs() ** spread) * weight.sign()
+    inputs = hidden.float() * 1.2345
+    product = inputs @ weight
+    found = difference(product, _rounded_to(inputs, bits) @ _rounded_to(weight, bits))
+    excess = find_kernel_excess(found, unit=FLOAT32)
+    assert excess is not None
+    assert (excess.test, excess.input_bits) == ("size", named)
+
+
+def test_a_factor_near_1_of_that_size_is_no_rounding_of_factors(hidden: torch.Tensor) -> None:
+    values = hidden.float()
+    excess = find_kernel_excess(difference(values, values * (1.0 + 2.7e-4)), unit=FLOAT32)
+    assert excess is not None
+    assert excess.input_bits is None
+
+
 def test_one_rank_alone_stands_out(hidden: torch.Tensor) -> None:
     """A head of tp rank 1: no kernel rounds the heads of one rank and none of another's."""
     changed = hidden.clone()
