@@ -66,9 +66,7 @@ def export(checkpoint: Path, folder: Path) -> str:
     """
     if folder.exists():
         raise ConfigError(f"{folder} is there already; give the name of a folder to make")
-    state = read_run_state(checkpoint)
-    check_files(checkpoint, state)
-    check_contents(checkpoint, state, _OneRank())
+    state = _read_whole(checkpoint)
     stored_dtype = find_dtype(state.fixed.get("precision"))
     source = read_stored_source(checkpoint, state.files) or _describe_own(checkpoint, state, stored_dtype)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -83,6 +81,17 @@ def export(checkpoint: Path, folder: Path) -> str:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return _describe(folder, state, source, stored_dtype, dtypes)
+
+
+def _read_whole(checkpoint: Path) -> RunState:
+    """Reads where the checkpointed run stood, once every bit of its files is as it was written."""
+    try:
+        state = read_run_state(checkpoint)
+        check_files(checkpoint, state)
+        check_contents(checkpoint, state, _OneRank())
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("resume_from_checkpoint: ")) from error  # no key was given here
+    return state
 
 
 def _write(

@@ -456,7 +456,7 @@ _BACKWARD = (
         inject=modules.recomputed_otherwise,
         shows=Run(option="recompute-full"),
         silent=Run(),
-        expected=in_backward("decoder.layers.1.mlp.linear_fc2", "decoder.layers.1.mlp", kind="1.01"),
+        expected=in_backward("decoder.layers.0.mlp", kind="the backward pass computed it again and got other values"),
         is_idle_where_silent=True,
     ),
     Fault(
@@ -612,7 +612,7 @@ _UPDATE = (
         inject=updating.not_clipped,
         shows=_TP2,
         silent=_DP2,
-        expected=in_update("embedding.word_embeddings.weight.exp_avg", kind="times"),
+        expected=in_update("clip", kind="coefficient"),
     ),
     Fault(
         id="rate-of-its-own",

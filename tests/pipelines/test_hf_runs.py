@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from mock_scheduler.alignment.runs.folder_digests import digest_sources
 from mock_scheduler.recording.reading.reader import RecordingReader
 from pipelines.config.loading import load_config
+from pipelines.config.model import ModelConfig
 from pipelines.program import PROGRAM
 from tests.hf_checkpoints import make_tensors, write_checkpoint
 from tests.pipelines.tiny_runs import run_command, write_tiny_config
@@ -40,6 +41,7 @@ RUNS: dict[str, list[str]] = {
         *("rollout_mock.enable=false", "adv_estimator=gae", "use_kl_loss=false", "critic.lr=1.0e-12"),
         *("training.lr=1.0e-12", "training.min_lr=0", "max_steps=1", "save_steps=1"),
     ],
+    "scratch": ["rollout_mock.enable=false", "max_steps=1", "save_steps=1"],
     "contradicted": ["model.hidden_size=64"],
     "incomplete": ["model.hf_checkpoint={root}/incomplete"],
 }
@@ -70,6 +72,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             *("~model", f"++model.hf_checkpoint={root}/origin", f"output_dir={root / name}"),
             *("use_kl_loss=true", *(f"++{override.format(root=root)}" for override in overrides)),
         ]
+        if name == "scratch":  # the model of the configuration itself
+            arguments = [argument for argument in arguments if "model" not in argument]
         cases.append({"arguments": arguments, "environ": {}})
     path = root / "cases.json"
     path.write_text(json.dumps(cases), encoding="utf-8")
@@ -158,7 +162,21 @@ def test_nothing_is_written_over_a_folder_or_of_a_damaged_checkpoint(runs: Path,
     path.write_bytes(content)
     done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(copy), str(tmp_path / "out")])
     assert (done.returncode, "is damaged" in done.stderr) == (5, True)
+    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(runs), str(tmp_path / "out")])
+    assert (done.returncode, done.stderr.startswith(f"error: {runs} is not a checkpoint")) == (5, True)
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_policy_from_scratch_is_written_as_the_model_that_it_is(runs: Path, tmp_path: Path) -> None:
+    trained = runs / "scratch" / "checkpoints" / "step_000001"
+    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(trained), str(tmp_path / "out")])
+    assert done.returncode == 0, done.stderr
+    model = ModelConfig(hf_checkpoint=str(tmp_path / "out"))
+    assert (model.num_layers, model.hidden_size, model.query_groups, model.rotary_base) == (2, 64, 2, 100)
+    stored = load_file(trained / "policy" / "rank_00000.safetensors")
+    exported = load_file(tmp_path / "out" / WEIGHTS)
+    name = "decoder.layers.1.self_attention.linear_proj.weight"
+    assert torch.equal(exported["model.layers.1.self_attn.o_proj.weight"], stored[f"parameter/{name}@0,0"])
 
 
 def test_the_next_run_begins_with_an_exported_policy(runs: Path) -> None:
