@@ -147,15 +147,10 @@ class TextTokenizer:
         """Loads the tokenizer, once in a process.
 
         Raises:
-            ConfigError: transformers is not installed, or the files are no tokenizer with a chat template.
+            ConfigError: transformers is not installed, or the files are no tokenizer with a chat template, or one with
+                more tokens than the model.
         """
-        loaded = _load(self.folder)
-        if len(loaded.tokenizer) > self.vocab_size:
-            raise ConfigError(
-                f"the tokenizer in {self.folder} has {len(loaded.tokenizer)} tokens, and the model {self.vocab_size} "
-                "(model.vocab_size): give the tokenizer of the model"
-            )
-        return loaded
+        return _load(self.folder, self.vocab_size)
 
 
 def find_tokenizer(folder: str, *, vocab_size: int, on_break: OnBreak) -> TextTokenizer:
@@ -194,7 +189,7 @@ def _read_end_ids(folder: Path) -> list[int]:
 
 
 @cache
-def _load(folder: str) -> LoadedTokenizer:
+def _load(folder: str, vocab_size: int) -> LoadedTokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -204,7 +199,7 @@ def _load(folder: str) -> LoadedTokenizer:
         ) from error
     try:
         tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises bare exceptions for files that it cannot read
         raise ConfigError(f"transformers cannot read the tokenizer in {folder}: {error}") from error
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     end_ids = frozenset([*own, *_read_end_ids(Path(folder))])
@@ -212,6 +207,11 @@ def _load(folder: str) -> LoadedTokenizer:
         raise ConfigError(f"the tokenizer in {folder} has no chat template: add chat_template.jinja")
     if not end_ids:
         raise ConfigError(f"the tokenizer in {folder} names no token that ends a turn: set eos_token in its files")
+    if len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, and the model {vocab_size} (model.vocab_size): "
+            "give the tokenizer of the model"
+        )
     return LoadedTokenizer(tokenizer=tokenizer, end_ids=end_ids)
 
 

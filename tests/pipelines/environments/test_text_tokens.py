@@ -214,10 +214,12 @@ def test_without_transformers_the_extra_is_named(folder: Path, monkeypatch: pyte
     [
         ({"eos_token": "<|im_end|>"}, "has no chat template"),
         ({"chat_template": "x"}, "names no token that ends a turn"),
+        ("not JSON", "transformers cannot read the tokenizer in"),
     ],
 )
-def test_an_unfit_tokenizer_is_refused(folder: Path, settings: dict[str, str], message: str) -> None:
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+def test_an_unfit_tokenizer_is_refused(folder: Path, settings: dict[str, str] | str, message: str) -> None:
+    text = settings if isinstance(settings, str) else json.dumps(settings)
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         find(folder).load()
 
