@@ -101,6 +101,19 @@ def test_a_run_that_plays_text_without_the_packages_names_the_extra_before_a_mod
     assert not (root / "lacking" / "checkpoints").exists()
 
 
+def test_a_second_turn_whose_first_would_be_encoded_anew_stops_the_run_by_name(root: Path) -> None:
+    """A random policy samples bytes that are no text; a worker process finds the first token that would be another."""
+    overrides = ("rollout_mock.enable=false", "custom_envs.Sums.max_steps=2")
+    stopped = run_command(
+        ["-m", "pipelines.agentic", *arguments(root, "second-turn", *overrides)],
+        environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+    )
+    assert stopped.returncode == 5, stopped.stdout + stopped.stderr
+    assert "environment of slot 0 (tag Sums, seed " in stopped.stderr
+    assert "the chat template's next prompt does not begin with the " in stopped.stderr
+    assert "text.on_template_break=end" in stopped.stderr
+
+
 def test_recorded_answers_get_the_recorded_rewards_again(root: Path) -> None:
     named = [*arguments(root, "again")[:4], "--recording", f"{root}/recording", *arguments(root, "again")[4:]]
     done = run_command(
