@@ -97,6 +97,7 @@ for values in ({"dataset": "chain_sums"}, {"dataset": "chain_sum", "dataset_conf
         check_reasoning({"A": config})
     except Exception as error:
         messages.append(str(error))
+print()  # some verifiers write to the terminal
 print(json.dumps([len(names), found, messages]))
 """
 
