@@ -343,6 +343,22 @@ def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
     assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 
+def test_coarser_gradients_in_the_baselines_own_order_are_suspect_where_code_alone_is_another() -> None:
+    """No reference is needed to add in that order; larger micro-batches make fewer sums in it, which is no fault."""
+    note = FewerBits(step=0, update=0, only="linear_qkv.weight", divisor=1, num_bits=7.2, baseline_bits=12.5)
+    assert ROUNDING.tensors is not None
+    direct = replace(ROUNDING, tensors=replace(ROUNDING.tensors, notes=(note,)))
+    code = replace(OTHER, direct=direct, changes=OwnChanges(entry="my_buffer"), is_same_order=True)
+    verdict = judge(code)
+    assert verdict.kind is VerdictKind.SUSPECT
+    assert describe_reason(verdict).startswith(
+        "within the bounds, but gradients of linear_qkv.weight at step 0, update 0 have a mantissa of 7.2 bits in the "
+        "mean, in the baseline 12.5: they are sums of coarser numbers"
+    )
+    fewer = replace(code, changes=OwnChanges(keys=("training.micro_batch_size",)))
+    assert judge(fewer).kind is VerdictKind.ROUNDING
+
+
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
     verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
     assert (verdict, found["referee"]) == (VerdictKind.DIVERGED, "refuted")
