@@ -432,6 +432,17 @@ def replay_actions(
     raise typer.Exit(code)
 
 
+@app.command(name="export-hf")
+def export_hf(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, such as step_000010", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="folder to make", show_default=False)],
+) -> None:
+    """Write a trained checkpoint as the Hugging Face checkpoint that its run began with."""
+    from mock_scheduler.commands.launch import run_export_hf  # imports Hydra: not for --help
+
+    raise typer.Exit(run_export_hf(checkpoint, folder))
+
+
 @app.command()
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(help="output_dir of each run", show_default=False)],

@@ -221,12 +221,12 @@ class Program(Protocol):
 
     ``schema``: the model of its configurations. ``entry``: the Python module of every process of a run;
     ``preload``: modules that every rank of a run imports, and that compute nothing by it, so that one process may do it
-    for all; ``replay_entry``: the one for playing recorded actions again, ``None`` where there is none.
-    ``packages``: their sources decide the bits of a run, beside the library's. ``initial_state_key``: the key for the
-    folder of a trace whose initial state a run begins with, ``None`` where runs of every layout begin alike by
-    themselves. ``quiet_keys``: values of keys to leave out work without a change of training: validation, checkpoints,
-    trackers. ``folder_keys``: values of keys to put all files of a run into its ``output_dir``. ``reductions``:
-    ``None`` where runs cannot be made smaller.
+    for all; ``replay_entry``: the one for playing recorded actions again, and ``export_entry``: the one for writing a
+    checkpoint as Hugging Face's; ``None`` where there is none. ``packages``: their sources decide the bits of a run,
+    beside the library's. ``initial_state_key``: the key for the folder of a trace whose initial state a run begins
+    with, ``None`` where runs of every layout begin alike by themselves. ``quiet_keys``: values of keys to leave out
+    work without a change of training: validation, checkpoints, trackers. ``folder_keys``: values of keys to put all
+    files of a run into its ``output_dir``. ``reductions``: ``None`` where runs cannot be made smaller.
     """
 
     @property
@@ -237,6 +237,8 @@ class Program(Protocol):
     def preload(self) -> tuple[str, ...]: ...
     @property
     def replay_entry(self) -> str | None: ...
+    @property
+    def export_entry(self) -> str | None: ...
     @property
     def packages(self) -> tuple[str, ...]: ...
     @property

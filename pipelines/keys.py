@@ -6,6 +6,14 @@ from mock_scheduler.config.base import Decides, effects_of
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from pipelines.config.schema import PipelineConfig
 
+# Younger than the first recordings and checkpoints: unset they change nothing, and older ones do not have them.
+YOUNG_KEYS = {
+    "model.hf_checkpoint": None,
+    "model.kv_channels": None,
+    "model.rope_scaling": None,
+    "model.moe_shared_expert_gate": False,
+}
+
 
 def effect_of(key: str) -> Decides:
     """Reads the effect of a dotted key of ``PipelineConfig``; raises ``KeyError`` for an unknown key."""
@@ -15,6 +23,7 @@ def effect_of(key: str) -> Decides:
 def keys_in_effect(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON]:
     """Reads every value by its dotted key, in the order of the schema, as it takes effect.
 
+    Keys in ``YOUNG_KEYS`` play a part where they are set.
     Environments that no manager names play no part. Training samples with ``actor_infer``'s arguments and has no key of
     its own for them; validation has the arguments in effect for it.
 
@@ -26,4 +35,4 @@ def keys_in_effect(config: PipelineConfig, *, vocab_size: int) -> dict[str, JSON
     values["custom_envs"] = {tag: values["custom_envs"][tag] for tag in config.tags_in_use}
     del values["train_env_manager"]["generating_args"]
     values["val_env_manager"]["generating_args"] = config.sampling("val").model_dump(mode="json")
-    return dict(iterate_leaves(values))
+    return {key: value for key, value in iterate_leaves(values) if key not in YOUNG_KEYS or value != YOUNG_KEYS[key]}

@@ -39,6 +39,7 @@ class PipelineProgram:
         "typer",
     )
     replay_entry: str | None = "pipelines.replay_actions"
+    export_entry: str | None = "pipelines.export_hf"
     packages: tuple[str, ...] = ("pipelines",)
     initial_state_key: str | None = None
     quiet_keys: Mapping[str, Plain] = field(
@@ -64,8 +65,12 @@ class PipelineProgram:
         return effects_of(PipelineConfig)
 
     def list_sources(self, config: RunConfig) -> Sequence[Path]:
-        """Lists none: all code is in ``packages``."""
-        return ()
+        """Lists the files of the Hugging Face checkpoint that a model begins with; all code is in ``packages``."""
+        folder = own_config(config).model.hf_checkpoint
+        if folder is None:
+            return ()
+        suffixes = (".safetensors", ".json")
+        return sorted(path for path in Path(folder).expanduser().iterdir() if path.suffix in suffixes)
 
     def first_step(self, config: RunConfig) -> int:
         """Reads the step at the end of the name of the checkpoint's folder."""
@@ -91,7 +96,8 @@ class PipelineProgram:
         has.
         """
         model = own_config(config).model
-        by_layer = (14 + model.moe_router_topk) * model.hidden_size + 4 * model.ffn_size
+        widest = max(model.hidden_size, model.num_attention_heads * model.head_size)
+        by_layer = (14 + model.moe_router_topk) * widest + 4 * model.ffn_size
         return 2 * (model.num_layers * by_layer + vocabulary)
 
     def order_limits(self, config: RunConfig) -> tuple[str, ...]:

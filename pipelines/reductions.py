@@ -149,7 +149,8 @@ def _iterate_dimensions(config: PipelineConfig) -> Iterator[Dimension]:
     yield from shrinking("trajectories of a group", _GROUP_SIZE, envs.group_size, _LEAST_GROUP)
     yield from shrinking("epochs", "ppo_epochs", config.ppo_epochs)
     yield from shrinking(_UPDATES, _UPDATES, config.rollout_batch_size // training.global_batch_size)
-    yield from shrinking("layers", "model.num_layers", config.model.num_layers)
+    if config.model.hf_checkpoint is None:  # its files have all of them
+        yield from shrinking("layers", "model.num_layers", config.model.num_layers)
     if training.batching == "fixed":
         size, largest = training.micro_batch_size, training.global_batch_size
         larger = tuple(size << power for power in range(1, 32) if size << power <= largest)

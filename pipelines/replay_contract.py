@@ -36,7 +36,13 @@ _VERSION_PREFIX = "version."
 _CPU_CAPABILITY = "version.cpu_capability"  # the name of an instruction set
 
 
-def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: Mapping[str, str]) -> Contract:
+def build_contract(
+    config: PipelineConfig,
+    tokenizer: GridTokenizer,
+    settings: Mapping[str, str],
+    *,
+    weights_digest: str | None = None,
+) -> Contract:
     """Builds every field of the contract.
 
     A run that goes on from a checkpoint has the contract of its beginning; the data cursor of each request is checked
@@ -45,9 +51,10 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
     Args:
         tokenizer: the one of all environments of the run.
         settings: the determinism settings read back in this process.
+        weights_digest: of the weights of ``model.hf_checkpoint``, where the model begins with them.
     """
     vocab_size = vocab_size_in_effect(config, tokenizer)
-    derived = _derived(config, tokenizer, vocab_size=vocab_size)
+    derived = _derived(config, tokenizer, vocab_size=vocab_size, weights_digest=weights_digest)
     names = {field.name for field in derived}
     configured = [field for field in _configured(config, vocab_size=vocab_size) if field.name not in names]
     return Contract(
@@ -65,7 +72,9 @@ def build_contract(config: PipelineConfig, tokenizer: GridTokenizer, settings: M
     )
 
 
-def _derived(config: PipelineConfig, tokenizer: GridTokenizer, *, vocab_size: int) -> list[ContractField]:
+def _derived(
+    config: PipelineConfig, tokenizer: GridTokenizer, *, vocab_size: int, weights_digest: str | None
+) -> list[ContractField]:
     """Builds the fields that follow from several keys, and the one whose advice is its own."""
     return [
         ContractField(
@@ -78,7 +87,7 @@ def _derived(config: PipelineConfig, tokenizer: GridTokenizer, *, vocab_size: in
         ),
         _must_match("model.vocab_size", vocab_size),
         _must_match("seed", config.seed, "The initial weights follow from seed: set it as in the recording run."),
-        _initial_weights(config, vocab_size),
+        _initial_weights(config, vocab_size, weights_digest),
         _must_match(
             "data_cursor",
             {mode: {"first_episode": first_episode(config, mode, 0)} for mode in _MODES},
@@ -87,14 +96,18 @@ def _derived(config: PipelineConfig, tokenizer: GridTokenizer, *, vocab_size: in
     ]
 
 
-def _initial_weights(config: PipelineConfig, vocab_size: int) -> ContractField:
+def _initial_weights(config: PipelineConfig, vocab_size: int, weights_digest: str | None) -> ContractField:
+    advice = "They follow from seed, the model section and the vocabulary: set these as in the recording run."
+    if config.model.hf_checkpoint is not None:
+        advice = "They are those of model.hf_checkpoint: give the checkpoint of the recording run."
     return ContractField(
         name="initial_weights",
-        value=compute_initial_weights_digest(
+        value=weights_digest
+        or compute_initial_weights_digest(
             config.model, vocab_size=vocab_size, sequence_length=config.sequence_length, seed=config.seed
         ),
         rule=Rule.MUST_MATCH,
-        advice="They follow from seed, the model section and the vocabulary: set these as in the recording run.",
+        advice=advice,
         match=Match.DIGEST,
     )
 

@@ -50,6 +50,7 @@ from pipelines.batch_metrics import (
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.megatron.hf_source import check_source, find_weight_files, read_source
 from pipelines.megatron.model import find_idle_vocabulary
 from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.run_state import RunState, checkpoint_folder, fixed_settings, training_settings
@@ -101,10 +102,12 @@ class AgenticPipeline:
         setup = read_setup(build_transformer_config(config), model=config.model, environ=os.environ)
         facts = find_conflicts(setup)
         check_conflicts(facts, setup, allowed=config.parallel.allow_known_wrong)
+        source = read_source(config.model, self._ranks)
         if resumed is not None:
             check_resumed(config, resumed, self._ranks, vocab_size=vocab_size_in_effect(config, tokenizer))
+            check_source(Path(str(config.resume_from_checkpoint)), resumed.files, source)
         self._training = build_training(
-            config, runtime, tokenizer, ranks=self._ranks, clock=self._clock, is_resumed=self._is_resumed
+            config, runtime, tokenizer, ranks=self._ranks, clock=self._clock, is_resumed=self._is_resumed, source=source
         )
         self._dumped_rollouts = open_dumped_rollouts(
             config, self._plan, vocab_size=vocab_size_in_effect(config, tokenizer)
@@ -116,7 +119,7 @@ class AgenticPipeline:
         self._scheduler = build_scheduler(
             config.rollout_mock,
             self._make_real,
-            build_contract(config, tokenizer, settings),
+            build_contract(config, tokenizer, settings, weights_digest=None if source is None else source.digest),
             ledger=self._ledger,
             plan=self._plan,
             is_writer=runtime.is_writer,
@@ -312,6 +315,8 @@ def run_pipeline(config: PipelineConfig) -> None:
     check_trace_ranks(config.trace, config.parallel)
     tokenizer = build_tokenizer(config)
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
+    if config.model.hf_checkpoint is not None:
+        find_weight_files(config.model)  # refuses its files where they are not this model's
     try:
         runtime = start_runtime(config.parallel, seed=config.seed)
         configure_logging(is_writer=runtime.is_writer)

@@ -32,6 +32,7 @@ from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
 from pipelines.keys import effect_of, keys_in_effect
 from pipelines.megatron.checkpoint import load_checkpoint, save_checkpoint
+from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.run_state import RunState
@@ -39,14 +40,17 @@ from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.observation import StepObservation, record_operations
 
 
-def service_contract(config: PipelineConfig, tokenizer: GridTokenizer) -> dict[str, JSON]:
-    """Collects every key that decides training, by its dotted name, and the vocabulary.
+def service_contract(
+    config: PipelineConfig, tokenizer: GridTokenizer, *, source: HuggingFaceSource | None = None
+) -> dict[str, JSON]:
+    """Collects every key that decides training, by its dotted name, the vocabulary, and the weights it begins with.
 
     Client and service must train by the same mathematics; layout, kernels, precision and batches are the service's own.
     """
     values = keys_in_effect(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     shared = {key: value for key, value in values.items() if _is_shared(effect_of(key))}
-    return {**shared, "vocabulary": tokenizer.digest()}
+    weights: dict[str, JSON] = {} if source is None else {"initial_weights": source.digest}
+    return {**shared, "vocabulary": tokenizer.digest(), **weights}
 
 
 def _is_shared(facts: Decides) -> bool:
@@ -68,13 +72,15 @@ class RemoteLearner:
     same code, and the service trains by that learner.
     """
 
-    def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str) -> None:
+    def __init__(
+        self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str, source: HuggingFaceSource | None = None
+    ) -> None:
         """Raises ``ServiceError`` where the service does not answer, or is another run's."""
         access = find_service(config, os.environ, url=url)
         self._client = TrainingClient(access, timeout_s=config.training_service.timeout_s)
         self._values = ValueMaker(config)
         self._score_names = needed_scores(config)
-        self.service = self._client.check(service_contract(config, tokenizer), first_step=0)
+        self.service = self._client.check(service_contract(config, tokenizer, source=source), first_step=0)
 
     def prepare(self, batch: RolloutBatch, *, step: int) -> tuple[TrainingValues, dict[str, float]]:
         """Make the values to train with, and their metrics, of rewards and, where needed, of the service's scores."""
@@ -137,7 +143,9 @@ class OwnTraining:
         ranks: RankGroup,
         clock: Clock,
         is_resumed: bool,
+        source: HuggingFaceSource | None,
     ) -> None:
+        self._source = source
         self.layout = config.parallel.describe()
         self.world_size = runtime.world_size
         self._config = config
@@ -183,7 +191,7 @@ class OwnTraining:
 
     def save(self, folder: Path, state: RunState) -> None:
         """Write a checkpoint. Collective."""
-        save_checkpoint(folder, self.learner, state)
+        save_checkpoint(folder, self.learner, state, source=self._source)
 
     def state_dict(self) -> Mapping[str, JSON]:
         """Returns the learner's state."""
@@ -196,8 +204,11 @@ class OwnTraining:
 class ServiceTraining:
     """Trains in the service of ``training_service.url``; this run has no model."""
 
-    def __init__(self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str) -> None:
+    def __init__(
+        self, config: PipelineConfig, tokenizer: GridTokenizer, *, url: str, source: HuggingFaceSource | None
+    ) -> None:
         self.layout = "that of the service"
+        self._source = source
         self.world_size = 1
         self._config = config
         self._tokenizer = tokenizer
@@ -210,7 +221,7 @@ class ServiceTraining:
         # Imports httpx, for which no other run should wait.
         from pipelines.training import RemoteLearner
 
-        self._learner = RemoteLearner(self._config, self._tokenizer, url=self._url)
+        self._learner = RemoteLearner(self._config, self._tokenizer, url=self._url, source=self._source)
         self.layout = self._learner.service.layout
 
     def make_way(self, step: int) -> None:
@@ -254,9 +265,13 @@ def build_training(
     ranks: RankGroup,
     clock: Clock,
     is_resumed: bool,
+    source: HuggingFaceSource | None = None,
 ) -> Training:
-    """Builds the trainer of this run, as ``training_service.url`` says."""
+    """Builds the trainer of this run, as ``training_service.url`` says.
+
+    ``source``: the Hugging Face checkpoint that the model begins with.
+    """
     url = config.training_service.url
     if url is not None:
-        return ServiceTraining(config, tokenizer, url=url)
-    return OwnTraining(config, runtime, tokenizer, ranks=ranks, clock=clock, is_resumed=is_resumed)
+        return ServiceTraining(config, tokenizer, url=url, source=source)
+    return OwnTraining(config, runtime, tokenizer, ranks=ranks, clock=clock, is_resumed=is_resumed, source=source)

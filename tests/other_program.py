@@ -54,6 +54,7 @@ class OtherProgram:
     entry: str = "tests.other_program"
     preload: tuple[str, ...] = ()
     replay_entry: str | None = None
+    export_entry: str | None = None
     packages: tuple[str, ...] = ()
     initial_state_key: str | None = None
     quiet_keys: Mapping[str, Plain] = field(default_factory=dict)

@@ -121,6 +121,7 @@ class CommandProgram:
     entry: str = "mock_scheduler.command_program.entry"
     preload: tuple[str, ...] = ()
     replay_entry: str | None = None
+    export_entry: str | None = None
     packages: tuple[str, ...] = ()
     initial_state_key: str | None = "initial_state"
     quiet_keys: Mapping[str, Plain] = field(default_factory=dict)

@@ -1,6 +1,7 @@
-"""``mock-scheduler launch`` runs a configuration on the processes of its layout, ``replay-actions`` its environments.
+"""``mock-scheduler launch`` runs a configuration on the processes of its layout.
 
-``replay-actions`` plays recorded actions through the environments again, in a process of its own.
+Two other modules of the program run in a process of their own: ``replay-actions`` plays recorded actions through the
+environments again, and ``export-hf`` writes a checkpoint as Hugging Face's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.launch.warm_start import WarmStarts
-from mock_scheduler.program import check_stored_code, find_program, load_config
+from mock_scheduler.program import DEFAULT_PROGRAM, check_stored_code, find_program, import_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 from mock_scheduler.support.terminal_streams import print_message
 
@@ -79,9 +80,22 @@ def run_replay_actions(
         raise ConfigError("the program of this configuration has no module that plays actions; name one by --entry")
     options = ["--recording", recording, *(["--steps", steps] if steps else [])]
     options += ["--json", str(json_path)] if json_path is not None else []
+    return _run_module("mock_scheduler.launch.entry", module, *source.arguments(), *options)
+
+
+def run_export_hf(checkpoint: Path, folder: Path) -> int:
+    """Run the module of the pipeline that writes one of its checkpoints to a new folder; return its exit code."""
+    module = import_program(DEFAULT_PROGRAM).export_entry
+    if module is None:
+        raise ConfigError("this program has no module that writes checkpoints")
+    return _run_module(module, str(checkpoint), str(folder))
+
+
+def _run_module(*arguments: str) -> int:
+    """Run a module in a process that ends with this one; return its exit code, 128 + N where signal N ended it."""
     with ending_signals_as_interrupt():
         code = subprocess.run(
-            [sys.executable, "-P", "-m", "mock_scheduler.launch.entry", module, *source.arguments(), *options],
+            [sys.executable, "-P", "-m", *arguments],
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             check=False,
         ).returncode

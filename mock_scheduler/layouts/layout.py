@@ -260,6 +260,8 @@ def _expert_limits(
         )
     if model.add_bias_linear:
         problems.append("model.add_bias_linear with experts: how their biases add is not followed; set it to false")
+    if model.moe_shared_expert_gate:
+        problems.append("model.moe_shared_expert_gate true: how the parts of the gate's products add is not followed")
     if layout.expert_tensor_parallel_size > 1:
         problems.append(
             f"expert_tensor_parallel_size {layout.expert_tensor_parallel_size}: products of parts of an expert are not "

@@ -68,7 +68,7 @@ def prepare_optimizer(dtype: torch.dtype) -> None:
     megatron_optimizer.get_grad_norm_fp32 = wide_gradient_norm if dtype is torch.float64 else get_grad_norm_fp32
 
 
-def widen_rotary(embedding: RotaryEmbedding, *, rotary_base: int) -> None:
+def widen_rotary(embedding: RotaryEmbedding, *, rotary_base: float) -> None:
     """Let the angles of a rotary embedding be float64: Megatron's frequencies are float32, and so are their cosines."""
     size = 2 * len(embedding.inv_freq)
     exponents = torch.arange(0, size, 2, dtype=torch.float64, device=embedding.inv_freq.device) / size

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from mock_scheduler.adapters.huggingface.config import read_model
 from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, PositiveInt
+from mock_scheduler.config.problems import raise_keyed
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
+
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def _as_integer(value: object) -> object:
+    """Writes a whole number one way: recordings and checkpoints compare 10000 with 10000, and not with 10000.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Base = Annotated[PositiveInt | PositiveFloat, BeforeValidator(_as_integer)]
+
+
+class RopeScalingConfig(ConfigSection):
+    """Llama 3's longer waves: those beyond ``original_max_position_embeddings`` / ``low_freq_factor`` are ``factor``
+    times as long, those below it / ``high_freq_factor`` stay, and between the two it goes over smoothly.
+    """
+
+    factor: Base = 8
+    low_freq_factor: Base = 1
+    high_freq_factor: Base = 4
+    original_max_position_embeddings: PositiveInt = 8192
+
+    @model_validator(mode="after")
+    def _check_factors(self) -> RopeScalingConfig:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} must be larger than low_freq_factor {self.low_freq_factor}"
+            )
+        return self
 
 
 class ModelConfig(ConfigSection):
     """The policy; the critic of ``adv_estimator: gae`` has the same layers and a value head.
 
+    ``hf_checkpoint``: a folder of Hugging Face's that the model begins with; its ``config.json`` gives the shape
+    (``docs/huggingface.md``). ``kv_channels``: elements of a head; unset, hidden size / heads.
     ``attention_backend``: the kernel of TransformerEngine's attention; the local layers have one of their own.
     ``num_moe_experts``: so many experts are in the MLP's place in the layers of ``moe_layer_freq`` (1: all, n: each
     n-th from the first, or one 0 or 1 per layer); the ``moe_*`` keys count only then.
@@ -25,10 +61,13 @@ class ModelConfig(ConfigSection):
     # The policy samples the rollouts, is trained, and its tensors are a checkpoint's.
     decides: ClassVar = Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE
 
+    # Only a place: what its files hold is a field of the contract, ``initial_weights``.
+    hf_checkpoint: Annotated[str | None, Decides.LABEL] = None
     num_layers: PositiveInt = 2
     hidden_size: PositiveInt = 64
     num_attention_heads: PositiveInt = 4
     num_query_groups: PositiveInt | None = None
+    kv_channels: PositiveInt | None = None
     ffn_hidden_size: PositiveInt | None = None
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     layernorm_epsilon: float = 1e-5
@@ -37,7 +76,8 @@ class ModelConfig(ConfigSection):
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
-    rotary_base: PositiveInt = 10000
+    rotary_base: Base = 10000
+    rope_scaling: RopeScalingConfig | None = None
     untie_embeddings_and_output_weights: bool = True
     init_method_std: float = Field(default=0.02, gt=0.0)
     vocab_size: PositiveInt | None = None
@@ -50,6 +90,7 @@ class ModelConfig(ConfigSection):
     moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1
     moe_ffn_hidden_size: PositiveInt | None = None
     moe_shared_expert_intermediate_size: PositiveInt | None = None
+    moe_shared_expert_gate: bool = False
     moe_router_topk: PositiveInt = 2
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     moe_router_pre_softmax: bool = False
@@ -66,6 +107,11 @@ class ModelConfig(ConfigSection):
     def query_groups(self) -> int:
         """Number of key/value groups; unset, the number of heads."""
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
@@ -86,18 +132,47 @@ class ModelConfig(ConfigSection):
             return tuple(layer % self.moe_layer_freq == 0 for layer in range(self.num_layers))
         return tuple(bool(has_experts) for has_experts in self.moe_layer_freq)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_hf_checkpoint(cls, values: Any) -> Any:  # noqa: ANN401 - whatever stands at the key
+        """Takes the shape from a Hugging Face checkpoint; refuses keys that contradict it."""
+        folder = values.get("hf_checkpoint") if isinstance(values, Mapping) else None
+        if not isinstance(folder, str):
+            return values
+        try:
+            fields = read_model(Path(folder).expanduser()).fields
+        except ConfigError as error:
+            raise_keyed(cls.__name__, [("hf_checkpoint", str(error))], values)
+        given = {name: value for name, value in values.items() if value is not None}
+        problems = [
+            (name, f"is {given[name]!r}, and {folder}/config.json has {value!r}; leave it out, or set the checkpoint's")
+            for name, value in fields.items()
+            if name in given and not _is_same(given[name], value)
+        ]
+        if problems:
+            raise_keyed(cls.__name__, problems, values)
+        return {**values, **fields}
+
     @model_validator(mode="after")
     def _check_heads(self) -> ModelConfig:
-        if self.hidden_size % self.num_attention_heads:
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}; "
+                "set kv_channels where a head has another size than their quotient"
             )
         if self.num_attention_heads % self.query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_query_groups {self.query_groups}"
             )
-        head_size = self.hidden_size // self.num_attention_heads
+        if self.rope_scaling is not None and self.position_embedding_type != "rope":
+            raise ValueError(f"rope_scaling has no effect with position_embedding_type {self.position_embedding_type}")
+        if self.position_embedding_type == "rope" and self.kv_channels is not None and self.kv_channels % 2:
+            raise ValueError(
+                f"kv_channels {self.kv_channels} is odd, and position_embedding_type rope turns a head's elements in "
+                "pairs"
+            )
+        head_size = self.head_size
         if self.position_embedding_type == "rope" and head_size % 2:
             raise ValueError(
                 f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} is an odd head size, "
@@ -149,9 +224,19 @@ class ModelConfig(ConfigSection):
                 f"moe_router_bias_update_rate {self.moe_router_bias_update_rate} has no effect without expert biases; "
                 "set moe_router_enable_expert_bias=true, or leave the rate out"
             )
+        if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
+            problems.append("moe_shared_expert_gate has no effect without moe_shared_expert_intermediate_size")
         if self.add_bias_linear and self.moe_shared_expert_intermediate_size is not None:
             problems.append("moe_shared_expert_intermediate_size needs add_bias_linear false")
         return problems
 
     def _is_changed(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+
+def _is_same(given: object, read: object) -> bool:
+    """Whether a key of the file has the checkpoint's value; both are plain values, and a section may be built."""
+    plain = given.model_dump() if isinstance(given, ConfigSection) else given
+    if isinstance(plain, Mapping) and isinstance(read, Mapping):
+        return plain.keys() == read.keys() and all(_is_same(plain[name], value) for name, value in read.items())
+    return plain == read and isinstance(plain, bool) == isinstance(read, bool)

@@ -31,8 +31,8 @@ from mock_scheduler.megatron.probe.state import read_state
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.schema import PipelineConfig
+from pipelines.megatron.parameter_shapes import parameter_shapes
 from pipelines.megatron.places import OwnBatch
-from pipelines.megatron.weights import parameter_shapes
 
 
 def token_table(micro_batch: MicroBatch, batch: RolloutBatch) -> Content:

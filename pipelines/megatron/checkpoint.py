@@ -3,7 +3,8 @@
 Contract: ``{folder}/{model}`` holds the whole tensors of each model under training as boxes (``stored_boxes``):
 ``parameter/``, ``buffer/`` (the bias of experts), and Adam's state of each parameter: ``exp_avg/``, ``exp_avg_sq/``
 and, of a bfloat16 parameter, ``fp32_param/``, each with the canonical name behind it. ``{folder}/random_states`` holds
-the random states of each rank. All are safetensors files; nothing in a checkpoint is code. Every file and folder is on
+the random states of each rank. ``{folder}/huggingface`` is there where the run began with such a checkpoint
+(``hf_source``). All others are safetensors files; nothing in a checkpoint is code. Every file and folder is on
 the disk before ``run_state.json``, written last, which seals all others: a folder without it is no checkpoint.
 The ranks write their files themselves, in their own processes: a rank that ends leaves nothing that goes on writing.
 
@@ -40,19 +41,31 @@ from mock_scheduler.megatron.optimizer_state import (
 from mock_scheduler.megatron.perturbation import Perturbation, perturb_weights
 from mock_scheduler.support.files import remove_leftovers
 from pipelines.megatron.file_seals import FileSeal, write_sealed
+from pipelines.megatron.hf_source import SOURCE_FOLDER, HuggingFaceSource, write_source
 from pipelines.megatron.learner import Learner
 from pipelines.megatron.old_checkpoint import load_old_states
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.run_state import RUN_STATE_FILE, ModelCounters, RunState, write_run_state
-from pipelines.megatron.stored_boxes import LocalTensor, StoredTensors, encode_tensors, rank_path, write_tensors
+from pipelines.megatron.stored_boxes import (
+    PARAMETER_KEY,
+    LocalTensor,
+    StoredTensors,
+    encode_tensors,
+    rank_path,
+    write_tensors,
+)
 from pipelines.megatron.trained_model import TrainedModel
 
 _RANDOM_STATES = "random_states"
-_PARAMETER, _BUFFER = "parameter", "buffer"
+_BUFFER = "buffer"
 
 
-def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
+def save_checkpoint(
+    folder: Path, learner: Learner, state: RunState, *, source: HuggingFaceSource | None = None
+) -> None:
     """Write a checkpoint: a folder per model. Every rank must call it.
+
+    ``source``: the Hugging Face checkpoint that the run began with.
 
     Raises:
         ConfigError: there is one in that folder already, or a file cannot be written.
@@ -60,7 +73,7 @@ def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
     if (folder / RUN_STATE_FILE).exists():
         raise ConfigError(f"checkpoint {folder} exists already; choose another checkpoint_config.output_dir")
     try:
-        _write(folder, learner, state)
+        _write(folder, learner, state, source)
     except OSError as error:
         raise ConfigError(
             f"checkpoint {folder} cannot be written: {error.strerror or error}. Without {RUN_STATE_FILE} it is no "
@@ -68,12 +81,12 @@ def save_checkpoint(folder: Path, learner: Learner, state: RunState) -> None:
         ) from error
 
 
-def _write(folder: Path, learner: Learner, state: RunState) -> None:
+def _write(folder: Path, learner: Learner, state: RunState, source: HuggingFaceSource | None) -> None:
     runtime = learner.runtime
     ranks = TorchRankGroup(runtime.device)
     dist.barrier()
     if runtime.is_writer:
-        for name in (*learner.models, _RANDOM_STATES):
+        for name in (*learner.models, _RANDOM_STATES, SOURCE_FOLDER):
             # Left by a run that ended while it saved: without its last file it is no checkpoint.
             shutil.rmtree(folder / name, ignore_errors=True)
         remove_leftovers(folder)
@@ -88,6 +101,8 @@ def _write(folder: Path, learner: Learner, state: RunState) -> None:
         )
     written = save_random_states(folder / _RANDOM_STATES, runtime, layout=learner.config.parallel.describe())
     seals |= {f"{_RANDOM_STATES}/{file}": seal for file, seal in written.items()}
+    if source is not None and runtime.is_writer:
+        seals |= write_source(folder, source)
     files = _gather_seals(seals, ranks)  # no rank is here before its files are on the disk
     if runtime.is_writer:
         write_run_state(folder, replace(state, counters=counters, files=files))
@@ -105,7 +120,7 @@ def _tensors_of(model: TrainedModel) -> Iterator[LocalTensor]:
     states = read_states(model.observed)
     for local in model.parameters():
         name = local.spec.name
-        yield LocalTensor(key=f"{_PARAMETER}/{name}", spec=local.spec, tensor=local.parameter)
+        yield LocalTensor(key=f"{PARAMETER_KEY}/{name}", spec=local.spec, tensor=local.parameter)
         for kind, tensor in states[local.parameter].items():
             yield LocalTensor(key=f"{kind}/{name}", spec=local.spec, tensor=tensor)
     for buffer in model.state_buffers():
@@ -164,7 +179,7 @@ def _load_tensors(
     with StoredTensors(paths) as stored:
         for local in model.parameters():
             spec, parameter = local.spec, local.parameter
-            parameter.copy_(stored.read(f"{_PARAMETER}/{spec.name}", spec, parameter.dtype))
+            parameter.copy_(stored.read(f"{PARAMETER_KEY}/{spec.name}", spec, parameter.dtype))
             dtype = state_dtype(parameter)
             states[parameter] = {
                 kind: stored.read(f"{kind}/{spec.name}", spec, dtype).to(parameter.device)

@@ -27,7 +27,7 @@ from mock_scheduler.megatron.perturbation import perturb_embedding
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.config.training import TrainingConfig
-from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding
+from pipelines.megatron.layers.attention import RowAttention, RowRotaryEmbedding, stretch_waves
 from pipelines.megatron.layers.experts import expert_mlp_spec
 from pipelines.megatron.layers.repairs import TorchNorm, ValueHead, repair_layers
 from pipelines.megatron.process_of_rank import Runtime
@@ -182,10 +182,13 @@ def _build_chunk(
     gpt.built_from = model
     if head == "value" and is_last:
         gpt.output_layer = ValueHead(transformer_config)
-    if model.position_embedding_type == "rope" and model.transformer_impl == "local":
-        gpt.rotary_pos_emb = RowRotaryEmbedding(gpt.rotary_pos_emb, num_positions=num_positions(config))
-        if transformer_config.params_dtype is torch.float64:
-            widen_rotary(gpt.rotary_pos_emb.inner, rotary_base=model.rotary_base)
+    if model.position_embedding_type == "rope":
+        if model.transformer_impl == "local" and transformer_config.params_dtype is torch.float64:
+            widen_rotary(gpt.rotary_pos_emb, rotary_base=model.rotary_base)
+        if model.rope_scaling is not None:
+            stretch_waves(gpt.rotary_pos_emb, model.rope_scaling)
+        if model.transformer_impl == "local":
+            gpt.rotary_pos_emb = RowRotaryEmbedding(gpt.rotary_pos_emb, num_positions=num_positions(config))
     repair_layers(gpt)
     if model.position_embedding_type == "learned_absolute" and gpt.pre_process:
         # Megatron makes them in float32, whatever the model's dtype.

@@ -30,6 +30,8 @@ from mock_scheduler.trace.geometry import Rectangle, intersect, rectangles_of
 from mock_scheduler.trace.shards import ShardSpec
 from pipelines.megatron.file_seals import FileSeal, write_sealed
 
+PARAMETER_KEY = "parameter"  # its whole tensors are parameter/{canonical name}
+
 _PLACE = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 # Names of safetensors' own; parameters, Adam's state, buffers and random states have no other dtypes.
 _DTYPE_NAMES = {

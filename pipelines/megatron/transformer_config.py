@@ -36,6 +36,7 @@ def build_transformer_config(config: PipelineConfig) -> TransformerConfig:
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
+        kv_channels=model.kv_channels,
         ffn_hidden_size=model.ffn_size,
         normalization=model.normalization,
         layernorm_epsilon=model.layernorm_epsilon,

@@ -35,6 +35,7 @@ from pipelines.algorithm.training_values import needed_scores
 from pipelines.config.schema import PipelineConfig
 from pipelines.debug_dump.build import build_debug_dump
 from pipelines.environments.registry import build_tokenizer, vocab_size_in_effect
+from pipelines.megatron.hf_source import read_source
 from pipelines.megatron.process_of_rank import Runtime, start_runtime, stop_runtime
 from pipelines.megatron.transformer_config import build_transformer_config, read_setup
 from pipelines.observation import StepObservation
@@ -71,12 +72,13 @@ def run_service(config: PipelineConfig) -> None:
         check_agreement(settings, ranks)
         setup = read_setup(build_transformer_config(config), model=config.model, environ=os.environ)
         check_conflicts(find_conflicts(setup), setup, allowed=config.parallel.allow_known_wrong)
+        source = read_source(config.model, ranks)
         dump = build_debug_dump(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
         observation = StepObservation(config, runtime, ranks, dump=dump, clock=Clock())
         with (
             use_ordered_reductions(config.order),
             _open_front(config) if runtime.is_writer else nullcontext() as front,
-            TrainingService(config, runtime, tokenizer, observation=observation) as service,
+            TrainingService(config, runtime, tokenizer, observation=observation, source=source) as service,
         ):
             if front is not None:
                 _serve(service, front, Path(config.output_dir))

@@ -26,6 +26,7 @@ from pipelines.algorithm.training_values import TrainingValues
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.grid_tokens import GridTokenizer
 from pipelines.environments.registry import vocab_size_in_effect
+from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.learner import Learner, ScoredStep
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.transformer_config import DTYPES
@@ -35,15 +36,25 @@ from pipelines.training import service_contract
 
 
 class TrainingService:
-    """The training of one run. ``next_step``: the step to train next. ``observation``: makes the probe of each step."""
+    """The training of one run.
+
+    ``next_step``: the step to train next. ``observation``: makes the probe of each step. ``source``: the Hugging Face
+    checkpoint that the model begins with.
+    """
 
     def __init__(
-        self, config: PipelineConfig, runtime: Runtime, tokenizer: GridTokenizer, *, observation: StepObservation
+        self,
+        config: PipelineConfig,
+        runtime: Runtime,
+        tokenizer: GridTokenizer,
+        *,
+        observation: StepObservation,
+        source: HuggingFaceSource | None = None,
     ) -> None:
         self.config = config
         self.runtime = runtime
         self.next_step = 0
-        self._contract = service_contract(config, tokenizer)
+        self._contract = service_contract(config, tokenizer, source=source)
         self._vocab_size = vocab_size_in_effect(config, tokenizer)
         self._dtype = torch.promote_types(DTYPES[config.precision], torch.float32)  # as the learner computes a loss
         self._observation = observation

@@ -81,11 +81,14 @@ def test_a_fault_of_the_baseline_alone_is_found_in_another_precision(tmp_path: P
     assert place_of(found) == ("parameter", 0, EMBEDDING)
 
 
-def test_a_float32_router_in_bfloat16_is_rounding_and_a_fault_beside_it_is_none(tmp_path: Path) -> None:
+def test_a_float32_router_in_bfloat16_is_no_divergence_and_a_fault_beside_it_is_one(tmp_path: Path) -> None:
     candidates = {"wide": PLAIN, "wide-frozen": FROZEN}
     changes = ("precision=bfloat16", f"align.entry={NARROW_ROUTER}", "align.proofs.localise=true", *EXPERTS)
     found = align(tmp_path, candidates, *changes)
-    assert found["wide"]["verdict"] == "rounding", found["wide"]["reason"]
+    # Two perturbed runs are few: where a later update is beyond their noise, float64 says that both compute the same.
+    outcomes = {proof["name"]: proof["outcome"] for proof in found["wide"]["proofs"]}
+    verdict = found["wide"]["verdict"]
+    assert verdict == "rounding" or (verdict, outcomes["referee"]) == ("suspect", "proved"), found["wide"]["reason"]
     assert found["wide-frozen"]["verdict"] == "diverged"
     assert place_of(found["wide-frozen"]) == ("parameter", 0, EMBEDDING)
     # The rounding of the router's logits comes before it, and is no cause.

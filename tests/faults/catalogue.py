@@ -612,7 +612,7 @@ _UPDATE = (
         inject=updating.not_clipped,
         shows=_TP2,
         silent=_DP2,
-        expected=in_update("embedding.word_embeddings.weight.exp_avg", kind="times"),
+        expected=in_update("clip", kind="coefficient"),
     ),
     Fault(
         id="rate-of-its-own",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mock_scheduler.trace.entries import PHASES
 from mock_scheduler.trace.entries import Phase as TracePhase
+from mock_scheduler.trace.names import CLIP
 from mock_scheduler.verdict.divergences import Divergence
 from tests.faults.evidence import OWN_PROOFS, PROOFS, Evidence, Finding
 from tests.faults.fault import Expected, Phase, Precision
@@ -18,6 +19,7 @@ Score = Literal["whole", "half", "missed"]
 _PHASES: Mapping[TracePhase, Phase] = {
     TracePhase.START: "data",
     TracePhase.DATA: "data",
+    TracePhase.RECOMPUTATION: "backward",
     TracePhase.FORWARD: "forward",
     TracePhase.SCORES: "forward",
     TracePhase.LOSS: "forward",
@@ -90,5 +92,7 @@ def is_called(text: str, expected: Expected) -> bool:
 
 
 def _phase_of(first: Divergence) -> Phase | None:
+    if first.name == CLIP:
+        return "update"
     phase = PHASES.get(first.kind)  # type: ignore[arg-type]  # a metric or row has none
     return None if phase is None else _PHASES[phase]

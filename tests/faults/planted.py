@@ -265,13 +265,13 @@ UPDATE = (
     _under_tp(
         "clipped-later",
         updating.clipped_later,
-        in_update(f"{_EMBEDDING}.exp_avg", kind="1.033 times"),
+        in_update("clip", kind="1.03333 times"),
         "under tp gradients are clipped at a norm of 0.31, not 0.3",
     ),
     _under_tp(
         "clipped-by-rank",
         updating.clipped_by_rank,
-        in_update(f"{_EMBEDDING}.exp_avg", kind="vocabulary rows 31 to 61"),
+        in_update("clip", kind="ranks at tp1"),
         "the second tp rank clips its gradients at nine tenths of the norm",
     ),
     _under_tp(

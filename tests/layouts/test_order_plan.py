@@ -181,6 +181,9 @@ def test_limits_name_what_of_experts_cannot_be_followed() -> None:
         "layout_invariant",
         "model.add_bias_linear with experts: how their biases add is not followed; set it to false",
     )
+    assert refused(dp2_ep2, {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}) == (
+        "model.moe_shared_expert_gate true: how the parts of the gate's products add is not followed",
+    )
     assert refused({**TP2_SP, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}) == (
         "expert_tensor_parallel_size 2: products of parts of an expert are not followed; set it to 1",
     )

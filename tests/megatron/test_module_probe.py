@@ -389,15 +389,44 @@ def test_an_output_of_another_size_is_refused() -> None:
     assert str(raised.value) == ("embedding: the module computed [5, 1, 8]; expected 9 numbers for each of 5 places")
 
 
-def test_a_gradient_that_never_came_is_an_error() -> None:
+def test_a_forward_pass_without_a_backward_pass_is_an_error() -> None:
     model, probe = tiny_model(), build_probe(Collected(), patterns=["decoder.layers.*"], kinds=["activation_gradient"])
     hidden = torch.ones(5, 1, HIDDEN, dtype=torch.float64, requires_grad=True)
     with pytest.raises(TraceError) as raised, probe.watching(model, 3), probe.computing(PADDED[0]):
         model.chunks[0].decoder.layers[1](hidden)
     message = str(raised.value)
-    assert message.startswith("update 3 ended without the gradient of every pass through these modules:\n")
+    assert message.startswith("update 3 ended without the backward pass of a forward pass through these modules:\n")
     assert "\n  - decoder.layers.1\n" in message
     assert "decoder.layers.0" not in message
+
+
+def test_what_the_backward_pass_does_not_reach_has_a_gradient_of_0() -> None:
+    """The first layer's output is detached: the embedding and the layer itself change nothing."""
+    collected, names = Collected(), ["decoder.layers.0", "decoder.layers.1"]
+    model, probe = tiny_model(), build_probe(collected, patterns=names, kinds=["activation_gradient"])
+    layers = model.chunks[0].decoder.layers
+    hidden = torch.ones(5, 1, HIDDEN, dtype=torch.float64, requires_grad=True)
+    with probe.watching(model, 0), probe.computing(PADDED[0]):
+        lost, _ = layers[0](hidden)
+        layers[1](lost.detach())[0].sum().backward()
+    found = {entry.spec.name: entry.tensor for entry in collected.entries}
+    assert sorted(found) == names
+    assert found["decoder.layers.0"].abs().max() == 0.0
+    assert found["decoder.layers.1"].abs().min() > 0.0
+    assert found["decoder.layers.0"].shape == found["decoder.layers.1"].shape
+
+
+def test_where_no_gradient_is_asked_for_there_is_none() -> None:
+    """Frozen parameters before the first trainable one."""
+    collected, names = Collected(), ["decoder.layers.0", "decoder.layers.1"]
+    model, probe = tiny_model(), build_probe(collected, patterns=names, kinds=["activation", "activation_gradient"])
+    layers = model.chunks[0].decoder.layers
+    layers[0].requires_grad_(False)
+    hidden = torch.ones(5, 1, HIDDEN, dtype=torch.float64)
+    with probe.watching(model, 0), probe.computing(PADDED[0]):
+        layers[1](layers[0](hidden)[0])[0].sum().backward()
+    found = sorted((entry.kind, entry.spec.name) for entry in collected.entries)
+    assert found == [("activation", names[0]), ("activation", names[1]), ("activation_gradient", names[1])]
 
 
 def test_a_pass_that_nobody_announced_is_an_error() -> None:

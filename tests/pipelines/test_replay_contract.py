@@ -13,7 +13,9 @@ from mock_scheduler.recording.contract import Contract, Match, Rule, check_contr
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
+from pipelines.keys import YOUNG_KEYS
 from pipelines.replay_contract import build_contract
+from tests.hf_checkpoints import write_checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTINGS = {
@@ -183,6 +185,40 @@ def test_a_changed_puzzle_is_refused_by_name(name: str, value: str) -> None:
     assert sorted(differing_fields(changed, contract_of(load(*SOKOBAN)))) == sorted([key, *implied])
 
 
+YOUNG = {
+    "model.kv_channels": (("model.kv_channels=8",), ["initial_weights"]),
+    "model.rope_scaling.factor": (("model.rope_scaling={factor: 32}",), list[str]()),
+    "model.moe_shared_expert_gate": (
+        ("model.moe_shared_expert_intermediate_size=32", "model.moe_shared_expert_gate=true"),
+        ["initial_weights", "model.moe_shared_expert_intermediate_size"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", YOUNG)
+def test_a_key_that_the_recording_does_not_know_is_refused_where_it_is_set(name: str) -> None:
+    overrides, implied = YOUNG[name]
+    found = differing_fields(load(*EXPERTS, *overrides), contract_of(load(*EXPERTS)))
+    assert {name, *implied} <= set(found)
+    assert all(key.startswith(("model.rope_scaling.", name, *implied)) for key in found)
+    assert differing_fields(load(*EXPERTS, *overrides), contract_of(load(*EXPERTS, *overrides))) == []
+
+
+def test_weights_of_a_hugging_face_checkpoint_are_told_by_what_they_hold(tmp_path: Path) -> None:
+    model = ["~model", f"++model.hf_checkpoint={tmp_path}"]
+    write_checkpoint(tmp_path, "qwen3")
+    config = load_config("quickstart", config_path=CONFIGS, overrides=model)
+    one, same, other = (
+        build_contract(config, build_tokenizer(config), SETTINGS, weights_digest=64 * digest)
+        for digest in ("a", "a", "b")
+    )
+    assert [difference.name for difference in same.differences(one)] == []
+    (difference,) = other.differences(one)
+    assert (difference.name, difference.is_blocking) == ("initial_weights", True)
+    assert difference.advice == "They are those of model.hf_checkpoint: give the checkpoint of the recording run."
+    assert "model.hf_checkpoint" not in {field.name for field in one.fields}
+
+
 def test_every_setting_of_sokoban_has_a_planted_change() -> None:
     names = {field.name for field in contract_of(load(*SOKOBAN)).fields if field.rule is Rule.MUST_MATCH}
     assert {
@@ -222,7 +258,7 @@ def test_every_key_is_in_the_contract_or_is_named_here() -> None:
     dumped = load().model_dump(mode="json")
     keys = set().union(*(leaves(key, value) for key, value in dumped.items() if key not in EXEMPT))
     # Sampling is in the contract under the keys that are in effect.
-    assert keys - names == {"train_env_manager.generating_args", "val_env_manager.generating_args"}
+    assert keys - names - YOUNG_KEYS.keys() == {"train_env_manager.generating_args", "val_env_manager.generating_args"}
 
 
 @pytest.mark.parametrize(("key", "value"), [("temperature", "0.5"), ("top_k", "3"), ("top_p", "0.9")])

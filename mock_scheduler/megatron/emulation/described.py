@@ -31,6 +31,7 @@ class BuiltModel:
     moe_layers: tuple[bool, ...]
     expert_ffn_size: int
     moe_shared_expert_intermediate_size: int | None
+    moe_shared_expert_gate: bool
     moe_router_load_balancing_type: str
     moe_aux_loss_coeff: float
     moe_z_loss_coeff: float
@@ -83,6 +84,7 @@ def describe_run(gpt: GPTModel, ddp_config: DistributedDataParallelConfig, order
             moe_layers=tuple(isinstance(layer.mlp, MoELayer) for layer in gpt.decoder.layers),
             expert_ffn_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
             moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+            moe_shared_expert_gate=config.moe_shared_expert_gate,
             moe_router_load_balancing_type=str(config.moe_router_load_balancing_type),
             moe_aux_loss_coeff=config.moe_aux_loss_coeff,
             moe_z_loss_coeff=config.moe_z_loss_coeff or 0.0,

@@ -7,6 +7,9 @@ the bits of the first; where its fingerprint is another, its values are written 
 the micro-batch of a second run, but the backward passes of a chunk come in the order of its forward passes, so the
 first waiting one is meant.
 
+An output that the backward pass of its micro-batch does not reach, as one that is detached, has a gradient of 0: the
+loss does not depend on it. Where no gradient is asked for, as before the first trainable parameter, there is none.
+
 A gradient is of the loss whose gradients all ranks add up: with ``calculate_per_token_loss`` the sum over the update's
 response tokens, undivided, so micro-batches do not show; without it the mean over the update's micro-batches of each
 one's mean over its tokens. Tensor parallelism leaves none of them partial: a column-parallel layer reduces its input's
@@ -20,7 +23,7 @@ Reading changes no bit: outputs are detached and copied, and wrapped methods ret
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -59,6 +62,18 @@ class _Tap:
     first: deque[tuple[Share, int | None]] = field(default_factory=deque)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Pass:
+    """An output with a graph, whose gradient has not come."""
+
+    output: ObservedOutput
+    share: Share
+    gather: Gather | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 class ModuleProbe:
     """The probe of one rank; it never communicates. ``emit`` takes each piece at once and copies all it keeps.
 
@@ -84,7 +99,8 @@ class ModuleProbe:
         self._gradient_scale = 1.0
         self._current: Share | None = None
         self._is_bypassed = False
-        self._open: Counter[str] = Counter()
+        self._open: dict[int, _Pass] = {}
+        self._reached: set[int] = set()
 
     @property
     def unobserved(self) -> tuple[Unobserved, ...]:
@@ -100,21 +116,18 @@ class ModuleProbe:
         """Traces the model in the block: all forward and backward passes of one update.
 
         Raises:
-            TraceError: the model is not as the tables say, or the backward passes did not give all of the gradients.
+            TraceError: the model is not as the tables say, or a forward pass had no backward pass.
         """
         taps = self._taps(model)
         self._update = update
         self._gradient_scale = gradient_scale(model)
         self._open.clear()
+        self._reached.clear()
         with ExitStack() as stack:
             for tap in taps:
                 stack.enter_context(tap.output.row.watch(tap.output.watched, self._see(tap)))
             yield
-        lost = sorted(name for name, count in self._open.items() if count)
-        if lost:
-            raise TraceError(
-                f"update {update} ended without the gradient of every pass through these modules:{bullet_list(lost)}"
-            )
+            self._close_passes(update)
 
     @contextmanager
     def computing(self, own: MicroBatchTokens) -> Iterator[None]:
@@ -165,10 +178,8 @@ class ModuleProbe:
             if share is not None:
                 if tap.has_value:
                     self._add(tap.output, tap.output.row.kind, share, tensor, gather)
-                if tap.has_gradient:
-                    self._open[tap.output.name] += 1
-                    if not has_graph:
-                        tap.waiting.append(share)
+                if tap.has_gradient and not has_graph:
+                    tap.waiting.append(share)
             elif tap.has_gradient and has_graph:
                 if not tap.waiting:
                     raise TraceError(f"{tap.output.name}: a pass that no forward pass was announced for")
@@ -198,13 +209,30 @@ class ModuleProbe:
             assert self._shares is not None
             return sketch_piece(local, self._shares.spec(output, tokens), num_buckets=1).fingerprint
 
+    def _close_passes(self, update: int) -> None:
+        """Hands on 0 as the gradient of outputs that the backward pass of their micro-batch did not reach."""
+        lost = {item.output.name for item in self._open.values() if id(item.share) not in self._reached}
+        if lost:
+            raise TraceError(
+                f"update {update} ended without the backward pass of a forward pass through these modules:"
+                f"{bullet_list(sorted(lost))}"
+            )
+        for item in self._open.values():
+            zeros = torch.zeros(item.shape, dtype=item.dtype, device=item.device)
+            self._add(item.output, _GRADIENT, item.share, zeros, item.gather)
+
     def _await_gradient(
         self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None
     ) -> None:
         scale = self._gradient_scale
+        item = _Pass(
+            output=output, share=share, gather=gather, shape=tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        self._open[id(item)] = item
 
         def take(gradient: torch.Tensor) -> None:
-            self._open[output.name] -= 1
+            self._open.pop(id(item), None)
+            self._reached.add(id(share))
             self._add(output, _GRADIENT, share, gradient, gather, scale=scale)
 
         tensor.register_hook(take)

@@ -7,6 +7,7 @@ place in its row. So packing, context parallelism and generation need no attenti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from pipelines.config.model import RopeScalingConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,3 +142,18 @@ class RowRotaryEmbedding(torch.nn.Module):
             return self.inner(max_seq_len, *args, **kwargs)
         table = self.inner.get_emb(self.num_positions).squeeze(1)  # [num_positions, 1, head]
         return table[self.positions.transpose(0, 1)]
+
+
+def stretch_waves(embedding: RotaryEmbedding, scaling: RopeScalingConfig) -> None:
+    """Lets the longer waves of a rotary embedding be longer still, as Llama 3's are, in the dtype of its frequencies.
+
+    Megatron (0.16.1, 0.19.2) has the same with three of the four numbers fixed (``RotaryEmbedding._apply_scaling``).
+    """
+    frequencies, length = embedding.inv_freq, scaling.original_max_position_embeddings
+    waves = 2 * math.pi / frequencies
+    stretched = torch.where(waves > length / scaling.low_freq_factor, frequencies / scaling.factor, frequencies)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = (length / waves - scaling.low_freq_factor) / span
+    between = (1 - smooth) * stretched / scaling.factor + smooth * stretched
+    is_between = (waves >= length / scaling.high_freq_factor) & (waves <= length / scaling.low_freq_factor)
+    embedding.inv_freq = torch.where(is_between, between, stretched)

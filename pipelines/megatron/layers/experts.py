@@ -6,7 +6,8 @@ row id unique within the training step.
 
 Names: ``decoder.layers.N.mlp.`` followed by ``router.weight`` ``[E, h]``, ``router.bias`` ``[E]`` (with
 ``add_bias_linear``), ``experts.local_experts.I.linear_fc1.weight`` and ``linear_fc2.weight`` (expert I of this ep rank,
-the model's expert ep_rank · E / ep + I) and ``shared_experts.linear_fc1.weight`` and ``linear_fc2.weight``.
+the model's expert ep_rank · E / ep + I) and ``shared_experts.linear_fc1.weight``, ``linear_fc2.weight``
+and ``gate_weight`` ``[1, h]`` (with ``moe_shared_expert_gate``).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def moe_config_fields(model: ModelConfig, parallel: ParallelConfig, precision: t
         "moe_layer_freq": [int(has_experts) for has_experts in model.moe_layers],
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
         "moe_router_topk": model.moe_router_topk,
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,

@@ -264,7 +264,7 @@ def test_a_row_that_is_another_on_one_rank_is_found(runs: Path) -> None:
         ("wrong-layout", "expected tp4 pp1 dp1"),
         ("too-few-ids", "gave 3 ids, but the update's forward passes met more rows: give one id for each row"),
         ("too-many-ids", "gave 5 ids, but the last update's forward passes met 4 rows: give one id for each row"),
-        ("extra-pass", "ended without the gradient of every pass"),
+        ("extra-pass", "ended without the backward pass of a forward pass"),
     ],
 )
 def test_a_fault_ends_all_ranks_with_its_message(runs: Path, name: str, text: str) -> None:

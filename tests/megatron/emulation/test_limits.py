@@ -32,6 +32,7 @@ MODEL = BuiltModel(
     moe_layers=(False,) * 4,
     expert_ffn_size=64,
     moe_shared_expert_intermediate_size=None,
+    moe_shared_expert_gate=False,
     moe_router_load_balancing_type="aux_loss",
     moe_aux_loss_coeff=0.01,
     moe_z_loss_coeff=0.0,

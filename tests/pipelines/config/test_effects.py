@@ -17,7 +17,8 @@ from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
-from pipelines.keys import keys_in_effect
+from pipelines.keys import YOUNG_KEYS, keys_in_effect
+from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.run_state import fixed_settings
 from pipelines.training import service_contract
 
@@ -108,7 +109,7 @@ FREE_MODEL_KEYS = {
 
 def test_a_checkpoint_fixes_what_its_tensors_and_counters_follow_from() -> None:
     fixed = fixed_settings(load("adv_estimator=gae"), vocab_size=69)
-    model = {f"model.{name}" for name in ModelConfig.model_fields.keys() - FREE_MODEL_KEYS}
+    model = {f"model.{name}" for name in ModelConfig.model_fields.keys() - FREE_MODEL_KEYS} - YOUNG_KEYS.keys()
     assert fixed.keys() == model | {
         *("seed", "precision", "rollout_form", "rollout_batch_size", "models"),
         *("train_env_manager.num_env_groups", "train_env_manager.group_size"),
@@ -136,7 +137,34 @@ KERNELS = {"transformer_impl", "attention_backend", "make_vocab_size_divisible_b
 def test_client_and_service_share_the_mathematics_of_training_and_nothing_else(own: str) -> None:
     config = load(f"{own}.generating_args={{temperature: 1.0}}")
     shared = service_contract(config, build_tokenizer(config))
-    assert shared.keys() == TRAINED_BY | {f"model.{name}" for name in ModelConfig.model_fields.keys() - KERNELS}
+    model = {f"model.{name}" for name in ModelConfig.model_fields.keys() - KERNELS} - YOUNG_KEYS.keys()
+    assert shared.keys() == TRAINED_BY | model
+    source = HuggingFaceSource(digest="0" * 64, headers={}, companions={})
+    begun = service_contract(config, build_tokenizer(config), source=source)
+    assert begun == {**shared, "initial_weights": "0" * 64}
+
+
+def test_a_younger_key_takes_part_where_it_is_set() -> None:
+    """Unset it is in no older recording or checkpoint, which so stay as good as they were."""
+    unset = keys_in_effect(load(), vocab_size=69)
+    assert unset.keys().isdisjoint(YOUNG_KEYS)
+    scaling = "model.rope_scaling={factor: 32}"
+    gate = (
+        "model.num_moe_experts=4",
+        "model.moe_shared_expert_intermediate_size=8",
+        "model.moe_shared_expert_gate=true",
+    )
+    found = keys_in_effect(load("model.kv_channels=8", scaling, *gate), vocab_size=69)
+    young = {key: value for key, value in found.items() if key not in unset}
+    assert young == {
+        "model.kv_channels": 8,
+        "model.rope_scaling.factor": 32,
+        "model.rope_scaling.low_freq_factor": 1,
+        "model.rope_scaling.high_freq_factor": 4,
+        "model.rope_scaling.original_max_position_embeddings": 8192,
+        "model.moe_shared_expert_gate": True,
+    }
+    assert all(Decides.ROLLOUTS in EFFECTS[key] for key in young)
 
 
 NEUTRAL = {
@@ -160,8 +188,10 @@ def test_a_change_moves_no_bit_only_the_order_of_sums_or_anything() -> None:
     }
     for key, facts in EFFECTS.items():
         name = key.removesuffix(".*")
-        # A resumed run trains as one that was never interrupted.
-        if name in NEUTRAL | listening | {"resume_from_checkpoint"} or key.startswith(NEUTRAL_SECTIONS):
+        # A resumed run trains as one that was never interrupted, and weights are compared as such.
+        if name in NEUTRAL | listening | {"resume_from_checkpoint", "model.hf_checkpoint"} or key.startswith(
+            NEUTRAL_SECTIONS
+        ):
             expected = "nothing"
         elif key.startswith(("parallel.", "order.")) or key == "training.use_distributed_optimizer":
             expected = "layout"
@@ -174,7 +204,7 @@ def test_labels_are_names_folders_and_what_an_alignment_does_with_runs() -> None
     labels = {key for key, facts in EFFECTS.items() if Decides.LABEL in facts and not key.startswith("align.")}
     assert labels == {
         *("exp_name", "output_dir", "checkpoint_config.output_dir"),
-        *("rollout_mock.dump_dir", "resume_from_checkpoint", "graft.trace_dir"),
+        *("rollout_mock.dump_dir", "resume_from_checkpoint", "graft.trace_dir", "model.hf_checkpoint"),
     }
     assert all(Decides.LABEL in facts for key, facts in EFFECTS.items() if key.startswith("align."))
 

@@ -359,6 +359,7 @@ def test_configuration_has_megatrons_names(dtype: torch.dtype, router_dtype: str
         "moe_layer_freq": [1, 0, 1],
         "moe_ffn_hidden_size": 32,
         "moe_shared_expert_intermediate_size": 16,
+        "moe_shared_expert_gate": False,
         "moe_router_topk": 2,
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,

@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
-from pipelines.config.model import ModelConfig
+from pipelines.config.model import ModelConfig, RopeScalingConfig
 from pipelines.config.schema import PipelineConfig
-from pipelines.megatron.weights import Shape, canonical_initial_weight, compute_initial_weights_digest, parameter_shapes
+from pipelines.megatron.parameter_shapes import Shape, parameter_shapes
+from pipelines.megatron.weights import canonical_initial_weight, compute_initial_weights_digest
 from tests.pipelines.tiny_runs import ROOT
 from tests.programs import run_program
 
@@ -30,6 +31,8 @@ VARIANTS = {
     "experts in every other layer, with biases": GPT2.model_copy(
         update={"num_moe_experts": 3, "moe_layer_freq": 2, "moe_ffn_hidden_size": 40}
     ),
+    "heads of another size": QWEN.model_copy(update={"kv_channels": 24, "num_layers": 1}),
+    "shared expert with a gate": MOE.model_copy(update={"moe_shared_expert_gate": True, "num_layers": 1}),
     "padded vocabulary": QWEN.model_copy(update={"make_vocab_size_divisible_by": 100}),
 }
 
@@ -83,12 +86,15 @@ CHANGING: dict[str, object] = {
     "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True,
     "init_method_std": 0.03,
+    "kv_channels": 32,
 }
 KEEPING: dict[str, object] = {
     "num_attention_heads": 2,  # as many rows of keys and values as before: the same tensors
     "layernorm_epsilon": 1e-6,
     "add_qkv_bias": True,  # add_bias_linear gives that bias already
     "rotary_base": 1000,
+    "rope_scaling": RopeScalingConfig(),
+    "hf_checkpoint": "elsewhere",  # its weights have a digest of their own
     "make_vocab_size_divisible_by": 128,
     "transformer_impl": "transformer_engine",
     "attention_backend": "flash",
@@ -100,6 +106,7 @@ EXPERTS_CHANGING: dict[str, object] = {
     "moe_layer_freq": 2,
     "moe_ffn_hidden_size": 40,
     "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": True,
 }
 EXPERTS_KEEPING: dict[str, object] = {
     "moe_router_topk": 3,
