@@ -35,6 +35,7 @@ from mock_scheduler.verdict.reasons import (
     EqualToReference,
     NotDeterministic,
     NotExplainedByNoise,
+    NotRepeated,
     Reason,
     RefutedBy,
     RoundingOfPrecision,
@@ -375,6 +376,11 @@ def test_a_candidate_that_does_not_repeat_itself_is_unverified() -> None:
         "a difference from the baseline may be chance; mock-scheduler doctor with its overrides and its --entry names "
         "the operation"
     )
+    # What proofs decided is said behind it, in their own words.
+    exact = judge(replace(LAYOUT, is_same_order=True, changes=OwnChanges()))
+    assert exact.kind is VerdictKind.DIVERGED
+    withdrawn = replace(exact, why=NotRepeated(first=again.differences[0], otherwise=exact.why))
+    assert describe_reason(withdrawn).endswith(f"names the operation; {describe_reason(exact)}")
     assert withdraw(ROUNDING, compared(VerdictKind.IDENTICAL).tensors) == ROUNDING
     assert withdraw(ROUNDING, None) == ROUNDING
 
