@@ -490,12 +490,14 @@ class FewerBits:
     Args:
         step: Of the first such update.
         update: Likewise.
+        only: The only gradient of this update that differs; else empty.
         divisor: What they are multiplied by to be short numbers.
         num_bits: The mean bits of mantissa that they then have in the candidate; ``baseline_bits`` likewise.
     """
 
     step: int
     update: int
+    only: str = ""
     divisor: int
     num_bits: float
     baseline_bits: float

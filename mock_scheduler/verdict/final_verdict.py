@@ -120,7 +120,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if evidence.rounds_in and emulated is not None and emulated.kind is VerdictKind.ROUNDING and referee != "refuted":
         return _judge_precision(evidence)
     # Noise is no measure of the bits that numbers have, and another order of as many sums leaves them as they are.
-    fewer = _find_fewer_bits(emulated)
+    fewer = _find_fewer_bits(evidence)
     if fewer is not None and direct.kind is VerdictKind.ROUNDING:
         direct = replace(direct, kind=VerdictKind.SUSPECT, why=CoarserGradients(note=fewer))
     # Without the layout's own rounding a comparison shows more, and the graver of the two verdicts counts.
@@ -204,9 +204,12 @@ def _breaks_invariant(item: Divergence | None) -> bool:
     )
 
 
-def _find_fewer_bits(emulated: Verdict | None) -> FewerBits | None:
+def _find_fewer_bits(evidence: Evidence) -> FewerBits | None:
     """The candidate's gradients as sums of coarser numbers than those of as many sums in the same order."""
-    notes = () if emulated is None or emulated.tensors is None else emulated.tensors.notes
+    # A key, as of micro-batches, may make fewer sums of them, in the baseline's order too.
+    is_as_many = evidence.is_same_order and not evidence.changes.keys
+    verdict = evidence.direct if is_as_many else evidence.emulated
+    notes = () if verdict is None or verdict.tensors is None else verdict.tensors.notes
     return next((note for note in notes if isinstance(note, FewerBits)), None)
 
 

@@ -35,6 +35,7 @@ from mock_scheduler.verdict.reasons import (
     EqualToReference,
     NotDeterministic,
     NotExplainedByNoise,
+    NotRepeated,
     Reason,
     RefutedBy,
     RoundingOfPrecision,
@@ -343,6 +344,22 @@ def test_gradients_of_coarser_numbers_than_the_references_are_suspect() -> None:
     assert judge(replace(OTHER, direct=ROUNDING, emulated=ROUNDING)).kind is VerdictKind.ROUNDING
 
 
+def test_coarser_gradients_in_the_baselines_own_order_are_suspect_where_code_alone_is_another() -> None:
+    """No reference is needed to add in that order; larger micro-batches make fewer sums in it, which is no fault."""
+    note = FewerBits(step=0, update=0, only="linear_qkv.weight", divisor=1, num_bits=7.2, baseline_bits=12.5)
+    assert ROUNDING.tensors is not None
+    direct = replace(ROUNDING, tensors=replace(ROUNDING.tensors, notes=(note,)))
+    code = replace(OTHER, direct=direct, changes=OwnChanges(entry="my_buffer"), is_same_order=True)
+    verdict = judge(code)
+    assert verdict.kind is VerdictKind.SUSPECT
+    assert describe_reason(verdict).startswith(
+        "within the bounds, but gradients of linear_qkv.weight at step 0, update 0 have a mantissa of 7.2 bits in the "
+        "mean, in the baseline 12.5: they are sums of coarser numbers"
+    )
+    fewer = replace(code, changes=OwnChanges(keys=("training.micro_batch_size",)))
+    assert judge(fewer).kind is VerdictKind.ROUNDING
+
+
 def test_the_referee_makes_what_stays_in_float64_diverged() -> None:
     verdict, found = outcomes(replace(OTHER, direct=SUSPECT, wide=DIVERGED))
     assert (verdict, found["referee"]) == (VerdictKind.DIVERGED, "refuted")
@@ -359,6 +376,11 @@ def test_a_candidate_that_does_not_repeat_itself_is_unverified() -> None:
         "a difference from the baseline may be chance; mock-scheduler doctor with its overrides and its --entry names "
         "the operation"
     )
+    # What proofs decided is said behind it, in their own words.
+    exact = judge(replace(LAYOUT, is_same_order=True, changes=OwnChanges()))
+    assert exact.kind is VerdictKind.DIVERGED
+    withdrawn = replace(exact, why=NotRepeated(first=again.differences[0], otherwise=exact.why))
+    assert describe_reason(withdrawn).endswith(f"names the operation; {describe_reason(exact)}")
     assert withdraw(ROUNDING, compared(VerdictKind.IDENTICAL).tensors) == ROUNDING
     assert withdraw(ROUNDING, None) == ROUNDING
 
@@ -440,6 +462,14 @@ def test_a_difference_within_its_bounds_that_stays_in_float64_passes_and_says_so
     verdict = judge(replace(OTHER, direct=ROUNDING, wide=DIVERGED))
     assert (verdict.kind, verdict.why) == (VerdictKind.ROUNDING, StaysInFloat64(otherwise=WithinBounds()))
     assert "; in float64 it does not shrink as rounding does: " in describe_reason(verdict)
+
+
+def test_a_failed_runs_error_of_several_lines_is_one_sentence() -> None:
+    error = "ConfigError: dump_dir: out/a is of another timeline:\n  - of run 1\nSet another."
+    verdict = Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=5, error=error))
+    assert describe_reason(verdict) == (
+        "the run failed (exit code 5): ConfigError: dump_dir: out/a is of another timeline: - of run 1 Set another."
+    )
 
 
 def test_every_proof_has_its_place_on_the_ladder_and_a_reason_where_it_was_not_tried() -> None:

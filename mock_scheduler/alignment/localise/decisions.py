@@ -175,9 +175,7 @@ def build_localisation(
         seconds: All runs and comparisons.
     """
     key, name = origin.key, pass_of(origin.key)
-    also = [item for item in differing if pass_of(item.key) == name]
-    if name == "gradient":
-        also = [item for item in also if item.key.update == key.update]
+    also = in_pass(differing, key)
     bad = {item.key for item in differing}
     upto = [item.key for item in comparison.differences if _is_upto(item.key, key)]
     return Localisation(

@@ -38,6 +38,8 @@ from mock_scheduler.comparison.thresholds import (
     EXPLAINED_ROUNDING_UNITS,
     FEWEST_ELEMENTS,
     LARGEST_DECAY,
+    LEFT_OVER,
+    MOST_OF_IT,
     MOST_PARTS,
     OUTLIER_SHARE,
     VERY_CLOSE,
@@ -90,11 +92,13 @@ def classify_residual(
     tests: tuple[Callable[[], Residual | None], ...] = (
         # The most particular explanation first: a stale tensor is in part a ratio, and a ratio in part a constant.
         lambda: _find_stale(pair, before),
-        lambda: _find_left_over(pair, before),
+        lambda: _find_left_over(pair, before, least=ENOUGH, below=ENOUGH),
         lambda: _find_decay(pair, decayed),
         lambda: _best(ratio_of(layout or {}), _find_parts(pair, sample, part_names)),
         lambda: _find_constant(pair),
         lambda: _find_block(pair),
+        # Of a shard: ranks keep the sum of their own one there, and their own part of the others'.
+        lambda: _find_left_over(pair, before, least=LEFT_OVER, below=MOST_OF_IT),
     )
     slight: tuple[Callable[[], Residual | None], ...] = (lambda: _find_zeros(pair), lambda: ratio_of({}))
     for test in slight if is_slight else tests:
@@ -152,22 +156,25 @@ def _find_stale(pair: FlatPair, previous: torch.Tensor | None) -> Residual | Non
     return only_enough(Residual(kind="stale", value=1.0, explained=pair.explained(remainder)))
 
 
-def _find_left_over(pair: FlatPair, previous: torch.Tensor | None) -> Residual | None:
-    """Finds that the candidate is the baseline and a multiple of the tensor of the update before."""
+def _find_left_over(pair: FlatPair, previous: torch.Tensor | None, *, least: float, below: float) -> Residual | None:
+    """Finds that the candidate is the baseline and a multiple of the tensor of the update before.
+
+    ``least``: the share of the difference that this explains; ``below``: that a multiple of the baseline does not.
+    """
     found = None if previous is None else _fit(pair, previous, "left over")
-    if found is None:
+    if found is None or found.explained < least:
         return None
     # Where one update is like the next, both fit, and a ratio says less.
     size = square_of(pair.baseline)
     ratio = float(torch.dot(pair.baseline, pair.difference)) / size if size else 0.0
-    rest = square_of(torch.sub(pair.difference, pair.baseline, alpha=ratio))
-    return found if rest > (1.0 - ENOUGH) * pair.square else None
+    return found if pair.explained(torch.sub(pair.difference, pair.baseline, alpha=ratio)) < below else None
 
 
 def _find_decay(pair: FlatPair, start: torch.Tensor | None) -> Residual | None:
     """Finds that the changes differ by a multiple of the parameter itself."""
     found = None if start is None else _fit(pair, start, "decay")
-    return found if found is not None and abs(found.value) <= LARGEST_DECAY else None
+    is_fit = found is not None and found.explained >= ENOUGH and abs(found.value) <= LARGEST_DECAY
+    return found if is_fit else None
 
 
 def _fit(pair: FlatPair, other: torch.Tensor, kind: ResidualKind) -> Residual | None:
@@ -178,7 +185,7 @@ def _fit(pair: FlatPair, other: torch.Tensor, kind: ResidualKind) -> Residual | 
         return None
     multiple = float(torch.dot(other, pair.difference)) / size
     explained = pair.explained(torch.sub(pair.difference, other, alpha=multiple))
-    return only_enough(Residual(kind=kind, value=multiple, explained=explained))
+    return Residual(kind=kind, value=multiple, explained=explained)
 
 
 def _find_parts(pair: FlatPair, parts: Sequence[torch.Tensor], names: Sequence[str]) -> Residual | None:

@@ -20,7 +20,7 @@ from mock_scheduler.comparison.thresholds import FEWER_BITS, MOST_OF_IT, NARROWE
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import TraceKey
 
-_Samples = tuple[list[torch.Tensor], list[torch.Tensor]]
+_Sides = tuple[torch.Tensor, torch.Tensor]
 
 
 class NarrowedValues:
@@ -29,7 +29,7 @@ class NarrowedValues:
     def __init__(self, *, has_sums: bool) -> None:
         self._has_sums = has_sums
         self._state: dict[TraceKey, tuple[int, int]] = {}
-        self._samples: dict[tuple[int, int], _Samples] = {}
+        self._samples: dict[tuple[int, int], dict[str, _Sides]] = {}
 
     def watch(self, pairs: Iterable[TensorPair]) -> Iterator[TensorPair]:
         """Hands on the state of one name, in its order."""
@@ -69,8 +69,13 @@ class NarrowedValues:
 
     def note(self) -> FewerBits | None:
         """The first update whose gradients are sums of coarser numbers than the baseline's, or of fewer."""
-        for (step, update), (ours, theirs) in sorted(self._samples.items()):
-            mine, other = (_thin(torch.cat(samples)) for samples in (ours, theirs))
+        for (step, update), samples in sorted(self._samples.items()):
+            # An equal share of each, so that large ones do not outweigh all others: all of it where only one differs.
+            share = max(NARROWED_UPDATE // len(samples), NARROWED_GRADIENT)
+            mine, other = (
+                _thin(torch.cat([_thin(sides[side], share) for sides in samples.values()]), NARROWED_UPDATE)
+                for side in (0, 1)
+            )
             their_sums = find_sums(other)
             if their_sums is None or their_sums.short < MOST_OF_IT:
                 continue
@@ -79,6 +84,7 @@ class NarrowedValues:
                 return FewerBits(
                     step=step,
                     update=update,
+                    only=next(iter(samples)) if len(samples) == 1 else "",
                     divisor=their_sums.divisor,
                     num_bits=their_sums.bits,
                     baseline_bits=our_sums.bits,
@@ -90,14 +96,13 @@ class NarrowedValues:
             return
         if pair.candidate.dtype is not torch.float32:
             return
-        ours, theirs = self._samples.setdefault((pair.key.step, pair.key.update), ([], []))
-        stride = max(pair.baseline.numel() // NARROWED_GRADIENT, 1)
-        # Columns are mostly even in number, so that an even stride would never see half of them.
-        stride += stride > 1 and stride % 2 == 0
-        for samples, side in zip((ours, theirs), (pair.baseline, pair.candidate), strict=True):
-            samples.append(side.reshape(-1)[::stride].clone())
+        sides = _thin(pair.baseline.reshape(-1), NARROWED_UPDATE), _thin(pair.candidate.reshape(-1), NARROWED_UPDATE)
+        self._samples.setdefault((pair.key.step, pair.key.update), {})[pair.key.name] = sides
 
 
-def _thin(sample: torch.Tensor) -> torch.Tensor:
+def _thin(values: torch.Tensor, most: int) -> torch.Tensor:
     """Keeps evenly spaced elements: each divisor is tried on all of them, and a large model has many gradients."""
-    return sample[:: max(-(-len(sample) // NARROWED_UPDATE), 1)]
+    stride = -(-len(values) // most)
+    # Columns are mostly even in number, so that an even stride would never see half of them.
+    stride += stride > 1 and stride % 2 == 0
+    return values[:: max(stride, 1)].clone()

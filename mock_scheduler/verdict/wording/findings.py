@@ -93,8 +93,10 @@ def describe_note(note: Note) -> str:
         case PartlyWritten(key=key, places=places):
             return f"{key.describe()} {_describe_places(places)}, as some ranks wrote no trace"
         case FewerBits() as fewer:
+            times = f", times {fewer.divisor}," if fewer.divisor > 1 else ""
+            of = f"of {fewer.only} at" if fewer.only else "of"
             return (
-                f"gradients of step {fewer.step}, update {fewer.update}, times {fewer.divisor}, have a mantissa of "
+                f"gradients {of} step {fewer.step}, update {fewer.update}{times} have a mantissa of "
                 f"{fewer.num_bits:.1f} bits in the mean, in the baseline {fewer.baseline_bits:.1f}: they are sums of "
                 "coarser numbers, as where a buffer is rounded to a narrower type before its reduction, or of fewer"
             )

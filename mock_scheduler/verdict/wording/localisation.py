@@ -159,7 +159,10 @@ def _list_rest(found: Localisation) -> list[str]:
     if found.num_later:
         verb = "follows" if found.num_later == 1 else "follow"
         parts.append(f"{count_of(found.num_later, 'later tensor')} {verb} from it")
-    return [*parts, f"no graft: {describe_end(found.end)}"] if found.end is not None else parts
+    # Behind the only tensor of its pass a graft would show nothing.
+    if found.end is None or (found.end.cause is GraftEndCause.NO_GRAFT and not found.also):
+        return parts
+    return [*parts, f"no graft: {describe_end(found.end)}"]
 
 
 def _list_grafts(found: Localisation) -> list[str]:

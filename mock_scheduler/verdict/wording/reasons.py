@@ -119,7 +119,7 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
             clauses = _list_clauses(verdict, why.otherwise, first)
             return [f"without DETERMINISTIC_MODE=1 two equal runs may differ as much: {_join(clauses)}"]
         case NotRepeated(first=apart):
-            return [_describe_not_repeated(apart), *_list_clauses(verdict, why.otherwise, first)]
+            return [describe_not_repeated(apart), *_list_clauses(verdict, why.otherwise, first)]
         case EqualRecordings():
             return [f"bit-equal: {count_of(why.num_steps, 'step')}", "one changed bit would be found"]
         case OtherRecordings():
@@ -131,7 +131,8 @@ def _list_clauses(verdict: Verdict, why: Reason, first: str) -> list[str]:
             return _list_incomparable(verdict, why)
 
 
-def _describe_not_repeated(apart: TensorDifference) -> str:
+def describe_not_repeated(apart: TensorDifference) -> str:
+    """Says where two runs of the candidate differ first, and what names the operation."""
     return (
         f"the candidate does not repeat itself: two runs of it differ first in the {apart.key.describe()} "
         f"({apart.relative:.2g} of it), so a difference from the baseline may be chance; mock-scheduler doctor with "
@@ -213,7 +214,9 @@ def _describe_failure(why: Reason) -> str:
                 "trained on the same"
             )
         case RunFailed():
-            text = f"the run failed (exit code {why.exit_code}): {why.error}" if why.exit_code else why.error
+            # An error of several lines is one clause of a sentence here; the run's own output has its lines.
+            error = " ".join(why.error.split())
+            text = f"the run failed (exit code {why.exit_code}): {error}" if why.exit_code else why.error
             broken = "" if why.collectives is None else describe_ledger(why.collectives)
             return f"its ranks did not issue the same collectives: {broken}; {text}" if broken else text
         case NotReadable():

@@ -6,6 +6,7 @@ The legend says how to read each kind of verdict, proof and exit code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from mock_scheduler.comparison.tensors import TensorComparison
@@ -34,7 +35,12 @@ from mock_scheduler.verdict.wording.divergences import describe_divergence
 from mock_scheduler.verdict.wording.findings import describe_note
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from mock_scheduler.verdict.wording.proofs import describe_order, describe_proof
-from mock_scheduler.verdict.wording.reasons import NOT_MEASURED, describe_comparison, describe_rest
+from mock_scheduler.verdict.wording.reasons import (
+    NOT_MEASURED,
+    describe_comparison,
+    describe_not_repeated,
+    describe_rest,
+)
 from mock_scheduler.verdict.wording.tensors import describe_ratio
 
 Tone = Literal["good", "warn", "bad"]
@@ -120,8 +126,8 @@ def describe_reason(verdict: Verdict) -> str:
             return f"{_describe_named(verdict, 'referee')}; {_describe_direct(verdict)}"
         case CoarserGradients(note=note):
             return f"within the bounds, but {describe_note(note)}"
-        case NotRepeated():
-            return describe_rest(verdict)
+        case NotRepeated(first=apart, otherwise=otherwise):
+            return f"{describe_not_repeated(apart)}; {describe_reason(replace(verdict, why=otherwise))}"
         case StaysInFloat64():
             return f"{_describe_direct(verdict)}; {_describe_named(verdict, 'referee')}"
         case RoundingOfPrecision():

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from mock_scheduler.alignment.localise.decisions import GraftWalk, build_localisation, find_differing
 from mock_scheduler.alignment.localise.localise import localise
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED, StatedBounds
 from mock_scheduler.comparison.findings import Finding, OnlyIn
+from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.errors import AlignmentError
+from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.localisation import GraftedModule, Localisation
 from mock_scheduler.verdict.wording.localisation import compare_command, describe_localisation, describe_module
@@ -196,6 +199,42 @@ def test_scores_that_alone_differ_are_no_fault_of_the_update(tmp_path: Path) -> 
         "difference 0.01); every other tensor equal (11 up to the end of that pass)"
     )
     assert not any("graft" in name for name in runs.names())
+
+
+def test_what_differs_in_a_later_update_is_no_part_of_the_pass(tmp_path: Path) -> None:
+    """Labels are shifted: the log-probabilities of update 0 differ alone in their pass, all of update 1 follows."""
+    places = (("activation", 0, "embedding"), ("output", 0, "logprobs"), ("activation", 1, "embedding"))
+    differences = tuple(
+        TensorDifference(
+            key=TraceKey(step=0, update=update, kind=kind, name=name),
+            num_elements=4,
+            bit_equal=(update, name) == (0, "embedding"),
+            max_abs=0.1,
+            relative=0.1,
+            tolerance=0.0,
+        )
+        for kind, update, name in places
+    )
+    comparison = TensorComparison(
+        steps=(0,), differences=differences, findings=(), baseline_conflicts=(), candidate_conflicts=()
+    )
+    differing = find_differing(comparison, is_exact=True)
+    walk = GraftWalk(before=differing[:1], max_runs=4)
+    assert walk.next_names() == ()
+    found = build_localisation(
+        differing[0],
+        differing,
+        comparison,
+        walk=walk,
+        reductions=(),
+        is_exact=True,
+        trace_dirs=(tmp_path / "a", tmp_path / "b"),
+        seconds=0.0,
+    )
+    assert describe_localisation(found) == (
+        "step 0, forward, logprobs: differs by 0.1; every other tensor equal (1 up to the end of that pass); 1 later "
+        "tensor follows from it"
+    )
 
 
 def test_one_pair_of_sketched_runs_gives_the_step_and_ends_where_the_runs_are_known_to_differ(tmp_path: Path) -> None:

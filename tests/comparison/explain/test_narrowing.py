@@ -132,3 +132,23 @@ def test_gradients_of_coarser_sums_are_said_and_no_fault(tmp_path: Path) -> None
     (note,) = (note for note in found.notes if isinstance(note, FewerBits))
     assert (note.step, note.update, note.divisor % 39) == (0, 0, 0)
     assert narrowed(found) == []
+
+
+def test_one_gradient_alone_is_looked_at_as_closely_as_many(tmp_path: Path) -> None:
+    """Only its buffer was rounded, after each micro-batch."""
+    honest = draw(4, 128, 32).bfloat16().float().sum(0)
+    start = draw(128, 32, seed=7)
+    folders = []
+    for side, gradient in (("a", honest), ("b", honest.bfloat16().float())):
+        values = {f"w{number}": honest[number::8] for number in range(7)} | {"w7": gradient[7::8]}
+        entries = [
+            TraceEntry(update=0, kind=kind, spec=whole(name, tuple(value.shape)), tensor=value)
+            for name, of_name in values.items()
+            for kind, value in (("initial", start[:16]), ("gradient", of_name), ("parameter", start[16:32]))
+        ]
+        save_rank_trace(tmp_path / side, step=0, global_rank=0, world_size=1, coordinates={"tp": 0}, entries=entries)
+        folders.append(tmp_path / side)
+    found = compare_trace_folders(*folders, bounds=stated(activation=1.0, gradient=1.0, update=1.0))
+    (note,) = (note for note in found.notes if isinstance(note, FewerBits))
+    assert (note.only, note.divisor) == ("w7", 1)
+    assert note.num_bits < 6.0 < 8.0 < note.baseline_bits

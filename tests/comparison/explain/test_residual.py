@@ -339,6 +339,13 @@ def test_what_the_update_before_left_in_a_buffer_is_named() -> None:
         "candidate is the baseline plus 0.03 times the tensor of the update before, as a buffer that was not cleared "
         "leaves it"
     )
+    # A rank keeps the sum of its own shard, and its own part of the others' shards, which is then added once more.
+    own, other = before, values(1024, seed=3)
+    sharded = classify_residual(gradient, gradient + 0.03 * (own + 2 * other), previous=own + other)
+    assert sharded is not None
+    assert (sharded.kind, sharded.value) == ("left over", pytest.approx(0.045, rel=0.1))
+    assert 0.75 < sharded.explained < 0.95
+    assert classify_residual(gradient, gradient + 0.03 * (own + 2 * other), previous=own) is None
     # Where the update before is like this one, a ratio says it.
     ratio = classify_residual(gradient, 1.03 * gradient, previous=gradient * 1.01)
     assert ratio is not None
