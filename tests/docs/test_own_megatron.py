@@ -23,6 +23,7 @@ from tests.faults.own.campaign import (
 )
 from tests.faults.own.catalogue import MODELS, OWN_FAULTS, Model, find_own_fault
 from tests.faults.own.example import FOLDER
+from tests.faults.own.forking import serving
 
 TRAIN = FOLDER / "train.py"
 
@@ -77,10 +78,11 @@ def test_unknown_fault_is_refused_with_the_known_ones() -> None:
 
 def test_repetition_passes_and_a_fault_is_named_at_its_place(tmp_path: Path) -> None:
     candidates = [clean_candidate("tp1", ()), faulty_candidate(find_own_fault("qk-norms-not-summed"))]
-    path = write_config(
-        tmp_path, model="dense", precision="float32", candidates=candidates, num_perturbations=0, emulate=False
-    )
-    results = align(path.stem, config_path=tmp_path).result.candidates
+    with serving():
+        path = write_config(
+            tmp_path, model="dense", precision="float32", candidates=candidates, num_perturbations=0, emulate=False
+        )
+        results = align(path.stem, config_path=tmp_path).result.candidates
     found = [judge(item, model="dense", precision="float32") for item in results]
     assert [(item.verdict, item.failure) for item in found] == [("identical", ""), ("diverged", "")]
     assert found[1].is_placed, found[1].sentence

@@ -158,6 +158,8 @@ BESIDE = {
     "recording/storage/file_lock.py": "opens lock files to hold them, and never follows a link",
     "run_folder/command_folder.py": "opens a folder to sync it",
     "trace/full/part.py": "gives safetensors a descriptor of the door",
+    "adapters/huggingface/files.py": "gives safetensors the user's checkpoint",
+    "adapters/huggingface/writing.py": "writes",
     "adapters/nexrl/pt_files.py": "gives torch a copy of entries that came through the door",
     "config/number_traps.py": "the user's configuration",
     "alignment/extract/entry.py": "the user's code",

@@ -464,14 +464,6 @@ def test_a_difference_within_its_bounds_that_stays_in_float64_passes_and_says_so
     assert "; in float64 it does not shrink as rounding does: " in describe_reason(verdict)
 
 
-def test_a_failed_runs_error_of_several_lines_is_one_sentence() -> None:
-    error = "ConfigError: dump_dir: out/a is of another timeline:\n  - of run 1\nSet another."
-    verdict = Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=5, error=error))
-    assert describe_reason(verdict) == (
-        "the run failed (exit code 5): ConfigError: dump_dir: out/a is of another timeline: - of run 1 Set another."
-    )
-
-
 def test_every_proof_has_its_place_on_the_ladder_and_a_reason_where_it_was_not_tried() -> None:
     ladder = complete_ladder(Verdict(kind=VerdictKind.INCOMPARABLE, why=RunFailed(exit_code=1, error="it fell")))
     assert [(proof.name, proof.outcome) for proof in ladder] == [(name, "not tried") for name in PROOF_NAMES]

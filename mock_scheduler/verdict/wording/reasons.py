@@ -214,9 +214,7 @@ def _describe_failure(why: Reason) -> str:
                 "trained on the same"
             )
         case RunFailed():
-            # An error of several lines is one clause of a sentence here; the run's own output has its lines.
-            error = " ".join(why.error.split())
-            text = f"the run failed (exit code {why.exit_code}): {error}" if why.exit_code else why.error
+            text = f"the run failed (exit code {why.exit_code}): {why.error}" if why.exit_code else why.error
             broken = "" if why.collectives is None else describe_ledger(why.collectives)
             return f"its ranks did not issue the same collectives: {broken}; {text}" if broken else text
         case NotReadable():

@@ -49,6 +49,8 @@ def serving() -> Iterator[None]:
             del os.environ[SOCKET_VARIABLE]
             server.terminate()
             server.wait()
+            if server.stdout is not None:
+                server.stdout.close()
 
 
 def _ask(arguments: list[str]) -> int:
