@@ -44,7 +44,13 @@ def launch(
         argv=argv, env=dict(FIXED), num_processes=num_ranks, world_size=num_ranks, preload=PROGRAM.preload
     )
     log_path = folder / f"{num_ranks}.log"
-    exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, warm=WARM)
+    # One process to fork from has one environment, and pytest has another for each test.
+    test = os.environ.pop("PYTEST_CURRENT_TEST", None)
+    try:
+        exit_code = run_plan(plan, log_path=log_path, cwd=ROOT, warm=WARM)
+    finally:
+        if test is not None:
+            os.environ["PYTEST_CURRENT_TEST"] = test
     assert exit_code == 0, log_path.read_text(encoding="utf-8")[-6000:]
 
 
