@@ -100,7 +100,7 @@ class ModuleProbe:
         self._current: Share | None = None
         self._is_bypassed = False
         self._open: dict[int, _Pass] = {}
-        self._reached: set[int] = set()
+        self._reached: set[Share] = set()
 
     @property
     def unobserved(self) -> tuple[Unobserved, ...]:
@@ -211,7 +211,7 @@ class ModuleProbe:
 
     def _close_passes(self, update: int) -> None:
         """Hands on 0 as the gradient of outputs that the backward pass of their micro-batch did not reach."""
-        lost = {item.output.name for item in self._open.values() if id(item.share) not in self._reached}
+        lost = {item.output.name for item in self._open.values() if item.share not in self._reached}
         if lost:
             raise TraceError(
                 f"update {update} ended without the backward pass of a forward pass through these modules:"
@@ -232,7 +232,7 @@ class ModuleProbe:
 
         def take(gradient: torch.Tensor) -> None:
             self._open.pop(id(item), None)
-            self._reached.add(id(share))
+            self._reached.add(share)
             self._add(output, _GRADIENT, share, gradient, gather, scale=scale)
 
         tensor.register_hook(take)
