@@ -105,8 +105,9 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
 def _find_input_bits(item: TensorDifference, unit: float) -> int | None:
     """Finds the type whose numbers as factors would move every element, and none to one side, by as much."""
     spread = item.spread
-    is_everywhere = spread is not None and spread.density > 1.0 - KERNEL_DENSITY and not spread.num_equal_rows
-    if spread is None or not is_everywhere or spread.direction_z > KERNEL_DIRECTION or not item.relative:
+    if spread is None or spread.num_equal_rows or spread.direction_z > KERNEL_DIRECTION or not item.relative:
+        return None
+    if spread.density <= 1.0 - KERNEL_DENSITY:
         return None
     bits = round(math.log2(FACTOR_ROUNDING / item.relative))
     # Not of the run's own type: that is what its kernels round to.
