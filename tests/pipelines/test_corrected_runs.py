@@ -10,8 +10,7 @@ import torch
 
 from mock_scheduler.trace.full.reader import open_trace
 from tests.pipelines.service.test_training_service import serving, train_there
-from tests.pipelines.tiny_runs import run_command, write_tiny_config
-from tests.programs import run_program
+from tests.pipelines.tiny_runs import run_command, run_several, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,23 +29,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("corrected")
     configs = write_tiny_config(root)
     cases = [
-        {
-            "arguments": [
-                *("--config-path", str(configs), "--config-name", "tiny", MISMATCH, *TRACE),
-                *("rollout_mock.enable=true", f"rollout_mock.mode={mode}", f"rollout_mock.dump_dir={root / name}-rec"),
-                *(f"output_dir={root / name}-{mode}", f"algorithm.rollout_correction={section}"),
-            ],
-            "environ": {},
-        }
+        [
+            *("--config-path", str(configs), "--config-name", "tiny", MISMATCH, *TRACE),
+            *("rollout_mock.enable=true", f"rollout_mock.mode={mode}", f"rollout_mock.dump_dir={root / name}-rec"),
+            *(f"output_dir={root / name}-{mode}", f"algorithm.rollout_correction={section}"),
+        ]
         for name, section in CORRECTIONS.items()
         for mode in ("dump", "mock")
     ]
-    path = root / "cases.json"
-    path.write_text(json.dumps(cases), encoding="utf-8")
-    finished = run_program("tests.pipelines.several_runs", [str(path)])
-    (root / "log.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
-    assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout.splitlines()[-1]) == [0] * len(cases), finished.stdout + finished.stderr
+    codes, output = run_several(root, cases, log="log.txt")
+    assert codes == [0] * len(cases), output
     return root
 
 

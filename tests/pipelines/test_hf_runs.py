@@ -16,8 +16,7 @@ from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
 from pipelines.program import PROGRAM
 from tests.hf_checkpoints import make_tensors, write_checkpoint
-from tests.pipelines.tiny_runs import run_command, write_tiny_config
-from tests.programs import run_program
+from tests.pipelines.tiny_runs import run_command, run_several, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -58,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(root / "other", "qwen3", tensors=make_tensors("qwen3", seed=1))
     incomplete = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
     write_checkpoint(root / "incomplete", "qwen3", tensors=incomplete)
-    cases = []
+    cases: list[list[str]] = []
     for name, overrides in RUNS.items():
         arguments = [
             *(
@@ -74,14 +73,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         if name == "scratch":  # the model of the configuration itself
             arguments = [argument for argument in arguments if "model" not in argument]
-        cases.append({"arguments": arguments, "environ": {}})
-    path = root / "cases.json"
-    path.write_text(json.dumps(cases), encoding="utf-8")
-    finished = run_program("tests.pipelines.several_runs", [str(path)])
-    (root / "terminal.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
-    assert finished.returncode == 0, finished.stderr
-    codes = dict(zip(RUNS, json.loads(finished.stdout.splitlines()[-1]), strict=True))
-    assert codes == {name: EXPECTED_CODES.get(name, 0) for name in RUNS}, finished.stdout + finished.stderr
+        cases.append(arguments)
+    codes, output = run_several(root, cases, log="terminal.txt")
+    expected = {name: EXPECTED_CODES.get(name, 0) for name in RUNS}
+    assert dict(zip(RUNS, codes, strict=True)) == expected, output
     return root
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
-from tests.pipelines.tiny_runs import read_json, write_tiny_config
-from tests.programs import run_program
+from tests.pipelines.tiny_runs import read_json, run_several, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -53,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs, one after the other in one process; ``stderr.txt`` holds what they printed."""
     root = tmp_path_factory.mktemp("modes")
     configs = write_tiny_config(root)
-    cases = []
+    cases: list[list[str]] = []
     for name, overrides in RUNS.items():
         arguments = [
             *("--config-path", str(configs), "--config-name", "tiny", f"max_steps={STEPS}"),
@@ -63,14 +62,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         if "~rollout_mock" in overrides:
             arguments = [item for item in arguments if "rollout_mock" not in item]
-        cases.append({"arguments": arguments, "environ": {}})
-    path = root / "cases.json"
-    path.write_text(json.dumps(cases), encoding="utf-8")
-    finished = run_program("tests.pipelines.several_runs", [str(path)])
-    (root / "terminal.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
-    assert finished.returncode == 0, finished.stderr
-    codes = dict(zip(RUNS, json.loads(finished.stdout.splitlines()[-1]), strict=True))
-    assert codes == {name: EXPECTED_CODES.get(name, 0) for name in RUNS}, finished.stdout + finished.stderr
+        cases.append(arguments)
+    codes, output = run_several(root, cases, log="terminal.txt")
+    expected = {name: EXPECTED_CODES.get(name, 0) for name in RUNS}
+    assert dict(zip(RUNS, codes, strict=True)) == expected, output
     return root
 
 

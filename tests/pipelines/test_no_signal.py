@@ -10,8 +10,7 @@ import torch
 
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import open_trace
-from tests.pipelines.tiny_runs import run_cli, write_tiny_config
-from tests.programs import run_program
+from tests.pipelines.tiny_runs import run_cli, run_several, write_tiny_config
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -57,21 +56,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "experts": (*EXPERTS, *REJECTED),
     }
     listed = [
-        {
-            "arguments": [
-                *("--config-path", str(configs), "--config-name", "tiny", *TRACE, *DECAY),
-                *(f"output_dir={root / name}", *overrides),
-            ],
-            "environ": {},
-        }
+        [
+            *("--config-path", str(configs), "--config-name", "tiny", *TRACE, *DECAY),
+            *(f"output_dir={root / name}", *overrides),
+        ]
         for name, overrides in cases.items()
     ]
-    path = root / "cases.json"
-    path.write_text(json.dumps(listed), encoding="utf-8")
-    finished = run_program("tests.pipelines.several_runs", [str(path)])
-    (root / "log.txt").write_text(finished.stdout + finished.stderr, encoding="utf-8")
-    assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout.splitlines()[-1]) == [0] * len(cases), finished.stdout + finished.stderr
+    codes, output = run_several(root, listed, log="log.txt")
+    assert codes == [0] * len(cases), output
     return root
 
 

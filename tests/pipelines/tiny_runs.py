@@ -86,6 +86,21 @@ def run_tiny(configs: Path, overrides: Sequence[str]) -> subprocess.CompletedPro
     return run_program("pipelines.agentic", [*named, *overrides])
 
 
+def run_several(root: Path, cases: Sequence[Sequence[str]], *, log: str) -> tuple[list[int], str]:
+    """Runs the pipeline with each list of arguments, in one process; returns the exit codes, and the output.
+
+    ``log``: the file in ``root`` for the output.
+    """
+    path = root / "cases.json"
+    path.write_text(json.dumps([{"arguments": [*case], "environ": {}} for case in cases]), encoding="utf-8")
+    finished = run_program("tests.pipelines.several_runs", [str(path)])
+    output = finished.stdout + finished.stderr
+    (root / log).write_text(output, encoding="utf-8")
+    assert finished.returncode == 0, finished.stderr
+    codes: list[int] = json.loads(finished.stdout.splitlines()[-1])
+    return codes, output
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """One JSON object."""
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
