@@ -323,7 +323,7 @@ def run_pipeline(config: PipelineConfig) -> None:
     tokenizer = build_tokenizer(config)
     check_environments(config, tokenizer)
     if config.samples and config.actor_infer.engine != "megatron":
-        # Imports httpx, for which no other run should wait.
+        # No other run imports a client of servers.
         from pipelines.rollout.engines.served import check_engine
 
         check_engine(config, os.environ)

@@ -27,7 +27,8 @@ from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import ForwardPass, ReplicaChannel
-from pipelines.rollout.engine import PolicyEngine, other_head
+from pipelines.rollout.changed_weights import other_head
+from pipelines.rollout.engine import PolicyEngine, TokenScores
 from pipelines.rollout.engines.client import EngineAddress, EngineClient, TurnAnswer, TurnOrder
 from pipelines.rollout.engines.first_rank import on_first_rank
 from pipelines.rollout.engines.server import MODEL, VllmServer
@@ -234,7 +235,7 @@ class ServedEngine:
             tokens=[answer.tokens for answer in answers], logprobs=[answer.logprobs for answer in answers]
         )
 
-    def _score(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> list[list[float]]:
+    def _score(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> TokenScores:
         prompts = [probe.prompt for probe in self._probes]
         with ExitStack() as changed:
             if head_of is not None:
