@@ -294,13 +294,19 @@ def main() -> None:
     faults = frozenset(os.environ.get("ENGINE_FAULTS", "").split(",")) - {""}
     torch.set_num_threads(1)
     print(f"{options.module} loads {options.model}", flush=True)
+    mode, named = os.stat(Path(options.uds).parent).st_mode & 0o777, os.environ
+    print(
+        f"socket mode {mode:o}, key {len(named.get('VLLM_API_KEY', '')) > 30}, dev mode "
+        f"{named.get('VLLM_SERVER_DEV_MODE')}, ranks {'RANK' in named}, python path {'PYTHONPATH' in named}",
+        flush=True,
+    )
     if "dead_at_start" in faults:
         sys.exit("no memory for the weights")
     if "slow" in faults:
         time.sleep(600)
-    mode = str(options.logprobs_mode).removesuffix("_logprobs")
+    logprobs_mode = str(options.logprobs_mode).removesuffix("_logprobs")
     engine = Engine(
-        Model.load(Path(options.model)), faults=faults, logprobs_mode=mode, key=os.environ.get("VLLM_API_KEY")
+        Model.load(Path(options.model)), faults=faults, logprobs_mode=logprobs_mode, key=os.environ.get("VLLM_API_KEY")
     )
     engine._head, engine.reloads = engine.model.head, [options.model]
     with _SocketServer(options.uds, type("OwnHandler", (Handler,), {"engine": engine})) as server:

@@ -229,6 +229,30 @@ def test_a_vllm_that_dies_is_told_with_its_log(root: Path) -> None:
     assert "its process runs. The end of " in said
 
 
+def test_a_vllm_listens_on_a_socket_that_nobody_else_can_reach(root: Path) -> None:
+    log = root / "own" / "engine" / "server.log"
+    if not log.is_file():
+        run(root, "own", *own_vllm(root), "max_steps=1", "save_steps=0")
+    (told,) = {line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("socket ")}
+    assert told == "socket mode 700, key True, dev mode 1, ranks False, python path False"
+
+
+def test_a_key_of_a_server_is_in_no_file_of_a_run(root: Path) -> None:
+    key = "sk-of-the-test-0123456789"
+    with served(root) as (engine, overrides):
+        engine.key = key
+        given = arguments(
+            root, "keyed", *overrides, "++actor_infer.server.api_key_variable=TEST_ENGINE_KEY", "max_steps=1"
+        )
+        done = run_program("pipelines.agentic", given, environ={"TEST_ENGINE_KEY": key})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert engine.headers[0]["Authorization"] == f"Bearer {key}"
+    assert key not in done.stdout + done.stderr
+    files = [path for name in ("keyed", "keyed-recording") for path in (root / name).rglob("*") if path.is_file()]
+    assert len(files) > 4
+    assert not [path for path in files if key.encode() in path.read_bytes()]
+
+
 def test_a_killed_run_leaves_no_server(root: Path) -> None:
     given = arguments(root, "killed", *own_vllm(root), "max_steps=400", "save_steps=0")
     running = subprocess.Popen(
