@@ -179,7 +179,7 @@ def test_turns_that_the_engine_gives_up_end_their_episodes_as_aborted(root: Path
     with served(root, "abort") as (_, overrides):
         run(root, "aborted", *overrides, "max_steps=1", "save_steps=0")
     batch = recorded(root, "aborted", 0)
-    assert set(batch.terminations) == {Termination.ABORTED}
+    assert set(batch.terminations.tolist()) == {int(Termination.ABORTED)}
     assert batch.response_lengths.tolist() == [1] * 16
 
 
@@ -263,7 +263,8 @@ def test_a_killed_run_leaves_no_server(root: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for(lambda: (root / "killed" / "metrics.jsonl").is_file(), seconds=120)
+        log = root / "killed" / "metrics.jsonl"
+        wait_for(lambda: log.is_file() and log.read_text(encoding="utf-8").count("\n") > 1, seconds=120)
         assert len(servers(root / "killed")) == 1
     finally:
         running.send_signal(signal.SIGKILL)
