@@ -8,7 +8,8 @@ import torch
 
 from mock_scheduler.correction.report.scored_step import ScoredStep
 from tests.batches import SAMPLING, make_row
-from tests.correction.report.reports import make_batch, make_info
+from tests.correction.report.reports import make_batch
+from tests.recording.builders import make_info
 
 ROWS, LENGTH, CHOICES = 24, 16, 8
 
