@@ -152,7 +152,7 @@ class CoreReader:
             pieces.append(own)
         offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=np.int64)
         joined = np.concatenate([values[:0].reshape(0, *values.shape[2:]), *pieces])
-        return TensorColumn(values=share_array(joined), offsets=share_array(offsets))
+        return TensorColumn(values=torch.from_numpy(joined), offsets=share_array(offsets))
 
     def _refuse(self, is_bad: npt.NDArray[np.bool_], values: npt.NDArray[Any], what: str, remedy: str) -> None:
         """Raise ``BatchError`` where a token is flagged, with one line for each row."""
