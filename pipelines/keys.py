@@ -14,6 +14,8 @@ YOUNG_KEYS = {
     "model.moe_shared_expert_gate": False,
     "text.tokenizer": None,
     "text.on_template_break": "error",
+    "actor_infer.engine": "megatron",
+    "actor_infer.logprobs_mode": "processed",
 }
 
 

@@ -106,6 +106,7 @@ class AgenticPipeline:
         if resumed is not None:
             check_resumed(config, resumed, self._ranks, vocab_size=vocab_size_in_effect(config, tokenizer))
             check_source(Path(str(config.resume_from_checkpoint)), resumed.files, source)
+        self._source = source
         self._training = build_training(
             config, runtime, tokenizer, ranks=self._ranks, clock=self._clock, is_resumed=self._is_resumed, source=source
         )
@@ -142,7 +143,12 @@ class AgenticPipeline:
     def _make_real(self) -> AgenticRolloutScheduler | DumpedRollouts:
         """The real scheduler; called by the proxy at its first use, and never in mock."""
         return self._dumped_rollouts or AgenticRolloutScheduler(
-            self._config, self._training.policy, self._tokenizer, self._ledger, ranks=self._ranks
+            self._config,
+            self._training.policy,
+            self._tokenizer,
+            self._ledger,
+            ranks=self._ranks,
+            source=self._source,
         )
 
     def run(self) -> None:
@@ -316,6 +322,11 @@ def run_pipeline(config: PipelineConfig) -> None:
     check_trace_ranks(config.trace, config.parallel)
     tokenizer = build_tokenizer(config)
     check_environments(config, tokenizer)
+    if config.samples and config.actor_infer.engine != "megatron":
+        # Imports httpx, for which no other run should wait.
+        from pipelines.rollout.engines.served import check_engine
+
+        check_engine(config, os.environ)
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     if config.model.hf_checkpoint is not None:
         find_weight_files(config.model)  # refuses its files where they are not this model's

@@ -44,14 +44,8 @@ from pipelines.config.algorithm import (
     denominator_problems,
     policy_loss_problems,
 )
-from pipelines.config.environments import (
-    ActorInferConfig,
-    CustomEnvConfig,
-    EnvManagerConfig,
-    GeneratingArgs,
-    check_held_out,
-    weights_precision_problem,
-)
+from pipelines.config.engine import ActorInferConfig, GeneratingArgs, engine_problems, weights_precision_problem
+from pipelines.config.environments import CustomEnvConfig, EnvManagerConfig, check_held_out
 from pipelines.config.model import ModelConfig
 from pipelines.config.text import TextConfig, text_problems
 from pipelines.config.training import (
@@ -216,6 +210,13 @@ class PipelineConfig(ConfigSection):
         )
         if problem:
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> PipelineConfig:
+        problems = engine_problems(self.actor_infer) if self.samples else []
+        if problems:
+            raise ValueError(f"the rollout engine:{bullet_list(problems, limit=None)}")
         return self
 
     @model_validator(mode="after")

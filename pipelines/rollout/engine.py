@@ -14,22 +14,41 @@ Buffers are left alone, an expert bias among them, which engines hold in float32
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.ledger import Ledger
-from pipelines.config.environments import GeneratingArgs
+from mock_scheduler.megatron.observed_model import unwrapped
+from mock_scheduler.scheduler import Mode
+from pipelines.config.engine import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
+from pipelines.environments.seeds import derive_uniform
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy, ForwardPass, ReplicaChannel
+from pipelines.rollout.turns import TokenwiseTurns, TurnRules, TurnSampler, UniformFunction
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
+
+
+def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
+    """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
+
+    def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
+        further = (token_index,) if token_index > 0 else ()
+        return derive_uniform(
+            seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
+            turn, *further,
+        )  # fmt: skip
+
+    return uniform
 
 
 class PolicyEngine:
@@ -38,8 +57,11 @@ class PolicyEngine:
     ``num_passes``: forward passes of this rank's replica so far, on dummy rows as well.
     """
 
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
         self._runtime = trainer.runtime
+        self._seed = trainer.config.seed
         self._trained = trainer.policy
         self._chunks = list(trainer.policy.chunks)
         self._allowed = trainer.allowed
@@ -53,6 +75,25 @@ class PolicyEngine:
         if self._runtime.is_leader:
             ledger.count("built", "engine")  # one engine is one replica of the model
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Forward passes of this rank's replica."""
+        return {"rollout/forward_passes": self.num_passes}
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Nothing: no weights are brought anywhere."""
+        return {}
+
+    def update_weights(self, policy_version: int) -> None:
+        """Loads nothing: the engine computes with the trainer's own weights."""
+
+    def check_version(self, policy_version: int) -> None:
+        """Accepts every version: the weights are the trainer's own."""
+
+    def close(self) -> None:
+        """Holds nothing open."""
+
     @contextmanager
     def generating(self, args: GeneratingArgs) -> Iterator[None]:
         """Samples by ``args`` in the block, with the model in evaluation mode and the engine's weights.
@@ -60,6 +101,12 @@ class PolicyEngine:
         Every rank enters it.
         """
         self._args = args
+        with self.evaluating():
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the model in evaluation mode, and with the engine's weights, in the block. Every rank enters it."""
         for chunk in self._chunks:
             chunk.eval()
         try:
@@ -76,6 +123,11 @@ class PolicyEngine:
         # Gathered within the block, they would replace rounded values, and stale ones would be put back behind it.
         self._trained.gather_parameters()
         return rounded_weights(self._chunks, DTYPES[self._weights_precision])
+
+    def open_block(self, mode: Mode, rules: TurnRules) -> TurnSampler:
+        """Begins another block of episodes. Leader only; it does not communicate."""
+        self.begin_block()
+        return TokenwiseTurns(self.sample, sampling_uniform(self._seed, mode), rules)
 
     def begin_block(self) -> None:
         """Begins another block of rows. Leader only; it does not communicate."""
@@ -113,6 +165,40 @@ class PolicyEngine:
             if not self._is_anyone_playing(False):
                 return
             self._compute(_DUMMY)
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
+        """Computes the log-probability of each token of answers of one length, as it would be sampled.
+
+        Every rank calls it with the same rows, within ``evaluating``. Returns them to the leader; elsewhere nothing.
+        """
+        rows, found = [list(prompt) for prompt in prompts], list[list[float]]()
+        for tokens in zip(*answers, strict=True):
+            is_first = not found or not self._uses_cache
+            starts = [0 if is_first else len(row) - 1 for row in rows]
+            item = ForwardPass(
+                kept=None if is_first else list(range(len(rows))),
+                starts=starts,
+                tokens=[row[start:] for row, start in zip(rows, starts, strict=True)],
+                uniforms=[0.0] * len(rows),
+            )
+            scored = self._score_next(item, tokens, temperature)
+            found.append([] if scored is None else scored[0].tolist())
+            for row, token in zip(rows, tokens, strict=True):
+                row.append(token)
+        self._policy.forget()
+        return [list(values) for values in zip(*found, strict=True)]
+
+    def _score_next(self, item: ForwardPass, tokens: Sequence[int], temperature: float) -> torch.Tensor | None:
+        logits, result = self._policy.read(item), None
+        if logits is not None and self._runtime.cp_rank == 0:
+            logits = self._whole_vocabulary(logits)
+            if self._runtime.tp_rank == 0:
+                every = torch.log_softmax(logits.cpu().double() / temperature, dim=-1)
+                chosen = every.gather(1, torch.tensor(tokens).unsqueeze(1)).flatten()
+                result = torch.stack((chosen, torch.zeros_like(chosen)))
+        return self._bring_to_leader(result, num_rows=len(tokens))
 
     def _next_pass(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
@@ -191,6 +277,31 @@ def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> It
         # The other way round, so parameters with shared storage end with the bits of the first of them.
         while originals:
             _assign(*originals.pop())
+
+
+@contextmanager
+def other_head(chunks: Sequence[torch.nn.Module], head: torch.Tensor | None) -> Iterator[None]:
+    """Computes logits with another output head in the block. ``head``: this rank's part; ``None`` off the last stage.
+
+    A tied embedding stays as it is where tokens are read.
+    """
+    if head is None:
+        yield
+        return
+    layer = unwrapped(chunks[-1]).output_layer
+
+    def replaced(
+        _layer: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        return args, {**kwargs, "weight": weight}
+
+    own = next(chunks[-1].parameters())
+    weight = head.to(device=own.device, dtype=own.dtype)
+    handle = layer.register_forward_pre_hook(replaced, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """The real rollout scheduler plays whole requests of episodes with the policy under training.
 
 Blocks of episodes are dealt to data-parallel replicas; within a replica the leader owns the environments, and all of
-its ranks compute the policy. The episodes, their seeds, the numbers that decide each token and the rows of a forward
-pass depend on the configuration and on identities only, never on the layout or on timing.
+its ranks compute the policy, or its leader alone asks a server that has it (``actor_infer.engine``). The episodes,
+their seeds, the numbers that decide each token and the rows of a forward pass depend on the configuration and on
+identities only, never on the layout or on timing.
 
 Ranks then give each other the rows they played, so every rank holds the same whole batch. Rows travel as step files,
 the format of the recording: typed, checked by digest, and no pickle.
@@ -14,34 +15,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
+from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
-from pipelines.environments.seeds import derive_uniform
 from pipelines.environments.workers import EnvironmentPool
+from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from pipelines.rollout.episodes import TurnRules, UniformFunction, episode_rows, play_block
+from pipelines.rollout.episodes import episode_rows, play_block
 from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
-
-
-def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
-    """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
-
-    def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
-        further = (token_index,) if token_index > 0 else ()
-        return derive_uniform(
-            seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
-            turn, *further,
-        )  # fmt: skip
-
-    return uniform
+from pipelines.rollout.turns import RolloutEngine, TurnRules
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +55,22 @@ class _TimedEnvironments:
         return results
 
 
+def _build_engine(
+    trainer: PolicyTrainer,
+    tokenizer: Tokenizer,
+    ledger: Ledger,
+    *,
+    ranks: RankGroup,
+    source: HuggingFaceSource | None,
+) -> RolloutEngine:
+    if trainer.config.actor_infer.engine == "megatron":
+        return PolicyEngine(trainer, ledger)
+    # Imports httpx, for which no other run should wait.
+    from pipelines.rollout.engines.served import ServedEngine
+
+    return ServedEngine(trainer, tokenizer, ledger, ranks=ranks, source=source)
+
+
 class AgenticRolloutScheduler:
     """Every rank holds one and calls it alike; all get the same batch."""
 
@@ -77,13 +82,15 @@ class AgenticRolloutScheduler:
         ledger: Ledger,
         *,
         ranks: RankGroup,
+        source: HuggingFaceSource | None = None,
     ) -> None:
+        """``source``: the Hugging Face checkpoint that the policy began with."""
         self._config = config
         self._ranks = ranks
         self._runtime = trainer.runtime
         self._tokenizer = tokenizer
         self._ledger = ledger
-        self._engine = PolicyEngine(trainer, ledger)
+        self._engine = _build_engine(trainer, tokenizer, ledger, ranks=ranks, source=source)
         self._pools: dict[int, EnvironmentPool] = {}
         self._environment_seconds = 0.0
         self._metrics: dict[str, float] = {}
@@ -91,7 +98,8 @@ class AgenticRolloutScheduler:
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """Plays a step's episodes, in whole groups; validation always plays the same ones."""
         started_s = time.perf_counter()
-        passes_before, self._environment_seconds = self._engine.num_passes, 0.0
+        self._engine.check_version(request.policy_version)
+        before, self._environment_seconds = dict(self._engine.counts), 0.0
         args = self._config.sampling(request.mode)
         rows: list[Trajectory] = []
         with self._engine.generating(args):
@@ -101,7 +109,7 @@ class AgenticRolloutScheduler:
             else:
                 self._engine.follow()
         sampling = SamplingParams(
-            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode="processed"
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode=self._engine.logprobs_mode
         )
         group_size = self._config.env_manager(request.mode).group_size
         batch = gather_rows(rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=group_size)
@@ -111,8 +119,9 @@ class AgenticRolloutScheduler:
             "rollout/seconds": elapsed_s,
             "rollout/sampled_tokens": num_sampled_tokens,
             "rollout/tokens_per_second": num_sampled_tokens / elapsed_s,
-            "rollout/forward_passes": float(self._engine.num_passes - passes_before),
+            **{name: float(count - before[name]) for name, count in self._engine.counts.items()},
             "rollout/environment_seconds": self._environment_seconds,
+            **self._engine.measured,
         }
         return batch
 
@@ -130,11 +139,10 @@ class AgenticRolloutScheduler:
             return []
         environments = _TimedEnvironments(pool=self._pool(config.env_manager(request.mode).num_env_workers))
         num_built = environments.pool.num_built
-        uniform = sampling_uniform(config.seed, request.mode)
         rows: list[Trajectory] = []
         for block in own:
-            self._engine.begin_block()
-            for episode in play_block(block, environments, self._engine.sample, uniform, rules=rules):
+            sample = self._engine.open_block(request.mode, rules)
+            for episode in play_block(block, environments, sample, rules=rules):
                 rows += episode_rows(episode, config.rollout_form, policy_version=request.policy_version)
         self._ledger.count("built", "environment", environments.pool.num_built - num_built)
         self._environment_seconds = environments.seconds
@@ -155,10 +163,11 @@ class AgenticRolloutScheduler:
         """Starts nothing: episodes are played within ``get_batch``."""
 
     def update_weights(self, policy_version: int) -> None:
-        """Loads nothing: the engine computes with the trainer's own weights."""
+        """Has the engine sample by the trainer's present weights."""
+        self._engine.update_weights(policy_version)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Returns the last batch's metrics: tokens of all replicas, seconds of this rank, passes of its replica.
+        """Returns the last batch's metrics: tokens of all replicas, seconds of this rank, counts of its engine.
 
         ``rollout/environment_seconds``: the wait for environments on a replica's leader; 0 elsewhere.
         """
@@ -172,7 +181,8 @@ class AgenticRolloutScheduler:
         """Loads nothing."""
 
     def close(self) -> None:
-        """Closes all environments and ends their processes."""
+        """Closes the engine and all environments, and ends their processes."""
+        self._engine.close()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
