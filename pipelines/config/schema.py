@@ -44,7 +44,13 @@ from pipelines.config.algorithm import (
     denominator_problems,
     policy_loss_problems,
 )
-from pipelines.config.engine import ActorInferConfig, GeneratingArgs, engine_problems, weights_precision_problem
+from pipelines.config.engine import (
+    ActorInferConfig,
+    GeneratingArgs,
+    engine_problems,
+    routing_problems,
+    weights_precision_problem,
+)
 from pipelines.config.environments import CustomEnvConfig, EnvManagerConfig, check_held_out
 from pipelines.config.model import ModelConfig
 from pipelines.config.text import TextConfig, text_problems
@@ -215,6 +221,7 @@ class PipelineConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_engine(self) -> PipelineConfig:
         problems = engine_problems(self.actor_infer) if self.samples else []
+        problems += routing_problems(self.actor_infer, self.model) if self.samples else []
         if problems:
             raise ValueError(f"the rollout engine:{bullet_list(problems, limit=None)}")
         return self
