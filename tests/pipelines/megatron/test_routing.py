@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,18 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.comparison.bounds.bounds import EXACT
+from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.errors import BatchError, ConfigError
+from mock_scheduler.verdict.direct_verdict import decide
+from mock_scheduler.verdict.divergences import count_before, find_divergences
+from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.divergences import describe_divergence
 from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.routing import RoutingTable, empty_routing, places_of, rows_of
 from tests.batches import SAMPLING, make_row
+from tests.dist.conftest import launch
 from tests.pipelines.megatron.test_experts import (
     CHOICES,
     LENGTHS,
@@ -192,3 +200,29 @@ def test_a_configuration_that_cannot_replay_is_refused(overrides: list[str], wor
     name = "experts" if "+experts" in overrides else "quickstart"
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_config(name, config_path=ROOT / "configs", overrides=[one for one in overrides if one != "+experts"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the traces of steps that replay rightly and wrongly."""
+    folder = tmp_path_factory.mktemp("routing")
+    launch(1, folder, (), module="tests.pipelines.routing_worker")
+    return folder
+
+
+@pytest.mark.all
+def test_one_replay_twice_is_one_training(trained: Path) -> None:
+    compared = compare_trace_folders(trained / "right", trained / "again", bounds=EXACT)
+    assert decide(None, compared, bounds=EXACT).kind is VerdictKind.IDENTICAL
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("wrong", "layer"), [("shifted by one", 1), ("of another token", 1), ("of another layer", 2)])
+def test_a_wrong_replay_is_named_by_its_router(trained: Path, wrong: str, layer: int) -> None:
+    """The first divergence is the choice of the first layer whose experts are those of another place."""
+    compared = compare_trace_folders(trained / "right", trained / wrong, bounds=EXACT)
+    assert decide(None, compared, bounds=EXACT).kind is VerdictKind.DIVERGED
+    first = find_divergences(None, compared)[0]
+    assert (first.kind, first.name) == ("router", f"decoder.layers.{layer}.mlp.router.chosen_experts")
+    sentence = describe_divergence(count_before(first, compared))
+    assert "tokens go to other experts; the first, sample default/group 0/episode 0/env 0/turn 0, token 0" in sentence
