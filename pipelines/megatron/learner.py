@@ -146,13 +146,14 @@ class Learner:
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
+        routing = self.policy.routing_metrics()
         self.policy.end_routing()
         # Added in the order of the updates.
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()
         self._warn_without_signal(step, means, num_updates=len(results))
-        return means | differences | correction | last | {"num_updates": float(len(results))}
+        return means | differences | correction | routing | last | {"num_updates": float(len(results))}
 
     def _warn_without_signal(self, step: int, means: Mapping[str, float], *, num_updates: int) -> None:
         """Says it where updates teach nothing. Other ranks' logs have errors alone."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mock_scheduler.batch import RolloutBatch
@@ -93,12 +94,26 @@ class PolicyTrainer:
         self.router_ledger.routing = None
 
     def scoring_routing(self, *, of_reference: bool) -> AbstractContextManager[None]:
-        """In the block the step's tokens are scored before its first update: where experts are recorded, by a policy
-        that chooses them, or by the reference, which then chooses its own."""
+        """In the block the step's tokens are scored before its first update.
+
+        Where experts are recorded, by a policy that chooses them, or by the reference, which then chooses its own.
+        """
         routing = self.router_ledger.routing
-        if routing is None or self.config.model.moe_router_replay == "replay":
+        if routing is None:
             return nullcontext()
-        return routing.doing(None if of_reference else "record")
+        if self.config.model.moe_router_replay == "record":
+            return routing.doing(None if of_reference else "record")
+        return nullcontext() if of_reference else routing.comparing()
+
+    def routing_metrics(self) -> dict[str, float]:
+        """Returns the share of replayed choices that the policy's routers would make themselves. Collective then."""
+        routing = self.router_ledger.routing
+        if routing is None or self.config.model.moe_router_replay != "replay":
+            return {}
+        counts = routing.agreement.clone()
+        dist.all_reduce(counts)
+        agreed, replayed = counts.tolist()
+        return {"moe/replay_agreement": agreed / max(replayed, 1)}
 
     def _loss_config(self, term_scale: float) -> PolicyLossConfig:
         """The loss of the update that the schedule stands at; the coefficient of the entropy moves linearly."""

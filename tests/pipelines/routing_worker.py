@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.layouts.cases import SEED, Case, build_config
-from benchmarks.layouts.training import LONGEST_ROW, VOCAB_SIZE, random_batch, with_random_experts
+from benchmarks.layouts.cases import LONGEST_ROW, SEED, Case, build_config
+from benchmarks.layouts.training import VOCAB_SIZE, random_batch, with_random_experts
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceConfig
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.layers.routing import RoutingTable

@@ -47,7 +47,8 @@ class RoutingTable:
     """The experts of each token of some rows in every layer, as far as this rank knows them.
 
     experts: ``[tokens, layers, topk]`` on the compute device, -1 or anything where ``is_known`` (bool ``[tokens]``) is
-    False. The token at position p of row r is number ``row_starts[r] + p``.
+    False. The token at position p of row r is number ``row_starts[r] + p``. agreement: int64 ``[2]``, of the passes in
+    ``comparing`` on this rank the replayed choices that the router would have made itself, and all replayed ones.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class RoutingTable:
         self.experts = experts
         self.is_known = is_known
         self.action: Literal["record", "replay"] | None = None
+        self.agreement = torch.zeros(2, dtype=torch.int64, device=experts.device)
+        self._compares = False
         self._row_starts = row_starts
         self._index = {layer: index for index, layer in enumerate(layers_with_experts(model))}
 
@@ -96,6 +99,15 @@ class RoutingTable:
         finally:
             self.action = before
 
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Compares replayed choices with the routers' own in the block."""
+        self._compares = True
+        try:
+            yield
+        finally:
+            self._compares = False
+
     def choose(
         self, replay: RouterReplay, layer: int, places: torch.Tensor, scores: torch.Tensor, topk: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +118,10 @@ class RoutingTable:
         if self.action == "replay":
             own = scores.topk(topk, dim=1).indices
             chosen = self.replayed(layer, places, own)
+            if self._compares:
+                is_same = (own.sort(dim=1).values == chosen.sort(dim=1).values).all(dim=1)
+                is_known = self._find(places)[1]
+                self.agreement += torch.stack(((is_same & is_known).sum(), is_known.sum()))
             order = scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True)
             replay.target_topk_idx = chosen.gather(1, order)
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -122,10 +138,14 @@ class RoutingTable:
         """Puts recorded experts in the place of a router's own ``[n, topk]``, where a token's are known."""
         if self.action != "replay":
             return own
+        numbers, is_known = self._find(places)
+        return torch.where(is_known.unsqueeze(1), self.experts[numbers, self._index[layer]].long(), own)
+
+    def _find(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tokens' numbers, 0 for padding, and whether their experts are known."""
         is_real = places >= 0
         numbers = torch.where(is_real, self._numbers(places), 0)
-        is_known = is_real & self.is_known[numbers]
-        return torch.where(is_known.unsqueeze(1), self.experts[numbers, self._index[layer]].long(), own)
+        return numbers, is_real & self.is_known[numbers]
 
     def _write(self, layer: int, places: torch.Tensor, indices: torch.Tensor | None) -> None:
         assert indices is not None

@@ -96,8 +96,9 @@ def test_a_replay_of_the_own_choice_changes_no_bit_in_any_order_of_experts(
     sums = router.ledger.take()[2]
     routing = recorded(router, model, hidden, places)
     routing.experts = routing.experts.flip(2)
-    with router.ledger.using(routing), routing.doing("replay"):
+    with router.ledger.using(routing), routing.doing("replay"), routing.comparing():
         replayed = gradients(router, hidden, places)
+    assert routing.agreement.tolist() == [sum(LENGTHS), sum(LENGTHS)]
     assert all(torch.equal(*pair) for pair in zip(plain, replayed, strict=True))
     again = router.ledger.take()[2]
     assert (again.load_balancing, again.z) == (sums.load_balancing, sums.z)
@@ -133,10 +134,12 @@ def test_balancing_losses_count_the_replayed_choice() -> None:
     hidden, places = placed_rows()
     routing = recorded(router, model, hidden, places)
     routing.experts = (routing.experts + 1) % router.num_experts
+    routing.is_known[0] = False
     plain = gradients(router, hidden, places)
     balance = router.ledger.take()[2].load_balancing
-    with router.ledger.using(routing), routing.doing("replay"):
+    with router.ledger.using(routing), routing.doing("replay"), routing.comparing():
         replayed = gradients(router, hidden, places)
+    assert routing.agreement.tolist() == [0, sum(LENGTHS) - 1]
     assert float(abs(router.ledger.take()[2].load_balancing - balance)) > 1e-3
     assert not torch.equal(plain[1], replayed[1])
 
