@@ -160,7 +160,9 @@ class PipelineConfig(ConfigSection):
         """The longest body that a training service of this configuration reads."""
         own = self.training_service.max_request_bytes
         turns = max(env.max_steps for env in self.custom_envs.values()) if self.rollout_form == "step" else 1
-        row_bytes = _ROW_BYTES + _TOKEN_BYTES * self.sequence_length
+        # Routed experts may come with each token, in int32 at most.
+        experts = 4 * sum(self.model.moe_layers) * self.model.moe_router_topk
+        row_bytes = _ROW_BYTES + (_TOKEN_BYTES + experts) * self.sequence_length
         return own or _HEAD_BYTES + self.rollout_batch_size * turns * row_bytes
 
     @property
