@@ -323,10 +323,10 @@ def run_pipeline(config: PipelineConfig) -> None:
     tokenizer = build_tokenizer(config)
     check_environments(config, tokenizer)
     if config.samples and config.actor_infer.engine != "megatron":
-        # Imports httpx, for which no other run should wait.
-        from pipelines.rollout.engines.served import check_engine
+        # No other run imports a client of servers.
+        from pipelines.rollout.engines.access import check_engine
 
-        check_engine(config, os.environ)
+        check_engine(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     if config.model.hf_checkpoint is not None:
         find_weight_files(config.model)  # refuses its files where they are not this model's

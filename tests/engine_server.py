@@ -202,16 +202,16 @@ class Handler(BaseHTTPRequestHandler):
     def address_string(self) -> str:
         return "a socket"  # of a file, which has no address
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+    def log_message(self, format: str, *args: object) -> None:
         print(format % args, flush=True) if os.environ.get("VLLM_API_KEY") else None
 
-    def do_GET(self) -> None:  # noqa: N802 - the base class's name
+    def do_GET(self) -> None:
         if self.path == "/health":
             self._answer(200, b"")
         elif self._may_pass():
             self._say(200, {"data": [{"id": "policy"}]} if self.path == "/v1/models" else {})
 
-    def do_POST(self) -> None:  # noqa: N802 - the base class's name
+    def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         body, engine = json.loads(text), self.engine
         if self.path in ("/collective_rpc", "/reset_prefix_cache"):
@@ -257,16 +257,21 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class _PortServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
 class _SocketServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
+    request_queue_size = 128
 
 
 @contextmanager
 def serve(engine: Engine) -> Iterator[str]:
     """Serves in a thread in the block; yields the address."""
     handler = type("OwnHandler", (Handler,), {"engine": engine})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _PortServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -289,15 +294,19 @@ def main() -> None:
     faults = frozenset(os.environ.get("ENGINE_FAULTS", "").split(",")) - {""}
     torch.set_num_threads(1)
     print(f"{options.module} loads {options.model}", flush=True)
+    mode, named = os.stat(Path(options.uds).parent).st_mode & 0o777, os.environ
+    print(
+        f"socket mode {mode:o}, key {len(named.get('VLLM_API_KEY', '')) > 30}, dev mode "
+        f"{named.get('VLLM_SERVER_DEV_MODE')}, ranks {'RANK' in named}, python path {'PYTHONPATH' in named}",
+        flush=True,
+    )
     if "dead_at_start" in faults:
         sys.exit("no memory for the weights")
     if "slow" in faults:
         time.sleep(600)
-    if "kept" in os.environ:
-        Path(os.environ["kept"]).write_text(str(os.getpid()), encoding="utf-8")
-    mode = str(options.logprobs_mode).removesuffix("_logprobs")
+    logprobs_mode = str(options.logprobs_mode).removesuffix("_logprobs")
     engine = Engine(
-        Model.load(Path(options.model)), faults=faults, logprobs_mode=mode, key=os.environ.get("VLLM_API_KEY")
+        Model.load(Path(options.model)), faults=faults, logprobs_mode=logprobs_mode, key=os.environ.get("VLLM_API_KEY")
     )
     engine._head, engine.reloads = engine.model.head, [options.model]
     with _SocketServer(options.uds, type("OwnHandler", (Handler,), {"engine": engine})) as server:

@@ -19,6 +19,7 @@ from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.entries import RowTable
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
+from pipelines.algorithm.engine_mismatch import EngineMismatch
 from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.batching.placement import place_step
 from pipelines.batching.plan import MicroBatch, StepPlan
@@ -94,6 +95,7 @@ class Learner:
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.values = ValueMaker(config)
         self._spec = correction_spec(config)
+        self._engine = EngineMismatch.build(config)
         self._execution = self.policy.policy.execution
 
     @property
@@ -113,8 +115,16 @@ class Learner:
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
         """Carries out all updates of one rollout step; metrics are means over its updates, ``lr`` the last one's."""
         scored = self.score(batch, probe=probe)
+        mismatch = self._judge_engine(scored, step)
         values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
-        return self.update(scored, values, step=step, probe=probe) | metrics
+        return self.update(scored, values, step=step, probe=probe) | metrics | mismatch
+
+    def _judge_engine(self, scored: ScoredStep, step: int) -> dict[str, float]:
+        """Compares with an engine beside the trainer, where one has sampled the step. Collective then."""
+        if self._engine is None or not self._engine.is_due(step):
+            return {}
+        logprobs = self._response_values(scored.plan, scored.batches, scored.scores.old_logprobs)
+        return self._engine.judge(scored.batch, logprobs, step=step)
 
     def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
         """Makes the first half of a step: the models' scores of its tokens."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,7 +25,6 @@ from megatron.core import parallel_state
 
 from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.ledger import Ledger
-from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.scheduler import Mode
 from pipelines.config.engine import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
@@ -33,6 +33,7 @@ from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy, ForwardPass, ReplicaChannel
+from pipelines.rollout.changed_weights import rounded_weights
 from pipelines.rollout.recorded_routing import RoutingRecorder
 from pipelines.rollout.turns import TokenwiseTurns, TurnRules, TurnSampler, UniformFunction
 
@@ -50,6 +51,18 @@ def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
         )  # fmt: skip
 
     return uniform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """Log-probabilities of the tokens of several rows: of each token itself, and of the likeliest one at its place."""
+
+    chosen: list[list[float]]
+    likeliest: list[list[float]]
+
+
+def _by_row(by_place: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [list(values) for values in zip(*by_place, strict=True)]
 
 
 class PolicyEngine:
@@ -175,14 +188,15 @@ class PolicyEngine:
 
     def score(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, temperature: float
-    ) -> list[list[float]]:
+    ) -> TokenScores:
         """Computes the log-probability of each token of answers of one length, as it would be sampled.
 
-        Every rank calls it with the same rows, within ``evaluating``. Returns them to the leader; elsewhere nothing.
+        Every rank calls it with the same rows, within ``evaluating``. The leader gets them; the others get empty ones.
         """
-        rows, found = [list(prompt) for prompt in prompts], list[list[float]]()
+        rows = [list(prompt) for prompt in prompts]
+        chosen, likeliest = [list[list[float]]() for _ in range(2)]
         for tokens in zip(*answers, strict=True):
-            is_first = not found or not self._uses_cache
+            is_first = not chosen or not self._uses_cache
             starts = [0 if is_first else len(row) - 1 for row in rows]
             item = ForwardPass(
                 kept=None if is_first else list(range(len(rows))),
@@ -191,11 +205,12 @@ class PolicyEngine:
                 uniforms=[0.0] * len(rows),
             )
             scored = self._score_next(item, tokens, temperature)
-            found.append([] if scored is None else scored[0].tolist())
+            for values, own in zip((chosen, likeliest), ([], []) if scored is None else scored.tolist(), strict=True):
+                values.append(own)
             for row, token in zip(rows, tokens, strict=True):
                 row.append(token)
         self._policy.forget()
-        return [list(values) for values in zip(*found, strict=True)]
+        return TokenScores(chosen=_by_row(chosen), likeliest=_by_row(likeliest))
 
     def _score_next(self, item: ForwardPass, tokens: Sequence[int], temperature: float) -> torch.Tensor | None:
         logits, result = self._policy.read(item), None
@@ -204,7 +219,7 @@ class PolicyEngine:
             if self._runtime.tp_rank == 0:
                 every = torch.log_softmax(logits.cpu().double() / temperature, dim=-1)
                 chosen = every.gather(1, torch.tensor(tokens).unsqueeze(1)).flatten()
-                result = torch.stack((chosen, torch.zeros_like(chosen)))
+                result = torch.stack((chosen, every.amax(dim=1)))
         return self._bring_to_leader(result, num_rows=len(tokens))
 
     def _next_pass(
@@ -262,61 +277,3 @@ class PolicyEngine:
         received = torch.zeros(2, num_rows, dtype=torch.float64, device=runtime.device)
         dist.recv(received, src=dist.get_global_rank(group, runtime.pp_size - 1), group=group)
         return received.cpu()
-
-
-@contextmanager
-def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Rounds every floating parameter to ``dtype`` in the block, and restores its bits after it.
-
-    Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
-    checkpoint. A value beyond ``dtype`` becomes infinite. However the block is left, the bits come back into the same
-    storage, so its other users (gradient buffers, an optimizer's main parameters) see them as before. Costs a copy of
-    the parameters. It does not communicate; all parameters must have been gathered.
-    """
-    parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
-    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    try:
-        for parameter in parameters:
-            if parameter.is_floating_point():
-                originals.append((parameter, parameter.detach().clone()))
-                _assign(parameter, _round(parameter.detach(), dtype))
-        yield
-    finally:
-        # The other way round, so parameters with shared storage end with the bits of the first of them.
-        while originals:
-            _assign(*originals.pop())
-
-
-@contextmanager
-def other_head(chunks: Sequence[torch.nn.Module], head: torch.Tensor | None) -> Iterator[None]:
-    """Computes logits with another output head in the block. ``head``: this rank's part; ``None`` off the last stage.
-
-    A tied embedding stays as it is where tokens are read.
-    """
-    if head is None:
-        yield
-        return
-    layer = unwrapped(chunks[-1]).output_layer
-
-    def replaced(
-        _layer: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
-        return args, {**kwargs, "weight": weight}
-
-    own = next(chunks[-1].parameters())
-    weight = head.to(device=own.device, dtype=own.dtype)
-    handle = layer.register_forward_pre_hook(replaced, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
-def _assign(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    parameter.copy_(values)
-
-
-def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    narrow = values.float() if values.dtype is torch.float64 else values
-    return narrow.to(dtype).to(values.dtype)

@@ -67,7 +67,7 @@ def _build_engine(
 ) -> RolloutEngine:
     if trainer.config.actor_infer.engine == "megatron":
         return PolicyEngine(trainer, ledger)
-    # Imports httpx, for which no other run should wait.
+    # No other run imports a client of servers.
     from pipelines.rollout.engines.served import ServedEngine
 
     return ServedEngine(trainer, tokenizer, ledger, ranks=ranks, source=source)

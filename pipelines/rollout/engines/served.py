@@ -8,7 +8,6 @@ neither the layout, nor the order of requests, nor a repeated one changes what i
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -16,18 +15,19 @@ from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.determinism.agreement import RankGroup
-from mock_scheduler.errors import ConfigError, SchedulerError
+from mock_scheduler.errors import SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.scheduler import Mode
 from pipelines.config.engine import GeneratingArgs
-from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Tokenizer
 from pipelines.environments.seeds import derive_seed
 from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import ForwardPass, ReplicaChannel
-from pipelines.rollout.engine import PolicyEngine, other_head
+from pipelines.rollout.changed_weights import other_head
+from pipelines.rollout.engine import PolicyEngine, TokenScores
+from pipelines.rollout.engines.access import engine_dtype, read_key
 from pipelines.rollout.engines.client import EngineAddress, EngineClient, TurnAnswer, TurnOrder
 from pipelines.rollout.engines.first_rank import on_first_rank
 from pipelines.rollout.engines.server import MODEL, VllmServer
@@ -43,42 +43,6 @@ from pipelines.rollout.engines.weights import EngineWeights
 from pipelines.rollout.turns import OpenTurn, SampledTurn, TurnRules, TurnSampler
 
 _ALIVE = ForwardPass(kept=None, starts=[0], tokens=[[0]], uniforms=[0.0])
-
-
-def engine_dtype(config: PipelineConfig) -> Literal["float32", "bfloat16"]:
-    """The type that the engine computes in: the one that its weights are rounded to, else training's."""
-    return "bfloat16" if "bfloat16" in (config.actor_infer.weights_precision, config.precision) else "float32"
-
-
-def check_engine(config: PipelineConfig, environ: Mapping[str, str]) -> None:
-    """Refuses an engine that cannot be reached or started, before a model is built.
-
-    Raises:
-        ConfigError: its Python, or the variable with its key, is not there, or the run spans machines.
-    """
-    engine = config.actor_infer
-    if engine.engine == "openai":
-        _read_key(engine.server.api_key_variable, environ)
-        return
-    if environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")) != environ.get("WORLD_SIZE", "1"):
-        raise ConfigError(
-            "actor_infer.engine vllm: the run spans machines, and its server listens on one of them alone; start vLLM "
-            "yourself, and set actor_infer.engine=openai with its address in actor_infer.server.base_url"
-        )
-    if engine.engine_python is not None and shutil.which(engine.engine_python) is None:
-        raise ConfigError(
-            f"actor_infer.engine_python: {engine.engine_python} is no program that can be run; give the Python of an "
-            "environment with vLLM"
-        )
-
-
-def _read_key(variable: str | None, environ: Mapping[str, str]) -> str | None:
-    if variable is None:
-        return None
-    key = environ.get(variable)
-    if not key:
-        raise ConfigError(f"actor_infer.server.api_key_variable: the variable {variable} is not set; it has the key")
-    return key
 
 
 class ServedEngine:
@@ -185,7 +149,7 @@ class ServedEngine:
         if self._client is not None:
             self._closed_counts = dict(self.counts)
             self._client.close()
-        key = found["api_key"] or _read_key(self._engine.server.api_key_variable, os.environ)
+        key = found["api_key"] or read_key(self._engine.server.api_key_variable, os.environ)
         address = EngineAddress(url=str(found["url"]), socket=found["socket"], api_key=key)
         self._client = client = EngineClient(
             address,
@@ -234,7 +198,7 @@ class ServedEngine:
             tokens=[answer.tokens for answer in answers], logprobs=[answer.logprobs for answer in answers]
         )
 
-    def _score(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> list[list[float]]:
+    def _score(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> TokenScores:
         prompts = [probe.prompt for probe in self._probes]
         with ExitStack() as changed:
             if head_of is not None:

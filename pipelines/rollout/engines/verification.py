@@ -23,6 +23,7 @@ from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import EngineError
 from mock_scheduler.support.text import count_of
 from pipelines.environments.seeds import derive_seed
+from pipelines.rollout.engine import TokenScores
 from pipelines.rollout.engines.first_rank import on_first_rank
 
 #: Flatter than any usual distribution, so that unlikely tokens are sampled, too: those tell most of the weights. And
@@ -52,7 +53,7 @@ class ProbeAnswers:
 class Scorer(Protocol):
     """Computes training's log-probabilities of answers, on every rank together; they are on the first one."""
 
-    def __call__(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> list[list[float]]:
+    def __call__(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> TokenScores:
         """``head_of``: with the output head of an earlier version in the place of its own."""
         ...
 
@@ -132,24 +133,32 @@ class EngineVerifier:
         """
         found = on_first_rank(self._ranks, self._ask_probes)
         answers = ProbeAnswers(tokens=found["tokens"], logprobs=found["logprobs"])
-        own = self._score(answers, temperature=self._temperatures[self._mode])
+        scores = self._score(answers, temperature=self._temperatures[self._mode])
+        own = scores.chosen
         stale = on_first_rank(self._ranks, lambda: self._find_stale(answers, own))
         distance = on_first_rank(self._ranks, lambda: _distance(answers.logprobs, own))
         agreement = Agreement(num_tokens=sum(map(len, answers.tokens)), mean=distance[0], largest=distance[1])
         if stale is None and agreement.mean <= self._bound:
             self._seen[version] = _Seen(answers=answers, own=own)
             return agreement
+        predictions = {"likeliest": scores.likeliest, "mode": self._score_other_mode(answers)}
         # Every rank computes with each head, whatever the first one makes of it.
         by_head = {
-            head: self._score(answers, temperature=self._temperatures[self._mode], head_of=head)
+            head: self._score(answers, temperature=self._temperatures[self._mode], head_of=head).chosen
             for head in (() if stale is not None else heads)
         }
-        other = "raw" if self._mode == "processed" else "processed"
-        by_mode = self._score(answers, temperature=self._temperatures[other])
         on_first_rank(
-            self._ranks, lambda: self._refuse(version, agreement, self._explain(answers, own, stale, by_head, by_mode))
+            self._ranks,
+            lambda: self._refuse(version, agreement, self._explain(answers, own, stale, by_head, predictions)),
         )
         raise AssertionError("the first rank has refused")
+
+    @property
+    def _other_mode(self) -> Literal["processed", "raw"]:
+        return "raw" if self._mode == "processed" else "processed"
+
+    def _score_other_mode(self, answers: ProbeAnswers) -> list[list[float]]:
+        return self._score(answers, temperature=self._temperatures[self._other_mode]).chosen
 
     def _ask_probes(self) -> dict[str, object]:
         answers = self._ask()
@@ -169,7 +178,7 @@ class EngineVerifier:
         own: list[list[float]],
         stale: int | None,
         by_head: dict[int, list[list[float]]],
-        by_mode: list[list[float]],
+        predictions: dict[str, list[list[float]]],
     ) -> _Cause | None:
         if stale is not None:
             return _Cause(
@@ -192,15 +201,26 @@ class EngineVerifier:
                         f"{self._restart}{untie}"
                     ),
                 )
-        left = _distance(answers.logprobs, by_mode)[0]
+        left = _distance(answers.logprobs, predictions["mode"])[0]
         if left <= EXPLAINED_SHARE * before:
-            other = "raw" if self._mode == "processed" else "processed"
             return _Cause(
-                text=f"the engine's log-probabilities are {other}, which leaves {left:.3g}, and not {self._mode}",
+                text=(
+                    f"the engine's log-probabilities are {self._other_mode}, which leaves {left:.3g}, and not "
+                    f"{self._mode}"
+                ),
                 remedy=(
                     f"start the server with --logprobs-mode {self._mode}_logprobs, or set "
-                    f"actor_infer.logprobs_mode={other}"
+                    f"actor_infer.logprobs_mode={self._other_mode}"
                 ),
+            )
+        left = _distance(answers.logprobs, predictions["likeliest"])[0]
+        if left <= EXPLAINED_SHARE * before:
+            return _Cause(
+                text=(
+                    "the engine's log-probabilities are those of the likeliest token at each place, which leaves "
+                    f"{left:.3g}, and not of the sampled one"
+                ),
+                remedy="have the server give the log-probability of the token that was sampled",
             )
         return self._known_cause(answers, own, before)
 

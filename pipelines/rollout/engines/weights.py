@@ -86,6 +86,8 @@ class EngineWeights:
             for local in policy.parameters()
         ]
         parts = self._root / _PARTS
+        # Left by a run that ended while it wrote, and of other ranks.
+        on_first_rank(self._ranks, lambda: shutil.rmtree(parts, ignore_errors=True))
         write_tensors(parts, tensors, self._ranks)
         self._ranks.gather(b"")  # every rank's file is on the disk
         on_first_rank(self._ranks, lambda: self._assemble(parts, version))
