@@ -137,7 +137,7 @@ class VllmServer:
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
             return []
-        return text.splitlines()[-_TAIL_LINES:]
+        return [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
 
     def stop(self) -> None:
         """Ends the server and all its processes, where there is one."""
