@@ -79,11 +79,16 @@ def dims_of(pair: TensorPair) -> tuple[DimName, ...]:
     return dims if len(dims) == pair.baseline.dim() else ()
 
 
+_OF_THE_WHOLE_BATCH: frozenset[TraceKind] = frozenset({"input", "advantage"})
+
+
 def layout_numbers(readers: tuple[TraceReader, TraceReader], key: TraceKey) -> dict[str, float]:
     """Returns numbers of both layouts, by name: degrees of axes, micro-batches, rows and tokens. A wrong factor may be
-    one.
+    one. There are none for what is made of the whole batch, before it is dealt to ranks.
     """
     numbers: dict[str, float] = {}
+    if key.kind in _OF_THE_WHOLE_BATCH:
+        return numbers
     for whose, reader in zip(("", "baseline's "), readers[::-1], strict=True):
         found = {**_degrees(reader, key.step), **_counts(reader, key)}
         for name, number in found.items():

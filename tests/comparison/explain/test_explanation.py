@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from mock_scheduler.comparison.tensors import TensorDifference
@@ -22,11 +23,15 @@ def noise(seed: int) -> torch.Tensor:
     return torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def write(folder: Path, steps: list[torch.Tensor], *, kind: TraceKind = "gradient", name: str = NAME) -> Path:
+def write(
+    folder: Path, steps: list[torch.Tensor], *, kind: TraceKind = "gradient", name: str = NAME, dp: int = 1
+) -> Path:
     for step, tensor in enumerate(steps):
-        sink = FullSink(folder, step=step, place=RankPlace(global_rank=0, coordinates={"tp": 0}), world_size=1)
-        sink.add(TraceEntry(update=0, kind=kind, spec=whole(name, tuple(tensor.shape)), tensor=tensor))
-        sink.close(StepFooter(ranks=(0,), update_rows=((),)))
+        for rank in range(dp):
+            place = RankPlace(global_rank=rank, coordinates={"dp": rank})
+            sink = FullSink(folder, step=step, place=place, world_size=dp)
+            sink.add(TraceEntry(update=0, kind=kind, spec=whole(name, tuple(tensor.shape)), tensor=tensor))
+            sink.close(StepFooter(ranks=tuple(range(dp)), update_rows=((),)))
     return folder
 
 
@@ -74,6 +79,23 @@ def test_what_is_within_its_bound_is_not_explained(tmp_path: Path) -> None:
     assert (found.tier, found.residual, found.localities) == ("tolerance", None, ())
     assert found.figures is not None
     assert found.figures.worst is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("gradient", "candidate is 1.414 times the baseline: √dp"),
+        ("advantage", "candidate is 1.414 times the baseline"),
+    ],
+)
+def test_what_is_made_of_the_whole_batch_has_no_factor_of_the_layout(
+    kind: TraceKind, text: str, tmp_path: Path
+) -> None:
+    """Advantages divided by a deviation with n in place of n - 1 were called √dp."""
+    baseline = write(tmp_path / "a", [noise(0)], kind=kind, dp=2)
+    (found,) = differences(baseline, write(tmp_path / "b", [noise(0) * 2**0.5], kind=kind, dp=2))
+    assert found.residual is not None
+    assert describe_residual(found.residual) == text
 
 
 def test_a_doubled_change_of_a_parameter_is_no_number_of_the_layout(tmp_path: Path) -> None:
