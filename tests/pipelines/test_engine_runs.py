@@ -225,8 +225,9 @@ def test_a_vllm_that_dies_is_told_with_its_log(root: Path) -> None:
         *own_vllm(root, "++actor_infer.server.retries=0", "++actor_infer.server.envs={ENGINE_FAULTS: dead}"),
         code=5,
     )
-    assert "does not answer /v1/completions: asked 1 times, the last answer was RemoteProtocolError" in said
-    assert "its process runs. The end of " in said
+    assert "does not answer /v1/completions: asked 1 times, the last answer was " in said
+    assert "; its process has ended with code 3. The errors in " in said
+    assert "\n  RuntimeError: no attention for heads of 16\nIts end:\n" in said
 
 
 def test_a_vllm_listens_on_a_socket_that_nobody_else_can_reach(root: Path) -> None:
