@@ -44,7 +44,13 @@ from pipelines.config.algorithm import (
     denominator_problems,
     policy_loss_problems,
 )
-from pipelines.config.engine import ActorInferConfig, GeneratingArgs, engine_problems, weights_precision_problem
+from pipelines.config.engine import (
+    ActorInferConfig,
+    GeneratingArgs,
+    engine_problems,
+    routing_problems,
+    weights_precision_problem,
+)
 from pipelines.config.environments import CustomEnvConfig, EnvManagerConfig, check_held_out
 from pipelines.config.model import ModelConfig
 from pipelines.config.text import TextConfig, text_problems
@@ -154,7 +160,9 @@ class PipelineConfig(ConfigSection):
         """The longest body that a training service of this configuration reads."""
         own = self.training_service.max_request_bytes
         turns = max(env.max_steps for env in self.custom_envs.values()) if self.rollout_form == "step" else 1
-        row_bytes = _ROW_BYTES + _TOKEN_BYTES * self.sequence_length
+        # Routed experts may come with each token, in int32 at most.
+        experts = 4 * sum(self.model.moe_layers) * self.model.moe_router_topk
+        row_bytes = _ROW_BYTES + (_TOKEN_BYTES + experts) * self.sequence_length
         return own or _HEAD_BYTES + self.rollout_batch_size * turns * row_bytes
 
     @property
@@ -215,6 +223,7 @@ class PipelineConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_engine(self) -> PipelineConfig:
         problems = engine_problems(self.actor_infer) if self.samples else []
+        problems += routing_problems(self.actor_infer, self.model) if self.samples else []
         if problems:
             raise ValueError(f"the rollout engine:{bullet_list(problems, limit=None)}")
         return self

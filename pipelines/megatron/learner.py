@@ -132,6 +132,7 @@ class Learner:
         batches = self._owned_of_step(plan)
         probe.start_step(row_table(batch), batches, [model.observed for model in self.models.values()])
         show_inputs(probe, batches)
+        self.policy.start_routing(batch)
         scores = self._score(batches)
         for own in batches:
             probe.tokens("score", own, scores.of(own.batch.index))
@@ -155,12 +156,14 @@ class Learner:
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
+        routing = self.policy.routing_metrics()
+        self.policy.end_routing()
         # Added in the order of the updates.
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()
         self._warn_without_signal(step, means, num_updates=len(results))
-        return means | differences | correction | last | {"num_updates": float(len(results))}
+        return means | differences | correction | routing | last | {"num_updates": float(len(results))}
 
     def _warn_without_signal(self, step: int, means: Mapping[str, float], *, num_updates: int) -> None:
         """Says it where updates teach nothing. Other ranks' logs have errors alone."""
@@ -232,9 +235,13 @@ class Learner:
 
     def _score(self, batches: Sequence[OwnBatch]) -> Scores:
         policy = self.policy
+        with policy.scoring_routing(of_reference=False):
+            old_logprobs = policy.compute_logprobs(batches)
+        with policy.scoring_routing(of_reference=True):
+            ref_logprobs = policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None
         return Scores(
-            old_logprobs=policy.compute_logprobs(batches),
-            ref_logprobs=policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
             values=self.critic.compute_values(batches) if self.critic else None,
         )
 
