@@ -111,7 +111,7 @@ class VllmServer:
                     raise EngineError(problem)
                 if now_s - told_s >= _TOLD_S:
                     told_s = now_s
-                    last = "".join(self._tail()[-1:]).strip()
+                    last = "".join(self._tail()[-1:]).strip() or "its log is empty"
                     logger.info("[engine] vLLM is starting, %.0f s so far: %s", now_s - began_s, last)
                 time.sleep(_POLL_S)
         finally:
@@ -137,7 +137,7 @@ class VllmServer:
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
             return []
-        return text.splitlines()[-_TAIL_LINES:]
+        return [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
 
     def stop(self) -> None:
         """Ends the server and all its processes, where there is one."""
