@@ -12,6 +12,8 @@ YOUNG_KEYS = {
     "model.kv_channels": None,
     "model.rope_scaling": None,
     "model.moe_shared_expert_gate": False,
+    "sft.steps": 0,
+    "sft.lr": 1e-3,
     "text.tokenizer": None,
     "text.on_template_break": "error",
 }

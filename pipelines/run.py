@@ -65,7 +65,7 @@ from pipelines.resuming import (
     read_resumed_state,
 )
 from pipelines.rollout.dumped import open_dumped_rollouts
-from pipelines.rollout.plan import planned_requests
+from pipelines.rollout.plan import is_supervised, planned_requests
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.training import build_training
 
@@ -218,6 +218,8 @@ class AgenticPipeline:
         rollout_metrics = self._scheduler.collect_metrics()
         with self._clock.measure("train"):
             train_metrics = self._training.train_step(batch, step=request.global_step)
+        if is_supervised(self._config, request):  # its rewards are those of given answers
+            return train_metrics | rollout_metrics | self._clock.take()
         versions = compute_version_metrics(batch, request.policy_version)
         return compute_batch_metrics(batch) | versions | train_metrics | rollout_metrics | self._clock.take()
 

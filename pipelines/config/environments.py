@@ -188,6 +188,10 @@ ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig | Reasonin
 TEXT_ENV_TYPES = frozenset({"reasoning_gym"})
 
 
+#: The environments that know the right answer to their questions, for the supervised start.
+ANSWERING_TYPES = frozenset({"reasoning_gym"})
+
+
 class _SettingsOfType(dict[str, Any]):
     """An ``env_config`` as the user wrote it, with the type it belongs to."""
 

@@ -7,12 +7,15 @@ own. So questions and rewards are the same in any process and whatever was asked
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import canonical_json
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.environments import CustomEnvConfig, ReasoningGymEnvConfig
 from pipelines.environments.base import Split
@@ -35,6 +38,12 @@ def _load() -> Any:  # noqa: ANN401 - the package has no annotations of use
     return factory
 
 
+# Some tasks read a file of words when they are made; all members of a group ask one question.
+@lru_cache(maxsize=32)
+def _make_dataset(name: str, settings: str, seed: int) -> Any:  # noqa: ANN401
+    return _load().create_dataset(name, seed=seed, size=1, **json.loads(settings))
+
+
 class ReasoningGymEnv:
     """Asks one question for each episode; ``max_steps`` answers may be tried, until one is right.
 
@@ -43,7 +52,7 @@ class ReasoningGymEnv:
 
     def __init__(self, settings: ReasoningGymEnvConfig, *, max_steps: int, split: Split) -> None:
         check_split(split, settings.held_out_fraction)
-        self._factory = _load()
+        _load()
         self._settings = settings
         self._max_steps = max_steps
         self._split = split
@@ -62,9 +71,7 @@ class ReasoningGymEnv:
         num_draws = max_draws(self._split, settings.held_out_fraction)
         for draw in range(num_draws):
             drawn = seed if draw == 0 else derive_seed(seed, "question", draw)
-            self._dataset = self._factory.create_dataset(
-                settings.dataset, seed=drawn, size=1, **settings.dataset_config
-            )
+            self._dataset = _make_dataset(settings.dataset, canonical_json(settings.dataset_config), drawn)
             self._entry = self._dataset[0]
             if is_in_split([self._entry["question"]], self._split, settings.held_out_fraction):
                 break
@@ -91,6 +98,13 @@ class ReasoningGymEnv:
         is_success = score >= 1.0
         is_over = is_success or self._turn >= self._max_steps
         return TextAnswer(reward=change, is_success=is_success, reply=None if is_over else RETRY)
+
+    def own_answer(self) -> str | None:
+        """Returns the answer of the dataset's entry, in the tag where there is one."""
+        answer, tag = self._entry["answer"], self._settings.answer_tag
+        if answer is None:
+            return None
+        return str(answer) if tag is None else f"<{tag}>{answer}</{tag}>"
 
     def _extract(self, text: str) -> str | None:
         tag = self._settings.answer_tag

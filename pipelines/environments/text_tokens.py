@@ -96,6 +96,24 @@ class LoadedTokenizer:
             f"{position} the history has {self._name(history, position)}, the prompt {self._name(prompt, position)}"
         )
 
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> list[int]:
+        """Encodes an answer to messages as the template writes it, up to the token that ends it.
+
+        Raises:
+            TemplateBreak: the template changes the prompt, or ends the answer with no token that ends a turn.
+        """
+        prompt = self.encode_prompt(messages)
+        spoken = [*messages, {"role": "assistant", "content": answer}]
+        tokens = self.tokenizer.apply_chat_template(
+            spoken, add_generation_prompt=False, tokenize=True, return_dict=False
+        )
+        if tokens[: len(prompt)] != prompt:
+            raise TemplateBreak("the chat template's tokens of an answer do not begin with those of its prompt")
+        end = next((i for i, token in enumerate(tokens[len(prompt) :]) if token in self.end_ids), None)
+        if end is None:
+            raise TemplateBreak("the chat template ends an answer with no token that ends a turn")
+        return tokens[len(prompt) : len(prompt) + end + 1]
+
     def _name(self, tokens: Sequence[int], position: int) -> str:
         if position >= len(tokens):
             return "nothing"
@@ -235,6 +253,10 @@ class TextEnvironment(Protocol):
         """Takes the policy's text of one turn."""
         ...
 
+    def own_answer(self) -> str | None:
+        """The text of a first turn with the right answer; ``None`` where it knows none."""
+        ...
+
 
 class TextTokenEnvironment:
     """A text environment as a token environment.
@@ -259,6 +281,16 @@ class TextTokenEnvironment:
             optimal_length=UNKNOWN_LENGTH,
             layout_digest=compute_layout_digest("\n".join(message["content"] for message in self._messages)),
         )
+
+    def own_answer(self) -> list[int]:
+        """Returns the tokens of the environment's own answer to the first messages, as the template writes them."""
+        answer = self._environment.own_answer()
+        if answer is None:
+            raise ConfigError("the environment knows no answer of its own, which sft would train on")
+        try:
+            return self._tokenizer.encode_answer(self._messages, answer)
+        except TemplateBreak as problem:
+            raise ConfigError(f"{problem}, so sft has no tokens to train on; use another template") from problem
 
     def step(self, tokens: Sequence[int]) -> StepResult:
         """Gives the environment the text of a turn, and the policy the tokens of the reply."""
