@@ -6,6 +6,7 @@ own. So questions and rewards are the same in any process and whatever was asked
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -38,10 +39,30 @@ def _load() -> Any:  # noqa: ANN401 - the package has no annotations of use
     return factory
 
 
-# Some tasks read a file of words when they are made; all members of a group ask one question.
-@lru_cache(maxsize=32)
-def _make_dataset(name: str, settings: str, seed: int) -> Any:  # noqa: ANN401
-    return _load().create_dataset(name, seed=seed, size=1, **json.loads(settings))
+class _Questions:
+    """Questions of one dataset with one set of settings, each by its seed."""
+
+    def __init__(self, name: str, settings: str) -> None:
+        self._name, self._settings = name, json.loads(settings)
+        # Some tasks read a file of words when they are made. Most take their seed anew for each question.
+        self._made = self._make(_PROBES[0])
+        self._takes_seed = all(self._seeded(seed)[0] == self._make(seed)[0] for seed in _PROBES)
+
+    def ask(self, seed: int) -> Any:  # noqa: ANN401
+        """Makes the dataset whose first item is the question of a seed."""
+        return self._seeded(seed) if self._takes_seed else self._make(seed)
+
+    def _make(self, seed: int) -> Any:  # noqa: ANN401
+        return _load().create_dataset(self._name, seed=seed, size=1, **self._settings)
+
+    def _seeded(self, seed: int) -> Any:  # noqa: ANN401
+        dataset = copy.copy(self._made)
+        dataset.seed = seed
+        return dataset
+
+
+_PROBES = (11, 5_000_011, 2_000_000_011)
+_questions = lru_cache(_Questions)
 
 
 class ReasoningGymEnv:
@@ -68,10 +89,11 @@ class ReasoningGymEnv:
             ConfigError: none of the questions drawn is in the split.
         """
         settings = self._settings
+        questions = _questions(settings.dataset, canonical_json(settings.dataset_config))
         num_draws = max_draws(self._split, settings.held_out_fraction)
         for draw in range(num_draws):
             drawn = seed if draw == 0 else derive_seed(seed, "question", draw)
-            self._dataset = _make_dataset(settings.dataset, canonical_json(settings.dataset_config), drawn)
+            self._dataset = questions.ask(drawn)
             self._entry = self._dataset[0]
             if is_in_split([self._entry["question"]], self._split, settings.held_out_fraction):
                 break
