@@ -235,11 +235,15 @@ def _load(folder: str, vocab_size: int) -> LoadedTokenizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextAnswer:
-    """The answer to one text. ``reply``: the next message to the policy; none where the episode is over."""
+    """The answer to one text. ``reply``: the next message to the policy; none where the episode is over.
+
+    ``is_cut``: it is over by a limit, and not by its rules.
+    """
 
     reward: float
     is_success: bool
     reply: str | None
+    is_cut: bool = False
 
 
 class TextEnvironment(Protocol):
@@ -300,7 +304,7 @@ class TextTokenEnvironment:
         self._history += tokens
         observation: list[int] = []
         is_over = answer.reply is None
-        is_cut = is_over and not has_ended
+        is_cut = is_over and (answer.is_cut or not has_ended)
         if answer.reply is not None:
             spoken: Message = {"role": "assistant", "content": text}
             self._messages += [spoken, {"role": "user", "content": answer.reply}]
@@ -317,7 +321,7 @@ class TextTokenEnvironment:
         return StepResult(
             observation=observation,
             reward=answer.reward,
-            terminated=is_over and has_ended,
+            terminated=is_over and not is_cut,
             truncated=is_cut,
             is_valid=has_ended,
             is_success=answer.is_success,
