@@ -424,10 +424,10 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
 
 
 def sft_problems(config: PipelineConfig) -> list[str]:
-    """Lists obstacles to a supervised start, and a key without effect."""
+    """Lists obstacles to a supervised start."""
     sft = config.sft
     if sft.steps == 0:
-        return ["sft.lr has no effect with sft.steps 0; leave it out"] if "lr" in sft.model_fields_set else []
+        return []
     problems = []
     if sft.steps >= config.max_steps:
         problems.append(f"sft.steps {sft.steps} leaves no step of max_steps {config.max_steps} for the rollouts")
