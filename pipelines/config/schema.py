@@ -182,7 +182,8 @@ class PipelineConfig(ConfigSection):
         Those of the supervised start have a rate of their own, and do not count.
         """
         num_steps = self.max_steps - self.sft.steps - first_step
-        return self.training.lr_decay_iters or num_steps * self.updates_per_step
+        # A replay may end within the supervised start.
+        return self.training.lr_decay_iters or max(num_steps, 1) * self.updates_per_step
 
     def sft_rate(self, update: int) -> float:
         """The learning rate of an update of the supervised start, from 0."""
@@ -429,8 +430,6 @@ def sft_problems(config: PipelineConfig) -> list[str]:
     if sft.steps == 0:
         return []
     problems = []
-    if sft.steps >= config.max_steps:
-        problems.append(f"sft.steps {sft.steps} leaves no step of max_steps {config.max_steps} for the rollouts")
     silent = [tag for tag in config.train_env_manager.tags if config.custom_envs[tag].env_type not in ANSWERING_TYPES]
     if silent:
         problems.append(

@@ -157,7 +157,6 @@ def test_recorded_answers_get_the_recorded_rewards_again(root: Path) -> None:
         (["actor_infer.only_action_tokens=true"], "actor_infer.only_action_tokens: text has no tokens that are"),
         (["use_kl_loss=true"], "use_kl_loss and kl_in_reward pull towards the weights from before it"),
         (["adv_estimator=gae"], "adv_estimator gae: a critic has none"),
-        (["sft.steps=3"], "sft.steps 3 leaves no step of max_steps 3 for the rollouts"),
         (
             [
                 "custom_envs.Words.env_type=textarena",
