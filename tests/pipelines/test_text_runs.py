@@ -108,6 +108,16 @@ def test_the_supervised_start_trains_on_the_tasks_own_answers_and_is_recorded(ro
     assert metrics[1]["reward"] < 1.0
 
 
+def test_two_replicas_train_as_one_from_the_supervised_start_on(root: Path) -> None:
+    given = arguments(root, "dp2", "rollout_mock.mode=mock", "parallel.data_parallel_size=2")
+    replayed = run_command(["-m", "mock_scheduler.cli", "launch", "qwen3_tiny_reasoning", *given[4:]])
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    lines = [(root / name / "metrics.jsonl").read_text().splitlines() for name in ("dumped", "dp2")]
+    one, two = ([json.loads(line)["metrics"] for line in own] for own in lines)
+    assert [step["grad_norm"] for step in two] == pytest.approx([step["grad_norm"] for step in one], rel=1e-4)
+    assert two[0]["sft/loss"] == pytest.approx(one[0]["sft/loss"], rel=1e-6)
+
+
 def test_another_tokenizer_at_the_same_place_is_refused(root: Path) -> None:
     path = root / "tiny" / "tokenizer_config.json"
     before = path.read_text(encoding="utf-8")
