@@ -10,6 +10,7 @@ if [[ "${1:-}" == "--integrations" ]]; then
     exec bash launch/test_integrations.sh "${@:2}"
 fi
 bash launch/setup_venv.sh
+unset PYTHONDONTWRITEBYTECODE  # else each of the processes that tests start compiles the library anew
 
 marker=()
 selection=()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests with programs that others wrote (tests/integrations), in .venv-integrations: Python 3.12, since the wheel of
 # megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there,
-# and TransformerEngine's and Megatron-Bridge's Python 0.2 GB.
+# and TransformerEngine's and Megatron-Bridge's Python 0.2 GB. vLLM has .venv-engines, of Python 3.11: 3 GB, 5 minutes.
 #   launch/test.sh --integrations            all of them
 #   launch/test.sh --integrations ARGS...    arguments go to pytest
 set -euo pipefail
@@ -36,6 +36,27 @@ if [[ ! -f "$packages/.requirements.sha256" || "$(<"$packages/.requirements.sha2
     .venv-integrations/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
         --target "$packages" -r tests/integrations/built_requirements.txt
     printf '%s\n' "$wanted" >"$packages/.requirements.sha256"
+fi
+
+# vLLM's CPU build is for the CPU build of torch, which is there for Python 3.11 alone. $ENGINE_PYTHON, else as above.
+engines=.venv-engines
+wanted="$(sha256sum tests/integrations/engine_requirements.txt)"
+if [[ ! -f "$engines/.requirements.sha256" || "$(<"$engines/.requirements.sha256")" != "$wanted" ]]; then
+    candidates=("${ENGINE_PYTHON:-}" python3.11)
+    while read -r found; do
+        candidates+=("$found")
+    done < <(compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.11.*/bin/python" | sort --version-sort --reverse)
+    for candidate in "${candidates[@]}"; do
+        if [[ -n "$candidate" ]] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+            rm -rf "$engines"
+            "$candidate" -m venv "$engines"
+            pip=("$engines/bin/python" -m pip --quiet --quiet --disable-pip-version-check)
+            "${pip[@]}" install -r tests/integrations/engine_requirements.txt
+            "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
+            printf '%s\n' "$wanted" >"$engines/.requirements.sha256"
+            break
+        fi
+    done
 fi
 selection=("$@")
 exec .venv-integrations/bin/python -m pytest -m integrations "${selection[@]:-tests/integrations}"

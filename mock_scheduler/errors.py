@@ -18,6 +18,7 @@
     ├── TraceError(OSError)                   a trace, or metrics, that cannot be written, read or merged
     ├── ForeignFileError(OSError)             a file of another party that must not be opened, or is too large
     ├── ServiceError(OSError)                 a training service that does not answer, or refuses
+    ├── EngineError(OSError)                  an inference engine that does not answer, or samples from another policy
     └── AlignmentError(RuntimeError)          an alignment run that could not be carried out
         └── UnwrittenError                    a page or a file of a result that cannot be written
 
@@ -166,6 +167,10 @@ class ForeignFileError(MockSchedulerError, OSError):
 
 class ServiceError(MockSchedulerError, OSError):
     """A training service does not answer, answers wrongly or refuses a request."""
+
+
+class EngineError(MockSchedulerError, OSError):
+    """An inference engine does not answer, answers wrongly, or samples from another policy than the one trained."""
 
 
 class AlignmentError(MockSchedulerError, RuntimeError):

@@ -18,7 +18,7 @@ from mock_scheduler.config.loading import parse_config_arguments
 from mock_scheduler.determinism.environment import apply_system_envs, check_settings, read_launched_with
 from mock_scheduler.determinism.settings import is_deterministic_mode, required_lines
 from mock_scheduler.errors import DeterminismError
-from mock_scheduler.support.loaded_code import save_loaded_code
+from mock_scheduler.support.loaded_code import note_loaded_code, save_loaded_code
 from mock_scheduler.support.own_calls import count_own_calls
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.run_output import report_failure
@@ -75,6 +75,7 @@ def run_entry(
             check(config)
             apply_environment(config.system_envs)
             prepare()
+            note_loaded_code(_PACKAGES)
             own = count_own_calls(_PACKAGES) if prepare is not no_preparation else None
             run(config)
             calls = None if own is None else own.calls

@@ -8,11 +8,10 @@ written as the kind that it is, in one file and without a tokenizer. One tensor 
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,26 +19,18 @@ import torch
 import typer
 from pydantic import ValidationError
 
-from mock_scheduler.adapters.huggingface.architectures import HuggingFaceModel
-from mock_scheduler.adapters.huggingface.config import CONFIG_FILE, describe_model, read_model
-from mock_scheduler.adapters.huggingface.describing import write_config, write_header
-from mock_scheduler.adapters.huggingface.files import DTYPES, SINGLE_FILE, parse_header
-from mock_scheduler.adapters.huggingface.names import Place, list_tensors
-from mock_scheduler.adapters.huggingface.writing import write_weights
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
 from mock_scheduler.support.arguments import parse_arguments
-from mock_scheduler.support.files import encode_json
 from mock_scheduler.support.processes import end_with_parent
 from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message, print_output
 from mock_scheduler.support.text import printable
-from mock_scheduler.trace.shards import whole
 from pipelines.config.model import ModelConfig
+from pipelines.megatron.hf_export import describe_own, write_stored
 from pipelines.megatron.hf_source import HuggingFaceSource, read_stored_source
-from pipelines.megatron.parameter_shapes import Shape, parameter_shapes
 from pipelines.megatron.run_state import RunState, check_contents, check_files, read_run_state
-from pipelines.megatron.stored_boxes import PARAMETER_KEY, StoredTensors
+from pipelines.megatron.stored_boxes import StoredTensors
 
 _POLICY = "policy"
 
@@ -98,18 +89,10 @@ def _write(
     aside: Path, source: HuggingFaceSource, stored: StoredTensors, checkpoint: Path, dtype: torch.dtype
 ) -> set[torch.dtype]:
     """Writes all weight files; returns the dtypes in them."""
-    described = read_model(aside)
-    model = ModelConfig.model_validate(described.fields)
-    shapes = parameter_shapes(model, vocab_size=int(model.vocab_size or 0), sequence_length=0)
     try:
-        entries = {
-            name: entry for text in source.headers.values() for name, entry in parse_header(text).tensors.items()
-        }
-        dtypes = {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
-        write_weights(aside, source.headers, _reader(stored, shapes, described, dtypes, dtype))
+        return write_stored(aside, source.headers, stored, dtype)
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{checkpoint} does not describe its own weights: {error!r}") from error
-    return set(dtypes.values())
 
 
 def _describe_own(checkpoint: Path, state: RunState, dtype: torch.dtype) -> HuggingFaceSource:
@@ -125,60 +108,7 @@ def _describe_own(checkpoint: Path, state: RunState, dtype: torch.dtype) -> Hugg
     except ValidationError as error:
         raise ConfigError(f"{checkpoint} has a model of another release: {error}") from error
     positions = state.training.get("sequence_length")
-    content = write_config(
-        _fields_of(model), dtype=dtype_name(dtype), max_positions=positions if isinstance(positions, int) else 1
-    )
-    described = describe_model(content, origin=str(checkpoint))
-    shapes = parameter_shapes(model, vocab_size=int(model.vocab_size or 0), sequence_length=0)
-    header = write_header(
-        list_tensors(shapes, described)[0],
-        dtype=next(name for name, one in DTYPES.items() if one is dtype),
-        item_bytes=dtype.itemsize,
-    )
-    return HuggingFaceSource(
-        digest="", headers={SINGLE_FILE: header}, companions={CONFIG_FILE: encode_json(content) + b"\n"}
-    )
-
-
-def _fields_of(model: ModelConfig) -> dict[str, Any]:
-    """Spells out the sizes that follow from others."""
-    has_experts = model.num_moe_experts is not None
-    return {
-        **model.model_dump(exclude={"hf_checkpoint"}),
-        "num_query_groups": model.query_groups,
-        "kv_channels": model.head_size,
-        "ffn_hidden_size": model.ffn_size,
-        "moe_ffn_hidden_size": model.expert_ffn_size if has_experts else None,
-        "moe_layer_freq": 1 if all(model.moe_layers) else [int(has_experts) for has_experts in model.moe_layers],
-    }
-
-
-def _reader(
-    stored: StoredTensors,
-    shapes: Mapping[str, Shape],
-    described: HuggingFaceModel,
-    dtypes: Mapping[str, torch.dtype],
-    dtype: torch.dtype,
-) -> Callable[[str], torch.Tensor]:
-    """Makes a function that reads a tensor by Hugging Face's name."""
-    expected, places = list_tensors(shapes, described)
-
-    @functools.lru_cache(maxsize=2)  # several tensors are rows of one parameter
-    def parameter(name: str) -> torch.Tensor:
-        return stored.read(f"{PARAMETER_KEY}/{name}", whole(name, shapes[name]), dtype)
-
-    def read(tensor: str) -> torch.Tensor:
-        values = torch.empty(expected[tensor], dtype=dtype)
-        for place in places[tensor]:
-            _copy_rows(values, parameter(place.name), place)
-        return values.to(dtypes[tensor])
-
-    return read
-
-
-def _copy_rows(values: torch.Tensor, parameter: torch.Tensor, place: Place) -> None:
-    start, length = place.rows.start, place.rows.length
-    values[start : start + length] = parameter[place.own_start : place.own_start + length]
+    return describe_own(model, dtype=dtype, positions=positions if isinstance(positions, int) else 1)
 
 
 def _describe(

@@ -106,6 +106,7 @@ class AgenticPipeline:
         if resumed is not None:
             check_resumed(config, resumed, self._ranks, vocab_size=vocab_size_in_effect(config, tokenizer))
             check_source(Path(str(config.resume_from_checkpoint)), resumed.files, source)
+        self._source = source
         self._training = build_training(
             config, runtime, tokenizer, ranks=self._ranks, clock=self._clock, is_resumed=self._is_resumed, source=source
         )
@@ -142,7 +143,12 @@ class AgenticPipeline:
     def _make_real(self) -> AgenticRolloutScheduler | DumpedRollouts:
         """The real scheduler; called by the proxy at its first use, and never in mock."""
         return self._dumped_rollouts or AgenticRolloutScheduler(
-            self._config, self._training.policy, self._tokenizer, self._ledger, ranks=self._ranks
+            self._config,
+            self._training.policy,
+            self._tokenizer,
+            self._ledger,
+            ranks=self._ranks,
+            source=self._source,
         )
 
     def run(self) -> None:
@@ -196,7 +202,8 @@ class AgenticPipeline:
 
     def _get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """One batch of the scheduler, checked to be the same on every rank."""
-        self._scheduler.update_weights(request.policy_version)
+        if not is_supervised(self._config, request):  # nothing is sampled
+            self._scheduler.update_weights(request.policy_version)
         self._scheduler.resume()
         batch: RolloutBatch = self._scheduler.get_batch(request)
         self._scheduler.suspend()
@@ -318,6 +325,11 @@ def run_pipeline(config: PipelineConfig) -> None:
     check_trace_ranks(config.trace, config.parallel)
     tokenizer = build_tokenizer(config)
     check_environments(config, tokenizer)
+    if config.samples and config.actor_infer.engine != "megatron":
+        # No other run imports a client of servers.
+        from pipelines.rollout.engines.access import check_engine
+
+        check_engine(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     if config.model.hf_checkpoint is not None:
         find_weight_files(config.model)  # refuses its files where they are not this model's

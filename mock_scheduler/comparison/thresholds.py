@@ -692,6 +692,30 @@ AGREEMENT_FLOAT32 = _define(
     reason="one policy in float32 on both sides differs by rounding, 5e-7 at most over 30 steps; TF32 is another type",
     source="measured: rollout_logprob_diff_max of frozen_lake",
 )
+ENGINE_FLOAT32 = _define(
+    "ENGINE_FLOAT32",
+    2e-5,
+    unit="mean |log ratio| of tokens",
+    reason="another program with the same weights in float32: vLLM differs by 7e-7 in the mean and 2.4e-6 at most, and "
+    "sharper policies by more; another step's weights by 1e-3 and more",
+    source="measured: tests/integrations/test_engines.py, vLLM 0.32.0 on CPU",
+)
+ENGINE_MOVED = _define(
+    "ENGINE_MOVED",
+    5e-6,
+    unit="|difference| of a log-probability of training's, largest of the probed tokens",
+    reason="twice the most that an engine differs by itself: weights that moved training's values by more leave no "
+    "engine's values at the same bits",
+    source="measured: tests/integrations/test_engines.py, vLLM 0.32.0 on CPU",
+)
+ENGINE_MOVED_BFLOAT16 = _define(
+    "ENGINE_MOVED_BFLOAT16",
+    2.0**-4,
+    unit="|difference| of a log-probability of training's, largest of the probed tokens",
+    reason="two spacings of bfloat16 between 4 and 8, where logits lie: a smaller move may vanish in an engine's "
+    "rounding",
+    source="arithmetic",
+)
 AGREEMENT_BFLOAT16 = _define(
     "AGREEMENT_BFLOAT16",
     0.1,

@@ -3,8 +3,10 @@
 A run that completes leaves ``code/`` in its folder, with one JSON document for each set of files that a process loaded:
 
 - ``files``: the SHA-256 of every loaded source that belongs to no installed package, to Python, or to a package whose
-  sources are digested as a whole. A path is relative where it lies below the working directory;
-- ``changed_while_running``: those of them that were written after the process had started, so nobody knows what ran;
+  sources are digested as a whole. A path is relative where it lies below the working directory. What is loaded before
+  the work begins is digested then (``note_loaded_code``), so that a file written later is known as it ran;
+- ``changed_while_running``: those of them that were written since, or, if they were loaded later, after the process
+  had started, so nobody knows what ran;
 - ``calls``: how often each of the user's functions and classes in the place of a package's was called (``own_calls``).
 
 Contract: standard library and our own helpers only, so that any process can import this. Files that a program reads
@@ -21,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.documents import Document
@@ -30,6 +33,8 @@ from mock_scheduler.support.run_files import CODE_FOLDER
 from mock_scheduler.support.versions import PACKAGE, installed_folders
 
 _STARTED_S = time.time()
+#: Digests of the files that were loaded before the work of this process began.
+_noted: dict[Path, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +47,12 @@ class LoadedCode:
 
 
 _DOCUMENT = Document[LoadedCode](LoadedCode)
+
+
+def note_loaded_code(packages: Iterable[str] = ()) -> None:
+    """Digests what this process has loaded so far; a process of a run calls it before its work. Arguments as below."""
+    for path in _own_files({PACKAGE, *packages}):
+        _noted.setdefault(path, _digest(path))  # the module of a second run in this process is that of the first
 
 
 def save_loaded_code(
@@ -59,10 +70,11 @@ def save_loaded_code(
         OSError: the file cannot be written.
     """
     files, changed = {}, []
-    for path in sorted(_own_files({PACKAGE, *packages})):
+    for path in sorted(_own_files({PACKAGE, *packages}) | _noted.keys()):
         name = _shown(path)
-        files[name] = _digest(path)
-        if path.stat().st_mtime > _STARTED_S:
+        now = _digest(path) if path.is_file() else None
+        files[name] = _noted.get(path, str(now))
+        if files[name] != now or (path not in _noted and path.stat().st_mtime > _STARTED_S):
             changed.append(name)
     document = _DOCUMENT.dump(LoadedCode(files=files, changed_while_running=tuple(changed), calls=dict(calls or {})))
     # A thousand ranks that loaded the same files leave one record.
@@ -96,18 +108,22 @@ def find_changed_code(output_dir: Path) -> list[str]:
         return [f"the record of the files that it loaded cannot be read: {error}"]
     if loaded is None:
         return ["nobody knows which files it loaded"]
-    reasons = [f"{name}, which it loaded, was changed while it ran" for name in loaded.changed_while_running]
+    what = dict.fromkeys(loaded.changed_while_running, "was changed while it ran")
+    return [f"{name}, which it loaded, {reason}" for name, reason in {**compare_with_disk(loaded), **what}.items()]
+
+
+def compare_with_disk(loaded: LoadedCode) -> dict[str, Literal["is gone", "cannot be read", "has changed"]]:
+    """Says by file what became of those that do not lie here as they were loaded."""
+    found: dict[str, Literal["is gone", "cannot be read", "has changed"]] = {}
     for name, digest in loaded.files.items():
         try:
-            has_changed = _digest(Path(name)) != digest
+            if _digest(Path(name)) != digest:
+                found[name] = "has changed"
         except FileNotFoundError:
-            reasons.append(f"{name}, which it loaded, is gone")
+            found[name] = "is gone"
         except (OSError, ValueError):  # ValueError: no file has such a name
-            reasons.append(f"{name}, which it loaded, cannot be read")
-        else:
-            if has_changed:
-                reasons.append(f"{name}, which it loaded, has changed")
-    return reasons
+            found[name] = "cannot be read"
+    return found
 
 
 def _own_files(packages: set[str]) -> set[Path]:

@@ -1,4 +1,4 @@
-"""Environments and how they are played: ``custom_envs``, the environment managers and the engine; no torch."""
+"""Environments and how they are played: ``custom_envs`` and the environment managers; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,64 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Decides, Fraction, NonNegativeInt, PositiveInt, union_tag
-
-
-class GeneratingArgs(ConfigSection):
-    """How actions are sampled: softmax(logits / temperature), then top-k, then top-p; 0 and 1.0 switch them off."""
-
-    decides: ClassVar = Decides.ROLLOUTS
-
-    # The trainer computes its log-probabilities at this temperature.
-    temperature: Annotated[float, Decides.ROLLOUTS | Decides.TRAINING] = Field(default=1.0, gt=0.0)
-    top_k: NonNegativeInt = 0
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-
-
-class ActorInferConfig(ConfigSection):
-    """The rollout engine; validation without ``generating_args`` of its own samples by the ones here, as training does.
-
-    ``only_action_tokens``: the policy chooses among the environment's action tokens alone, and its log-probabilities,
-    in sampling and in training, are of the softmax over them.
-    ``max_new_tokens``: the most tokens sampled in one turn; a turn ends with the first action token, and one of text
-    with the first token by which the tokenizer ends a text.
-    ``use_kv_cache``: keep keys and values of read tokens; false computes the whole history anew for every token.
-    ``rows_per_forward``: episodes of one forward pass; they are chosen before the layout is known.
-    ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
-    inference engine of this precision has them; ``None`` plays with the trainer's own.
-    """
-
-    decides: ClassVar = Decides.ROLLOUTS
-
-    only_action_tokens: Annotated[bool, Decides.ROLLOUTS | Decides.TRAINING] = False
-    max_new_tokens: PositiveInt = 1
-    # These two change no token, and of log-probabilities the last bits at most.
-    use_kv_cache: Annotated[bool, Decides.EXECUTION] = True
-    rows_per_forward: Annotated[PositiveInt, Decides.EXECUTION] = 64
-    weights_precision: Literal["bfloat16"] | None = None
-    generating_args: GeneratingArgs = GeneratingArgs()
-
-
-def weights_precision_problem(
-    engine: ActorInferConfig, *, precision: str, worker_type: str, modes_in_use: frozenset[str]
-) -> str:
-    """Says why ``weights_precision`` would have no effect; empty where it has one, and where everything is replayed.
-
-    A replay needs the key as in its recording, whatever precision it trains in.
-    """
-    if engine.weights_precision is None or modes_in_use == {"mock"}:
-        return ""
-    key = f"actor_infer.weights_precision {engine.weights_precision}"
-    if worker_type == "mock":
-        return (
-            f"{key} would have no effect: with rollout_worker.type mock rollouts are read, and no weights are sampled "
-            "from; leave it out"
-        )
-    if precision == engine.weights_precision:
-        return (
-            f"{key} would have no effect: with precision {precision} the weights have no other values; set precision "
-            "to float32 or float64, or leave it out"
-        )
-    return ""
+from pipelines.config.engine import GeneratingArgs
 
 
 class EnvManagerConfig(ConfigSection):

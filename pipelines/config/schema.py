@@ -44,15 +44,14 @@ from pipelines.config.algorithm import (
     denominator_problems,
     policy_loss_problems,
 )
-from pipelines.config.environments import (
-    ANSWERING_TYPES,
+from pipelines.config.engine import (
     ActorInferConfig,
-    CustomEnvConfig,
-    EnvManagerConfig,
     GeneratingArgs,
-    check_held_out,
+    engine_problems,
+    routing_problems,
     weights_precision_problem,
 )
+from pipelines.config.environments import ANSWERING_TYPES, CustomEnvConfig, EnvManagerConfig, check_held_out
 from pipelines.config.model import ModelConfig
 from pipelines.config.text import TextConfig, text_problems
 from pipelines.config.training import (
@@ -163,7 +162,9 @@ class PipelineConfig(ConfigSection):
         """The longest body that a training service of this configuration reads."""
         own = self.training_service.max_request_bytes
         turns = max(env.max_steps for env in self.custom_envs.values()) if self.rollout_form == "step" else 1
-        row_bytes = _ROW_BYTES + _TOKEN_BYTES * self.sequence_length
+        # Routed experts may come with each token, in int32 at most.
+        experts = 4 * sum(self.model.moe_layers) * self.model.moe_router_topk
+        row_bytes = _ROW_BYTES + (_TOKEN_BYTES + experts) * self.sequence_length
         return own or _HEAD_BYTES + self.rollout_batch_size * turns * row_bytes
 
     @property
@@ -229,6 +230,14 @@ class PipelineConfig(ConfigSection):
         )
         if problem:
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> PipelineConfig:
+        problems = engine_problems(self.actor_infer) if self.samples else []
+        problems += routing_problems(self.actor_infer, self.model) if self.samples else []
+        if problems:
+            raise ValueError(f"the rollout engine:{bullet_list(problems, limit=None)}")
         return self
 
     @model_validator(mode="after")
@@ -442,6 +451,8 @@ def sft_problems(config: PipelineConfig) -> list[str]:
             "use_kl_loss and kl_in_reward pull towards the weights from before it; leave them out, or make the start "
             "a run of its own, export its checkpoint with `mock-scheduler export-hf`, and begin from that"
         )
+    if config.model.moe_router_replay == "replay":
+        problems.append("model.moe_router_replay replay: given answers have no routed experts; set off or record")
     if config.adv_estimator == "gae":
         problems.append("adv_estimator gae: a critic has none; choose another estimator, or set sft.steps to 0")
     return problems

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 from mock_scheduler.config.base import ConfigSection, Decides
-from pipelines.config.environments import TEXT_ENV_TYPES, ActorInferConfig, CustomEnvConfig
+from pipelines.config.engine import ActorInferConfig
+from pipelines.config.environments import TEXT_ENV_TYPES, CustomEnvConfig
 from pipelines.config.model import ModelConfig
 
 

@@ -19,6 +19,7 @@ from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.trace.entries import RowTable
 from pipelines.algorithm.correction import BatchCorrector, correction_spec, with_known_logprobs
+from pipelines.algorithm.engine_mismatch import EngineMismatch
 from pipelines.algorithm.training_values import ResponseScores, TrainingValues, ValueMaker, needed_scores
 from pipelines.batching.placement import place_step
 from pipelines.batching.plan import MicroBatch, StepPlan
@@ -94,6 +95,7 @@ class Learner:
         self.critic = CriticTrainer(config, runtime, vocab_size=vocab_size) if config.adv_estimator == "gae" else None
         self.values = ValueMaker(config)
         self._spec = correction_spec(config)
+        self._engine = EngineMismatch.build(config)
         self._execution = self.policy.policy.execution
 
     @property
@@ -115,8 +117,16 @@ class Learner:
         if self.config.sft.covers(step):
             return self._supervise(batch, step=step, probe=probe)
         scored = self.score(batch, probe=probe)
+        mismatch = self._judge_engine(scored, step)
         values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
-        return self.update(scored, values, step=step, probe=probe) | metrics
+        return self.update(scored, values, step=step, probe=probe) | metrics | mismatch
+
+    def _judge_engine(self, scored: ScoredStep, step: int) -> dict[str, float]:
+        """Compares with an engine beside the trainer, where one has sampled the step. Collective then."""
+        if self._engine is None or not self._engine.is_due(step):
+            return {}
+        logprobs = self._response_values(scored.plan, scored.batches, scored.scores.old_logprobs)
+        return self._engine.judge(scored.batch, logprobs, step=step)
 
     def score(self, batch: RolloutBatch, *, probe: TrainingProbe = NO_PROBE) -> ScoredStep:
         """Makes the first half of a step: the models' scores of its tokens."""
@@ -124,6 +134,7 @@ class Learner:
         batches = self._owned_of_step(plan)
         probe.start_step(row_table(batch), batches, [model.observed for model in self.models.values()])
         show_inputs(probe, batches)
+        self.policy.start_routing(batch)
         scores = self._score(batches)
         for own in batches:
             probe.tokens("score", own, scores.of(own.batch.index))
@@ -147,12 +158,14 @@ class Learner:
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
+        routing = self.policy.routing_metrics()
+        self.policy.end_routing()
         # Added in the order of the updates.
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()
         self._warn_without_signal(step, means, num_updates=len(results))
-        return means | differences | correction | last | {"num_updates": float(len(results))}
+        return means | differences | correction | routing | last | {"num_updates": float(len(results))}
 
     def _supervise(self, batch: RolloutBatch, *, step: int, probe: TrainingProbe) -> dict[str, float]:
         """Carries out a step of the supervised start: one update after another, to the batch's own tokens."""
@@ -248,9 +261,13 @@ class Learner:
 
     def _score(self, batches: Sequence[OwnBatch]) -> Scores:
         policy = self.policy
+        with policy.scoring_routing(of_reference=False):
+            old_logprobs = policy.compute_logprobs(batches)
+        with policy.scoring_routing(of_reference=True):
+            ref_logprobs = policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None
         return Scores(
-            old_logprobs=policy.compute_logprobs(batches),
-            ref_logprobs=policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
             values=self.critic.compute_values(batches) if self.critic else None,
         )
 

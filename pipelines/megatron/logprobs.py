@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipelines.config.environments import GeneratingArgs
+from pipelines.config.engine import GeneratingArgs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

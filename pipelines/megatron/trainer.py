@@ -6,11 +6,14 @@ The same calls run every layout: a pipeline stage that holds no logits simply co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction import CorrectionSpec
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.algorithm.correction import correction_spec
@@ -29,6 +32,7 @@ from pipelines.megatron.bypass import correction_of
 from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
+from pipelines.megatron.layers.routing import RoutingTable
 from pipelines.megatron.logprobs import VocabShard
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
@@ -69,8 +73,50 @@ class PolicyTrainer:
             first_step=config.first_policy_step,
         )
         self.reference = build_frozen(config, self.policy) if needs_reference(config) else None
-        self.router_ledger = attach_router_ledger(self.policy.chunks)
+        self.router_ledger = attach_router_ledger([*self.policy.chunks, *(self.reference or ())])
         self._spec = correction_spec(config)
+
+    def start_routing(self, batch: RolloutBatch) -> None:
+        """Begins a step whose experts are recorded or replayed, as ``model.moe_router_replay`` says.
+
+        Raises:
+            BatchError: the batch's routed experts are to be replayed, and it has none that fit the model.
+        """
+        model, device = self.config.model, self.runtime.device
+        if model.moe_router_replay == "off":
+            return
+        if model.moe_router_replay == "replay":
+            routing = RoutingTable.of_batch(batch, model, device)
+        else:
+            routing = RoutingTable.empty(model, batch.row_offsets[:-1].to(device), len(batch.tokens))
+        routing.action = "replay"
+        self.router_ledger.routing = routing
+
+    def end_routing(self) -> None:
+        """Ends the step: from now on every router chooses for itself."""
+        self.router_ledger.routing = None
+
+    def scoring_routing(self, *, of_reference: bool) -> AbstractContextManager[None]:
+        """In the block the step's tokens are scored before its first update.
+
+        Where experts are recorded, by a policy that chooses them, or by the reference, which then chooses its own.
+        """
+        routing = self.router_ledger.routing
+        if routing is None:
+            return nullcontext()
+        if self.config.model.moe_router_replay == "record":
+            return routing.doing(None if of_reference else "record")
+        return nullcontext() if of_reference else routing.comparing()
+
+    def routing_metrics(self) -> dict[str, float]:
+        """Returns the share of replayed choices that the policy's routers would make themselves. Collective then."""
+        routing = self.router_ledger.routing
+        if routing is None or self.config.model.moe_router_replay != "replay":
+            return {}
+        counts = routing.agreement.clone()
+        dist.all_reduce(counts)
+        agreed, replayed = counts.tolist()
+        return {"moe/replay_agreement": agreed / max(replayed, 1)}
 
     def _loss_config(self, term_scale: float) -> PolicyLossConfig:
         """The loss of the update that the schedule stands at; the coefficient of the entropy moves linearly."""

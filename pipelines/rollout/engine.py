@@ -14,22 +14,55 @@ Buffers are left alone, an expert bias among them, which engines hold in float32
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.ledger import Ledger
-from pipelines.config.environments import GeneratingArgs
+from mock_scheduler.scheduler import Mode
+from pipelines.config.engine import GeneratingArgs
 from pipelines.environments.grid_tokens import PAD_ID
+from pipelines.environments.seeds import derive_uniform
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy, ForwardPass, ReplicaChannel
+from pipelines.rollout.changed_weights import rounded_weights
+from pipelines.rollout.recorded_routing import RoutingRecorder
+from pipelines.rollout.turns import TokenwiseTurns, TurnRules, TurnSampler, UniformFunction
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
+
+
+def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
+    """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
+
+    def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
+        further = (token_index,) if token_index > 0 else ()
+        return derive_uniform(
+            seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
+            turn, *further,
+        )  # fmt: skip
+
+    return uniform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScores:
+    """Log-probabilities of the tokens of several rows: of each token itself, and of the likeliest one at its place."""
+
+    chosen: list[list[float]]
+    likeliest: list[list[float]]
+
+
+def _by_row(by_place: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [list(values) for values in zip(*by_place, strict=True)]
 
 
 class PolicyEngine:
@@ -38,8 +71,11 @@ class PolicyEngine:
     ``num_passes``: forward passes of this rank's replica so far, on dummy rows as well.
     """
 
+    logprobs_mode: Literal["processed", "raw"] = "processed"
+
     def __init__(self, trainer: PolicyTrainer, ledger: Ledger) -> None:
         self._runtime = trainer.runtime
+        self._seed = trainer.config.seed
         self._trained = trainer.policy
         self._chunks = list(trainer.policy.chunks)
         self._allowed = trainer.allowed
@@ -47,11 +83,31 @@ class PolicyEngine:
         self._weights_precision = trainer.config.actor_infer.weights_precision
         self._policy = CachedPolicy(trainer.policy, trainer.config)
         self._channel = ReplicaChannel(trainer.runtime)
+        self._routing = RoutingRecorder(trainer) if trainer.config.actor_infer.record_routed_experts else None
         self._args = trainer.config.actor_infer.generating_args
         self._num_read: dict[int, int] = {}
         self.num_passes = 0
         if self._runtime.is_leader:
             ledger.count("built", "engine")  # one engine is one replica of the model
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Forward passes of this rank's replica."""
+        return {"rollout/forward_passes": self.num_passes}
+
+    @property
+    def measured(self) -> Mapping[str, float]:
+        """Nothing: no weights are brought anywhere."""
+        return {}
+
+    def update_weights(self, policy_version: int) -> None:
+        """Loads nothing: the engine computes with the trainer's own weights."""
+
+    def check_version(self, policy_version: int) -> None:
+        """Accepts every version: the weights are the trainer's own."""
+
+    def close(self) -> None:
+        """Holds nothing open."""
 
     @contextmanager
     def generating(self, args: GeneratingArgs) -> Iterator[None]:
@@ -60,6 +116,12 @@ class PolicyEngine:
         Every rank enters it.
         """
         self._args = args
+        with self.evaluating():
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the model in evaluation mode, and with the engine's weights, in the block. Every rank enters it."""
         for chunk in self._chunks:
             chunk.eval()
         try:
@@ -77,9 +139,17 @@ class PolicyEngine:
         self._trained.gather_parameters()
         return rounded_weights(self._chunks, DTYPES[self._weights_precision])
 
+    def open_block(self, mode: Mode, rules: TurnRules) -> TurnSampler:
+        """Begins another block of episodes. Leader only; it does not communicate."""
+        self.begin_block()
+        routing = None if self._routing is None else self._routing.of_row
+        return TokenwiseTurns(self.sample, sampling_uniform(self._seed, mode), rules, routing=routing)
+
     def begin_block(self) -> None:
         """Begins another block of rows. Leader only; it does not communicate."""
         self._num_read = {}
+        if self._routing is not None:
+            self._routing.begin_block()
 
     def sample(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
@@ -95,6 +165,8 @@ class PolicyEngine:
         self._is_anyone_playing(True)
         result = self._compute(item)
         assert result is not None  # this is the leader
+        if self._routing is not None:
+            self._routing.keep(rows, item)
         tokens, logprobs = result
         return [int(token) for token in tokens.tolist()], logprobs.tolist()
 
@@ -113,6 +185,42 @@ class PolicyEngine:
             if not self._is_anyone_playing(False):
                 return
             self._compute(_DUMMY)
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, temperature: float
+    ) -> TokenScores:
+        """Computes the log-probability of each token of answers of one length, as it would be sampled.
+
+        Every rank calls it with the same rows, within ``evaluating``. The leader gets them; the others get empty ones.
+        """
+        rows = [list(prompt) for prompt in prompts]
+        chosen, likeliest = [list[list[float]]() for _ in range(2)]
+        for tokens in zip(*answers, strict=True):
+            is_first = not chosen or not self._uses_cache
+            starts = [0 if is_first else len(row) - 1 for row in rows]
+            item = ForwardPass(
+                kept=None if is_first else list(range(len(rows))),
+                starts=starts,
+                tokens=[row[start:] for row, start in zip(rows, starts, strict=True)],
+                uniforms=[0.0] * len(rows),
+            )
+            scored = self._score_next(item, tokens, temperature)
+            for values, own in zip((chosen, likeliest), ([], []) if scored is None else scored.tolist(), strict=True):
+                values.append(own)
+            for row, token in zip(rows, tokens, strict=True):
+                row.append(token)
+        self._policy.forget()
+        return TokenScores(chosen=_by_row(chosen), likeliest=_by_row(likeliest))
+
+    def _score_next(self, item: ForwardPass, tokens: Sequence[int], temperature: float) -> torch.Tensor | None:
+        logits, result = self._policy.read(item), None
+        if logits is not None and self._runtime.cp_rank == 0:
+            logits = self._whole_vocabulary(logits)
+            if self._runtime.tp_rank == 0:
+                every = torch.log_softmax(logits.cpu().double() / temperature, dim=-1)
+                chosen = every.gather(1, torch.tensor(tokens).unsqueeze(1)).flatten()
+                result = torch.stack((chosen, every.amax(dim=1)))
+        return self._bring_to_leader(result, num_rows=len(tokens))
 
     def _next_pass(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
@@ -136,7 +244,8 @@ class PolicyEngine:
     def _compute(self, item: ForwardPass) -> torch.Tensor | None:
         """Samples tokens and log-probabilities, float64 ``[2, n]`` on the host, for the leader; ``None`` elsewhere."""
         self.num_passes += 1
-        logits = self._policy.read(item)
+        with nullcontext() if self._routing is None else self._routing.reading(item):
+            logits = self._policy.read(item)
         runtime, result = self._runtime, None
         if logits is not None and runtime.cp_rank == 0:
             logits = self._whole_vocabulary(logits)
@@ -168,36 +277,3 @@ class PolicyEngine:
         received = torch.zeros(2, num_rows, dtype=torch.float64, device=runtime.device)
         dist.recv(received, src=dist.get_global_rank(group, runtime.pp_size - 1), group=group)
         return received.cpu()
-
-
-@contextmanager
-def rounded_weights(chunks: Sequence[torch.nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Rounds every floating parameter to ``dtype`` in the block, and restores its bits after it.
-
-    Rounding is to nearest, ties to even; float64 is rounded to float32 first, as on its way into an engine's
-    checkpoint. A value beyond ``dtype`` becomes infinite. However the block is left, the bits come back into the same
-    storage, so its other users (gradient buffers, an optimizer's main parameters) see them as before. Costs a copy of
-    the parameters. It does not communicate; all parameters must have been gathered.
-    """
-    parameters = dict.fromkeys(parameter for chunk in chunks for parameter in chunk.parameters())
-    originals: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    try:
-        for parameter in parameters:
-            if parameter.is_floating_point():
-                originals.append((parameter, parameter.detach().clone()))
-                _assign(parameter, _round(parameter.detach(), dtype))
-        yield
-    finally:
-        # The other way round, so parameters with shared storage end with the bits of the first of them.
-        while originals:
-            _assign(*originals.pop())
-
-
-@torch.no_grad()
-def _assign(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    parameter.copy_(values)
-
-
-def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    narrow = values.float() if values.dtype is torch.float64 else values
-    return narrow.to(dtype).to(values.dtype)

@@ -1,8 +1,8 @@
 """Plays the episodes of a block, and makes rows of a batch of them: one per episode, or per turn (``rollout_form``).
 
-One forward pass gives every running episode its next token. A turn samples tokens until one ends it, or until
-it has ``max_new_tokens``, or the sequence is full; the environment is given its tokens. Episodes go on
-independently: one may sample the second token of a turn while another reads the next observation.
+A turn samples tokens until one ends it, or until it has ``max_new_tokens``, or the sequence is full; the environment is
+given its tokens. Episodes go on independently: one may sample the second token of a turn while another reads the next
+observation. An episode whose turn the engine gave up ends there, aborted, with the tokens that it has.
 
 Every row carries the extras ``success`` (bool), ``optimal_length`` and ``num_invalid_actions`` (int32), and
 ``layout_digest`` (text). Extras, tag and termination are the episode's on each of its rows: a turn's row says how the
@@ -13,27 +13,19 @@ Contract: requests to the sampler depend on the block's own episodes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
 
-from mock_scheduler.batch import SampleIdentity, Termination, Trajectory
-from mock_scheduler.batch.columns import RowValue
+from mock_scheduler.batch import Termination, Trajectory
+from mock_scheduler.batch.columns import Ragged, RowValue
+from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
 from pipelines.batch_metrics import OPTIMAL_LENGTH_EXTRA, SUCCESS_EXTRA
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.rollout.plan import Block, EpisodePlan
-
-
-class SampleFunction(Protocol):
-    """Draws the next token of some rows of a block."""
-
-    def __call__(
-        self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
-    ) -> tuple[list[int], list[float]]:
-        """Draws tokens and their log-probabilities, by block row, all tokens so far and a number in [0, 1) of each."""
-        ...
+from pipelines.rollout.turns import Finish, OpenTurn, SampledTurn, TurnRules, TurnSampler
 
 
 class Environments(Protocol):
@@ -48,19 +40,6 @@ class Environments(Protocol):
         ...
 
 
-UniformFunction = Callable[[SampleIdentity, int, int], float]
-"""The number that decides a token, by episode, turn and the token's index within the turn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnRules:
-    """The ends of a turn. ``ends_turn``: whether a token ends it; ``sequence_length``: tokens of an episode."""
-
-    ends_turn: Callable[[int], bool]
-    max_new_tokens: int
-    sequence_length: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """One turn of an episode, with ``tokens[start:stop]`` sampled."""
@@ -68,6 +47,7 @@ class Turn:
     start: int
     stop: int
     reward: float
+    finish: Finish
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +57,10 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """An episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the running turn."""
+    """An episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the last turn.
+
+    ``routed_experts``: of its tokens but the last, as the engine told them.
+    """
 
     plan: EpisodePlan
     tokens: list[int] = field(default_factory=list)
@@ -90,6 +73,7 @@ class Episode:
     num_invalid_actions: int = 0
     optimal_length: int = -1
     layout_digest: str = ""
+    routed_experts: torch.Tensor | None = None
 
     def start(self, start: ResetResult, rules: TurnRules) -> None:
         """Reads the first prompt; without room for an action after it, the episode ends truncated, with no turn."""
@@ -100,28 +84,38 @@ class Episode:
             self.termination = Termination.TRUNCATED
 
     @property
-    def token_index(self) -> int:
-        """The index of the next sampled token within its turn."""
-        return len(self.tokens) - self.turn_start
+    def is_running(self) -> bool:
+        """Whether another turn follows."""
+        return self.termination is None
 
     @property
     def turn_tokens(self) -> list[int]:
-        """The tokens sampled in the running turn."""
+        """The tokens sampled in the last turn."""
         return self.tokens[self.turn_start :]
 
-    def say(self, token: int, logprob: float) -> None:
-        """Takes one sampled token."""
-        self.tokens.append(token)
-        self.sampled_logprobs.append(logprob)
+    def open_turn(self, row: int, rules: TurnRules) -> OpenTurn:
+        """Asks for the next turn; the answer to the one before was heard."""
+        return OpenTurn(
+            row=row,
+            identity=self.plan.identity,
+            number=len(self.turns),
+            history=self.tokens,
+            room=rules.room(self.tokens),
+        )
 
-    def has_ended_turn(self, rules: TurnRules) -> bool:
-        """Says whether the last token goes to the environment, as an action or since no other can follow."""
-        is_full = self.token_index >= rules.max_new_tokens or len(self.tokens) >= rules.sequence_length
-        return is_full or rules.ends_turn(self.tokens[-1])
+    def say(self, turn: SampledTurn) -> None:
+        """Takes a sampled turn."""
+        self.tokens.extend(turn.tokens)
+        self.sampled_logprobs.extend(turn.logprobs)
+        self.routed_experts = turn.routed_experts
+        if turn.finish == "abort":
+            self.termination = Termination.ABORTED
+            if turn.tokens:
+                self._end_turn(0.0, turn.finish)
 
-    def hear(self, answer: StepResult, rules: TurnRules) -> None:
+    def hear(self, answer: StepResult, finish: Finish, rules: TurnRules) -> None:
         """Ends the turn with the environment's answer, and reads it if the sequence has room for another action."""
-        self.turns.append(Turn(start=self.turn_start, stop=len(self.tokens), reward=answer.reward))
+        self._end_turn(answer.reward, finish)
         self.num_invalid_actions += not answer.is_valid
         self.is_success = self.is_success or answer.is_success
         if answer.terminated:
@@ -131,14 +125,15 @@ class Episode:
         else:
             self._read(answer.observation)
 
+    def _end_turn(self, reward: float, finish: Finish) -> None:
+        self.turns.append(Turn(start=self.turn_start, stop=len(self.tokens), reward=reward, finish=finish))
+
     def _read(self, tokens: Sequence[int]) -> None:
         self.tokens.extend(tokens)
         self.turn_start = len(self.tokens)
 
 
-def play_block(
-    block: Block, environments: Environments, sample: SampleFunction, uniform: UniformFunction, *, rules: TurnRules
-) -> list[Episode]:
+def play_block(block: Block, environments: Environments, sample: TurnSampler, *, rules: TurnRules) -> list[Episode]:
     """Plays all episodes of a block to their end and returns them in the given order."""
     episodes = [Episode(plan=plan) for plan in block]
     requests = [
@@ -146,27 +141,22 @@ def play_block(
     ]
     for episode, start in zip(episodes, environments.reset_many(requests), strict=True):
         episode.start(start, rules)
-    running = [row for row, episode in enumerate(episodes) if episode.termination is None]
+    running = {row: episode.open_turn(row, rules) for row, episode in enumerate(episodes) if episode.is_running}
     while running:
-        _sample_next(episodes, running, sample, uniform)
-        turn_ends = [row for row in running if episodes[row].has_ended_turn(rules)]
-        if turn_ends:
-            answers = environments.step_many([(row, episodes[row].turn_tokens) for row in turn_ends])
-            for row, answer in zip(turn_ends, answers, strict=True):
-                episodes[row].hear(answer, rules)
-        running = [row for row in running if episodes[row].termination is None]
+        ended = sample(list(running.values()))
+        for turn in ended:
+            episodes[turn.row].say(turn)
+        answered = [turn for turn in ended if episodes[turn.row].is_running]
+        if answered:
+            answers = environments.step_many([(turn.row, episodes[turn.row].turn_tokens) for turn in answered])
+            for turn, answer in zip(answered, answers, strict=True):
+                episodes[turn.row].hear(answer, turn.finish, rules)
+        for turn in ended:
+            if episodes[turn.row].is_running:
+                running[turn.row] = episodes[turn.row].open_turn(turn.row, rules)
+            else:
+                del running[turn.row]
     return episodes
-
-
-def _sample_next(
-    episodes: Sequence[Episode], rows: Sequence[int], sample: SampleFunction, uniform: UniformFunction
-) -> None:
-    """Samples one token for each of these episodes."""
-    chosen = [episodes[row] for row in rows]
-    uniforms = [uniform(episode.plan.identity, len(episode.turns), episode.token_index) for episode in chosen]
-    tokens, logprobs = sample(rows, [episode.tokens for episode in chosen], uniforms)
-    for episode, token, logprob in zip(chosen, tokens, logprobs, strict=True):
-        episode.say(token, logprob)
 
 
 NUM_INVALID_EXTRA = "num_invalid_actions"
@@ -175,18 +165,21 @@ LAYOUT_DIGEST_EXTRA = "layout_digest"
 RolloutForm = Literal["trajectory", "step"]
 
 
-def episode_rows(episode: Episode, form: RolloutForm, *, policy_version: int) -> list[Trajectory]:
+def episode_rows(
+    episode: Episode, form: RolloutForm, *, policy_version: int, no_experts: torch.Tensor | None = None
+) -> list[Trajectory]:
     """Makes the rows of a finished episode, in the order of its turns; without a turn, one row of its prompt.
 
     ``trajectory``: all tokens in one row. ``step``: a row per turn, of all tokens up to the turn's last sampled one;
     the row's prompt is everything before the turn's own tokens. Raises ``RuntimeError`` for an unfinished episode.
+    ``no_experts``: the routing of a row of which the engine told none; ``None``: rows have no such field.
     """
-    whole = _row(episode, episode.turns, policy_version=policy_version)
+    whole = _row(episode, episode.turns, policy_version=policy_version, no_experts=no_experts)
     if form == "trajectory" or not episode.turns:
         return [whole]
     return [
         replace(
-            _row(episode, [turn], policy_version=policy_version),
+            _row(episode, [turn], policy_version=policy_version, no_experts=no_experts),
             identity=replace(episode.plan.identity, turn=number),
             prompt_length=turn.start,
         )
@@ -194,7 +187,9 @@ def episode_rows(episode: Episode, form: RolloutForm, *, policy_version: int) ->
     ]
 
 
-def _row(episode: Episode, turns: Sequence[Turn], *, policy_version: int) -> Trajectory:
+def _row(
+    episode: Episode, turns: Sequence[Turn], *, policy_version: int, no_experts: torch.Tensor | None
+) -> Trajectory:
     """Makes a row of all tokens up to the last sampled one of these successive turns; of all tokens without turns."""
     if episode.termination is None:
         raise RuntimeError(f"episode {episode.plan.identity} has not ended")
@@ -215,8 +210,16 @@ def _row(episode: Episode, turns: Sequence[Turn], *, policy_version: int) -> Tra
         termination=episode.termination,
         prompt_length=episode.prompt_length,
         tag=episode.plan.tag,
-        extras=_extras(episode),
+        extras=_extras(episode) | _routing(episode, len(tokens), no_experts),
     )
+
+
+def _routing(episode: Episode, num_tokens: int, no_experts: torch.Tensor | None) -> dict[str, RowValue]:
+    """The experts of a row's tokens: of all but the last, which nobody has read when it is sampled."""
+    if no_experts is None:
+        return {}
+    experts = no_experts if episode.routed_experts is None else episode.routed_experts[: num_tokens - 1]
+    return {ROUTED_EXPERTS_COLUMN: Ragged(experts)}
 
 
 def _extras(episode: Episode) -> dict[str, RowValue]:

@@ -1,8 +1,9 @@
 """The real rollout scheduler plays whole requests of episodes with the policy under training.
 
 Blocks of episodes are dealt to data-parallel replicas; within a replica the leader owns the environments, and all of
-its ranks compute the policy. The episodes, their seeds, the numbers that decide each token and the rows of a forward
-pass depend on the configuration and on identities only, never on the layout or on timing.
+its ranks compute the policy, or its leader alone asks a server that has it (``actor_infer.engine``). The episodes,
+their seeds, the numbers that decide each token and the rows of a forward pass depend on the configuration and on
+identities only, never on the layout or on timing.
 
 Ranks then give each other the rows they played, so every rank holds the same whole batch. Rows travel as step files,
 the format of the recording: typed, checked by digest, and no pickle.
@@ -14,35 +15,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Trajectory
+from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
+from mock_scheduler.batch.engine_columns import NUM_EXPERTS_META
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
-from pipelines.environments.seeds import derive_uniform
 from pipelines.environments.workers import EnvironmentPool
+from pipelines.megatron.hf_source import HuggingFaceSource
+from pipelines.megatron.layers.routing import empty_routing
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from pipelines.rollout.episodes import TurnRules, UniformFunction, episode_rows, play_block
+from pipelines.rollout.episodes import episode_rows, play_block
 from pipelines.rollout.plan import cut_blocks, is_supervised, own_blocks, plan_episodes
 from pipelines.rollout.supervised import answer_all
-
-
-def sampling_uniform(seed: int, mode: Mode) -> UniformFunction:
-    """Makes the numbers that decide tokens: by mode, episode and turn, and by the index of a turn's further tokens."""
-
-    def uniform(identity: SampleIdentity, turn: int, token_index: int) -> float:
-        further = (token_index,) if token_index > 0 else ()
-        return derive_uniform(
-            seed, "sampling", mode, identity.scheduler_id, identity.group_id, identity.episode_id, identity.env_id,
-            turn, *further,
-        )  # fmt: skip
-
-    return uniform
+from pipelines.rollout.turns import RolloutEngine, TurnRules
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +58,22 @@ class _TimedEnvironments:
         return results
 
 
+def _build_engine(
+    trainer: PolicyTrainer,
+    tokenizer: Tokenizer,
+    ledger: Ledger,
+    *,
+    ranks: RankGroup,
+    source: HuggingFaceSource | None,
+) -> RolloutEngine:
+    if trainer.config.actor_infer.engine == "megatron":
+        return PolicyEngine(trainer, ledger)
+    # No other run imports a client of servers.
+    from pipelines.rollout.engines.served import ServedEngine
+
+    return ServedEngine(trainer, tokenizer, ledger, ranks=ranks, source=source)
+
+
 class AgenticRolloutScheduler:
     """Every rank holds one and calls it alike; all get the same batch."""
 
@@ -78,13 +85,15 @@ class AgenticRolloutScheduler:
         ledger: Ledger,
         *,
         ranks: RankGroup,
+        source: HuggingFaceSource | None = None,
     ) -> None:
+        """``source``: the Hugging Face checkpoint that the policy began with."""
         self._config = config
         self._ranks = ranks
         self._runtime = trainer.runtime
         self._tokenizer = tokenizer
         self._ledger = ledger
-        self._engine = PolicyEngine(trainer, ledger)
+        self._engine = _build_engine(trainer, tokenizer, ledger, ranks=ranks, source=source)
         self._pools: dict[int, EnvironmentPool] = {}
         self._environment_seconds = 0.0
         self._metrics: dict[str, float] = {}
@@ -94,7 +103,8 @@ class AgenticRolloutScheduler:
         if is_supervised(self._config, request):
             return self._supervise(request)
         started_s = time.perf_counter()
-        passes_before, self._environment_seconds = self._engine.num_passes, 0.0
+        self._engine.check_version(request.policy_version)
+        before, self._environment_seconds = dict(self._engine.counts), 0.0
         args = self._config.sampling(request.mode)
         rows: list[Trajectory] = []
         with self._engine.generating(args):
@@ -104,18 +114,23 @@ class AgenticRolloutScheduler:
             else:
                 self._engine.follow()
         sampling = SamplingParams(
-            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode="processed"
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode=self._engine.logprobs_mode
         )
         group_size = self._config.env_manager(request.mode).group_size
-        batch = gather_rows(rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=group_size)
+        records = self._config.actor_infer.record_routed_experts
+        meta: dict[str, JSON] = {NUM_EXPERTS_META: self._config.model.num_moe_experts} if records else {}
+        batch = gather_rows(
+            rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=group_size, meta=meta
+        )
         elapsed_s = time.perf_counter() - started_s
         num_sampled_tokens = float(batch.response_mask.sum())  # every sampled token is one response token
         self._metrics = {
             "rollout/seconds": elapsed_s,
             "rollout/sampled_tokens": num_sampled_tokens,
             "rollout/tokens_per_second": num_sampled_tokens / elapsed_s,
-            "rollout/forward_passes": float(self._engine.num_passes - passes_before),
+            **{name: float(count - before[name]) for name, count in self._engine.counts.items()},
             "rollout/environment_seconds": self._environment_seconds,
+            **self._engine.measured,
         }
         return batch
 
@@ -147,12 +162,14 @@ class AgenticRolloutScheduler:
             return []
         environments = _TimedEnvironments(pool=self._pool(config.env_manager(request.mode).num_env_workers))
         num_built = environments.pool.num_built
-        uniform = sampling_uniform(config.seed, request.mode)
+        no_experts = empty_routing(config.model) if config.actor_infer.record_routed_experts else None
         rows: list[Trajectory] = []
         for block in own:
-            self._engine.begin_block()
-            for episode in play_block(block, environments, self._engine.sample, uniform, rules=rules):
-                rows += episode_rows(episode, config.rollout_form, policy_version=request.policy_version)
+            sample = self._engine.open_block(request.mode, rules)
+            for episode in play_block(block, environments, sample, rules=rules):
+                rows += episode_rows(
+                    episode, config.rollout_form, policy_version=request.policy_version, no_experts=no_experts
+                )
         self._ledger.count("built", "environment", environments.pool.num_built - num_built)
         self._environment_seconds = environments.seconds
         return rows
@@ -172,10 +189,11 @@ class AgenticRolloutScheduler:
         """Starts nothing: episodes are played within ``get_batch``."""
 
     def update_weights(self, policy_version: int) -> None:
-        """Loads nothing: the engine computes with the trainer's own weights."""
+        """Has the engine sample by the trainer's present weights."""
+        self._engine.update_weights(policy_version)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Returns the last batch's metrics: tokens of all replicas, seconds of this rank, passes of its replica.
+        """Returns the last batch's metrics: tokens of all replicas, seconds of this rank, counts of its engine.
 
         ``rollout/environment_seconds``: the wait for environments on a replica's leader; 0 elsewhere.
         """
@@ -189,7 +207,8 @@ class AgenticRolloutScheduler:
         """Loads nothing."""
 
     def close(self) -> None:
-        """Closes all environments and ends their processes."""
+        """Closes the engine and all environments, and ends their processes."""
+        self._engine.close()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
@@ -207,16 +226,22 @@ def _exchange_info(request: RolloutRequest) -> StepInfo:
 
 
 def gather_rows(
-    rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
+    rows: Sequence[Trajectory],
+    info: StepInfo,
+    ranks: RankGroup,
+    *,
+    sampling: SamplingParams,
+    group_size: int,
+    meta: Mapping[str, JSON] | None = None,
 ) -> RolloutBatch:
     """Gathers all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
 
     Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
     """
     if ranks.world_size == 1:
-        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
+        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size, meta=meta)
     # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
     own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
     parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")
     gathered = [row for part in parts if part for row in decode_step(part)[0].rows()]
-    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size)
+    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size, meta=meta)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -252,6 +254,43 @@ def test_a_run_is_made_anew_where_the_programs_code_or_the_initial_state_changed
     other = Runs()
     _, _, text = align(path, other, "options.lr=0.03")
     assert "config.options.lr was 0.02 and is 0.03" in text
+
+
+def test_a_file_that_is_edited_while_the_alignment_runs_gives_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module beside the program, and one of its sources; finished runs of the present code are taken again."""
+    (tmp_path / "model.py").write_text("a = 1\n", encoding="utf-8")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    kernel = elsewhere / "edited_kernel.py"
+
+    def write_kernel(text: str) -> None:
+        kernel.write_text(text, encoding="utf-8")
+        os.utime(kernel, (0, 0))  # written long before the process that loads it was started
+
+    write_kernel("scale = 1.0\n")
+    monkeypatch.syspath_prepend(elsewhere)
+    importlib.import_module("edited_kernel")
+    path = write_config(tmp_path, {"same": [], "kernel": [], "source": []}, align=FEW)
+
+    def edit(name: str) -> None:
+        if name == "kernel":
+            write_kernel("scale = 2.0\n")
+        if name == "source":
+            write_kernel("scale = 1.0\n")
+            (tmp_path / "model.py").write_text("a = 2\n", encoding="utf-8")
+
+    code, result, _ = align(path, Runs(before=edit))
+    assert (code, verdicts(result)) == (3, {"same": "identical", "kernel": "incomparable", "source": "incomparable"})
+    reasons = [candidate(result, name)["reason"] for name in ("kernel", "source")]
+    assert all("its code changed while the alignment ran" in reason for reason in reasons)
+    assert "edited_kernel.py is not as baseline loaded it" in reasons[0]
+    assert "sources has changed: model.py" in reasons[1]
+    (tmp_path / "model.py").write_text("a = 1\n", encoding="utf-8")
+    again = Runs()
+    _, result, _ = align(path, again)
+    assert (again.made, set(verdicts(result).values())) == (["kernel", "source"], {"identical"})
 
 
 def test_a_matrix_of_layouts_and_options_writes_junit(tmp_path: Path, runs: Runs) -> None:

@@ -61,7 +61,7 @@ def test_a_planted_threshold_is_found(source: str, found: list[str]) -> None:
 def test_every_threshold_is_told_and_used() -> None:
     code = "\n".join(
         path.read_text(encoding="utf-8")
-        for folder in (FOLDER, FOLDER.parent / "verdict", FOLDER.parent / "correction")
+        for folder in (FOLDER, FOLDER.parent / "verdict", FOLDER.parent / "correction", FOLDER.parents[1] / "pipelines")
         for path in folder.rglob("*.py")
         if path.name != "thresholds.py"
     )

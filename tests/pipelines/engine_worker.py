@@ -17,7 +17,7 @@ import torch
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import JsonColumn
 from mock_scheduler.ledger import Ledger
-from pipelines.config.environments import GeneratingArgs
+from pipelines.config.engine import GeneratingArgs
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.logprobs import sample_tokens
 from pipelines.megatron.passes import run_chunk
@@ -67,13 +67,15 @@ def play_case(folder: Path, case: str, runtime: Runtime) -> None:
     config = rollout_config(MODELS[model], parse_layout("tp1"), **overrides)
     trainer, ledger = build_trainer(config, runtime), Ledger()
     scheduler = build_scheduler(trainer, ledger)
-    sample, sampled = scheduler._engine.sample, []
+    engine = scheduler._engine
+    assert isinstance(engine, PolicyEngine)
+    sample, sampled = engine.sample, []
 
     def recorded(*arguments: Any) -> tuple[list[int], list[float]]:
         sampled.append(sample(*arguments))
         return sampled[-1]
 
-    scheduler._engine.sample = recorded  # type: ignore[assignment, method-assign]
+    engine.sample = recorded  # type: ignore[assignment, method-assign]
     batch = scheduler.get_batch(request(policy_version=3))
     metrics = scheduler.collect_metrics()
     scheduler.close()

@@ -1,4 +1,4 @@
-"""An entry of an alignment candidate: the pipeline itself, and a failure if it loaded what environments need."""
+"""An entry of an alignment candidate: the pipeline itself, and a failure if it loaded what only playing needs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 from pipelines.agentic import main
 
-_FORBIDDEN = ("gymnasium", "reasoning_gym", "tokenizers", "transformers")
+_FORBIDDEN = ("gymnasium", "reasoning_gym", "tokenizers", "transformers", "pipelines.rollout.engines")
 
 if __name__ == "__main__":
     exit_code = main()
-    loaded = sorted({name.partition(".")[0] for name in sys.modules} & set(_FORBIDDEN))
+    loaded = sorted(name for name in _FORBIDDEN if any(f"{module}.".startswith(f"{name}.") for module in sys.modules))
     if loaded:
         sys.exit(f"{', '.join(loaded)}: imported")
     sys.exit(exit_code)

@@ -25,8 +25,9 @@ from pipelines.environments.registry import build_tokenizer
 from pipelines.environments.seeds import derive_seed, derive_uniform
 from pipelines.environments.workers import EnvironmentPool
 from pipelines.replay_actions import compare_recording, main
-from pipelines.rollout.episodes import RolloutForm, TurnRules, episode_rows, play_block
+from pipelines.rollout.episodes import RolloutForm, episode_rows, play_block
 from pipelines.rollout.plan import plan_episodes
+from pipelines.rollout.turns import TokenwiseTurns, TurnRules
 from tests.batches import SAMPLING
 
 ROOT = Path(__file__).parents[2]
@@ -486,7 +487,7 @@ def played_rows(config: PipelineConfig, mode: Mode, form: RolloutForm) -> list[T
         return derive_uniform(0, str(who), turn, token_index)
 
     pool = EnvironmentPool(config.custom_envs, tokenizer, num_workers=0)
-    episodes = play_block(plan_episodes(config, request), pool, sample, uniform, rules=rules)
+    episodes = play_block(plan_episodes(config, request), pool, TokenwiseTurns(sample, uniform, rules), rules=rules)
     pool.close()
     return [row for episode in episodes for row in episode_rows(episode, form, policy_version=1)]
 

@@ -1,5 +1,6 @@
 """Which of a user's files a run loaded, and how often the user's own code in other packages was called."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -91,6 +92,20 @@ def test_a_record_of_what_is_no_file_ends_nothing(folder: Path, name: str) -> No
 def test_a_file_written_while_the_run_went_on_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit = "import os; os.utime('flat_kernel.py')\n"
     python(folder, _RECORD.replace("save_loaded_code(Path", f"{edit}save_loaded_code(Path"), "run", "0")
+    monkeypatch.chdir(folder)
+    assert find_changed_code(folder / "run") == ["flat_kernel.py, which it loaded, was changed while it ran"]
+
+
+@pytest.mark.parametrize("end", ["Path('flat_kernel.py').write_text('SCALE = 2.0')", "Path('flat_kernel.py').unlink()"])
+def test_a_file_that_was_loaded_before_the_work_is_recorded_as_it_was_then(
+    end: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = f"from mock_scheduler.support.loaded_code import note_loaded_code\nnote_loaded_code()\n{end}\n"
+    python(folder, _RECORD.replace("save_loaded_code(Path", f"{work}save_loaded_code(Path"), "run", "0")
+    loaded = load_loaded_code(folder / "run")
+    assert loaded is not None
+    assert loaded.files["flat_kernel.py"] == hashlib.sha256(b"SCALE = 1.0\n").hexdigest()
+    assert loaded.changed_while_running == ("flat_kernel.py",)
     monkeypatch.chdir(folder)
     assert find_changed_code(folder / "run") == ["flat_kernel.py, which it loaded, was changed while it ran"]
 

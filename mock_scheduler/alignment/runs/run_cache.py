@@ -22,6 +22,7 @@ from mock_scheduler.alignment.runs.cache import (
     Reusable,
     compute_fingerprint,
     find_cached,
+    name_files,
     save_fingerprint,
 )
 from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder, digest_sources
@@ -32,6 +33,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.entry import find_module
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import rename_away
+from mock_scheduler.support.loaded_code import compare_with_disk, load_loaded_code
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import START_FOLDER
 from mock_scheduler.support.versions import VERSION
@@ -57,6 +59,29 @@ class RunCache:
     takes_foreign: bool = False
     machine: Mapping[str, str] = field(default_factory=lambda: read_machine())
     _codes: dict[tuple[object, ...], dict[str, JSON]] = field(default_factory=dict)
+    _loaded: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def find_changed_code(self, run: PlannedRun) -> list[str]:
+        """Says which code of a run just made is not that of the runs before it, or is not what lies here now.
+
+        Raises ``ValueError`` where its record of loaded code is damaged.
+        """
+        found = [
+            f"{name} has changed: {name_files(stored, now)}"
+            for (name, now), stored in zip(self._read_code(run).items(), self._code(run).values(), strict=True)
+            if isinstance(stored, dict) and isinstance(now, dict) and stored != now
+        ]
+        loaded = load_loaded_code(run.output_dir)
+        if loaded is None:
+            return found
+        on_disk = compare_with_disk(loaded)
+        for name, digest in loaded.files.items():
+            first, earlier = self._loaded.setdefault(name, (digest, run.name))
+            if first != digest:
+                found.append(f"{name} is not as {earlier} loaded it")
+            elif on_disk.get(name) == "has changed":
+                found.append(f"{name} has changed since {run.name} loaded it")
+        return found
 
     def find(self, run: PlannedRun) -> Reusable | NotReusable:
         """Says whether the run's folder holds the same run, finished and unchanged, or why not.
@@ -132,15 +157,18 @@ class RunCache:
         return read
 
     def _code(self, run: PlannedRun) -> dict[str, JSON]:
-        further = tuple(run.program.list_sources(run.config))
-        key = (run.sources, run.entry, further)
+        key = (run.sources, run.entry, tuple(run.program.list_sources(run.config)))
         if key not in self._codes:
-            self._codes[key] = {
-                "mock-scheduler": VERSION,
-                "sources": digest_sources(run.sources, further),
-                "entry": _digest_entry(run),
-            }
+            self._codes[key] = self._read_code(run)
         return self._codes[key]
+
+    def _read_code(self, run: PlannedRun) -> dict[str, JSON]:
+        further = tuple(run.program.list_sources(run.config))
+        return {
+            "mock-scheduler": VERSION,
+            "sources": digest_sources(run.sources, further),
+            "entry": _digest_entry(run),
+        }
 
 
 def read_machine() -> dict[str, str]:

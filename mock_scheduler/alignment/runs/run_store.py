@@ -26,6 +26,7 @@ from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker,
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary, load_summary
 from mock_scheduler.support.files import remove_leftovers, save_text
 from mock_scheduler.support.run_files import RUN_FILE
+from mock_scheduler.support.text import list_some
 from mock_scheduler.verdict.results import AlignmentTimes
 
 
@@ -49,6 +50,7 @@ def open_folder(path: Path, *, fresh: bool, marker: FolderMarker = ALIGN_MARKER)
     return False
 
 
+_NUM_NAMED = 3
 Purpose = Literal["baseline", "candidates", "comparison", "emulation", "noise", "referee", "localisation"]
 _PURPOSES: tuple[Purpose, ...] = (
     "baseline",
@@ -84,10 +86,12 @@ class RunStore:
         read.
         """
         outcomes: dict[str, Outcome] = {}
+        changed: dict[str, Outcome] = {}
         due: list[PlannedRun] = []
         for run in runs:
             found = self.cache.find(run)
             if isinstance(found, Reusable):
+                self._find_changed_code(run)  # its files are known from now on
                 outcomes[run.name] = found.elapsed_s
                 self._say(run, "taken again from an earlier alignment")
                 on_done(run, found.elapsed_s)
@@ -99,11 +103,28 @@ class RunStore:
 
         def keep(run: PlannedRun, outcome: Outcome) -> None:
             if not isinstance(outcome, RunFailure):
-                self.cache.keep(run, elapsed_s=outcome)
+                failure = self._find_changed_code(run)
+                if failure is None:
+                    self.cache.keep(run, elapsed_s=outcome)
+                else:
+                    changed[run.name] = outcome = failure
             on_done(run, outcome)
 
-        return outcomes | execute_runs(
-            due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep
+        made = execute_runs(due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep)
+        return outcomes | made | changed
+
+    def _find_changed_code(self, run: PlannedRun) -> RunFailure | None:
+        """A verdict over runs of several forms of a file would be about none of them."""
+        try:
+            found = self.cache.find_changed_code(run)
+        except (OSError, ValueError):
+            return None  # the summary says it
+        if not found:
+            return None
+        return RunFailure(
+            exit_code=ExitCode.INCOMPARABLE,
+            message="its code changed while the alignment ran, so no verdict would be about what lies here now: "
+            f"{list_some(found, _NUM_NAMED)}. Give the same command again; finished runs of the present code are kept",
         )
 
     def summarise(self, run: PlannedRun, outcome: Outcome) -> RunSummary | RunFailure:

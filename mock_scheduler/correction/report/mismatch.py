@@ -58,11 +58,12 @@ class _Judged:
 class MismatchJudge:
     """Takes steps by ``add``, and judges all of them."""
 
-    def __init__(self, training: TrainingSide) -> None:
+    def __init__(self, training: TrainingSide, *, wide_bound: float = AGREEMENT_FLOAT32) -> None:
+        """``wide_bound``: of the mean |log ratio| with float32 on both sides."""
         self._training = training
         types = (training.rollout_precision, training.precision)
         self._is_wide = all(kind in ("float32", "float64") for kind in types)
-        self._bound = AGREEMENT_FLOAT32 if self._is_wide else AGREEMENT_BFLOAT16
+        self._bound = wide_bound if self._is_wide else AGREEMENT_BFLOAT16
         self._recent: deque[ScoredTokens] = deque(maxlen=_NUM_NEIGHBOURS)
         self._judged: list[_Judged] = []
 
@@ -86,6 +87,11 @@ class MismatchJudge:
             by_cause.setdefault("" if judged.cause is None else judged.cause.text, []).append(judged)
         return [self._advice_of(found) for found in by_cause.values()]
 
+    def advice_of(self, step: int) -> Advice | None:
+        """Returns the problem of one step; ``None`` where it agrees, or was not judged."""
+        found = [judged for judged in self._judged if judged.step == step and self._is_apart(judged)]
+        return self._advice_of(found) if found else None
+
     @property
     def has_named(self) -> bool:
         """Whether any step's difference has a named cause."""
@@ -104,7 +110,7 @@ class MismatchJudge:
         sizes = np.abs(tokens.difference)
         rows, apart = self._rows_apart(tokens, sizes)
         distance = float(sizes[own].mean())
-        is_far = distance > AGREEMENT_FLOAT32 or len(apart) > 0
+        is_far = distance > min(self._bound, AGREEMENT_FLOAT32) or len(apart) > 0
         return _Judged(
             step=tokens.step,
             version=tokens.version,

@@ -112,6 +112,7 @@ def find_causes(
     if len(rollout) < FEWEST_AGREEING:
         return
     yield _made_up_cause(rollout)
+    yield _mask_cause(rollout, train)
     shifted = [cause for shift in (1, -1) if (cause := _shift_cause(tokens, chosen, shift)) is not None]
     yield min(shifted, key=lambda cause: cause.left or 0.0, default=None)
     for other in others:
@@ -201,6 +202,22 @@ def _made_up_cause(rollout: Floats) -> Cause | None:
     )
 
 
+def _mask_cause(rollout: Floats, train: Floats) -> Cause | None:
+    """A token that was never sampled has no value, and 0 is filled in for it."""
+    is_empty, is_apart = rollout == 0, np.abs(train - rollout) > AGREEMENT_FLOAT32
+    if (is_apart & is_empty).sum() < FEWEST_AGREEING / 2 or (is_apart & ~is_empty).any() or is_empty.all():
+        return None
+    return Cause(
+        text=(
+            f"{count_of(int((is_apart & is_empty).sum()), 'response token')} have a recorded log-probability of "
+            "exactly 0, and all others agree: the response mask has tokens that nobody sampled, as of a template or an "
+            "answer"
+        ),
+        remedy="mark sampled tokens alone in the response mask",
+        left=float(np.where(is_empty, 0.0, np.abs(train - rollout)).mean()),
+    )
+
+
 def _cut_cause(rollout: Floats, train: Floats, *, noise: float) -> Cause | None:
     gaps = rollout - train
     if gaps.min() < -noise or gaps.max() > MOST_CUT or (gaps > noise).sum() < FEWEST_AGREEING / 2:
@@ -223,9 +240,11 @@ def _temperature_cause(rollout: Floats, train: Floats, temperature: float | None
     left, before = float(np.abs(rollout - slope * train - offset).mean()), float(np.abs(rollout - train).mean())
     if slope <= 0 or abs(slope - 1) < LEAST_SLOPE or left > FITTED_SHARE * before:
         return None
-    known = (
-        "" if temperature is None else f", about {temperature / slope:.2g} where training computes at {temperature:g}"
-    )
+    known = ""
+    if temperature is not None:
+        is_raw = temperature != 1 and round(temperature / slope, 1) == 1
+        known = f", about {temperature / slope:.2g} where training computes at {temperature:g}"
+        known += ", as raw log-probabilities are" if is_raw else ""
     return Cause(
         text=(
             f"the recorded log-probabilities are those of another temperature{known} (or of weights that are as much "

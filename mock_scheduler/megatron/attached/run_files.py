@@ -14,7 +14,7 @@ from mock_scheduler.errors import ConfigError, MockSchedulerError, TraceError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import save_json, save_text
-from mock_scheduler.support.loaded_code import save_loaded_code
+from mock_scheduler.support.loaded_code import note_loaded_code, save_loaded_code
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
 from mock_scheduler.support.run_output import MetricsWriter, prepare_output_dir, remove_unfinished_files, report_failure
@@ -41,6 +41,7 @@ class RunFiles:
             ConfigError: the folder holds the metrics of another run, or cannot be made.
             TraceError: the metrics cannot be written.
         """
+        note_loaded_code()
         if not self._is_writer:
             return
         prepare_output_dir(self._output_dir, resume=False, advice=", or name another one in the run file")

@@ -226,13 +226,21 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
 def _view_verdict(candidate: CandidateResult) -> VerdictView:
     verdict = candidate.verdict
     headline = write_headline(verdict, emulated=candidate.emulated, localisation=candidate.localisation)
+    first = describe_sentence(verdict)
+    closer = candidate.localisation
+    if (
+        closer is not None
+        and verdict.first is not None
+        and verdict.first.place != (closer.step, closer.update, closer.kind, closer.name)
+    ):
+        first = f"before more was traced: {first}"
     return VerdictView(
         kind=verdict.kind,
         exit_code=int(verdict.exit_code),
         tone=TONES[verdict.kind],
         headline=", ".join(filter(None, (headline, remark_on_changes(candidate)))),
         reason=describe_beside_proofs(verdict),
-        first_divergence=describe_sentence(verdict),
+        first_divergence=first,
         proved_by=describe_proved_by(verdict),
         smallest_error=describe_smallest_error(verdict),
         unseen=describe_unseen(verdict.unseen),

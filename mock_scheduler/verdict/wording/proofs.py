@@ -103,7 +103,8 @@ def _describe_not_tried(proof: Proof, why: NotTried) -> str:
 def _describe_equality(proof: Proof, facts: EqualityFacts) -> str:
     if proof.outcome == "proved":
         return f"bit-equal to the baseline: {_cover(proof.compared)}"
-    found = f"{proof.num_equal:,} of {count_of(proof.num_compared, 'tensor')} are equal to the last bit"
+    verb = "is" if proof.num_compared == 1 else "are"
+    found = f"{proof.num_equal:,} of {count_of(proof.num_compared, 'tensor')} {verb} equal to the last bit"
     changes = describe_changes(facts.changes)
     if proof.outcome == "refuted":
         return f"nothing that it changes may move a bit ({changes}), and {found}"
@@ -187,6 +188,8 @@ def _describe_referee(proof: Proof, facts: RefereeFacts, said: Divergence | None
     if proof.outcome == "proved":
         return f"in float64 both compute the same: {ratio}"
     text = f"in float64 it does not shrink as rounding does: {ratio}"
+    if facts.worst == facts.worst_here == 0.0:
+        text = "in float64 it is there as well, and no size that could shrink"
     if facts.is_same_place:
         return f"{text}; it begins at the same place"
     if compared is None:

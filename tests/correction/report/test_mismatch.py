@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,72 +12,12 @@ from mock_scheduler.correction.report.builder import ReportBuilder, ReportOption
 from mock_scheduler.correction.report.presets import list_presets
 from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import Advice
-from tests.batches import SAMPLING, make_row
-from tests.correction.report.reports import TRAINING, make_batch, make_info
+from tests.correction.report.policies import ROWS, Policy, sample, step_of, values
+from tests.correction.report.reports import TRAINING
 
-ROWS, LENGTH, CHOICES = 24, 16, 8
 FLOAT32 = replace(TRAINING, precision="float32", rollout_precision="float32")
 BFLOAT16 = replace(TRAINING, precision="bfloat16", rollout_precision="bfloat16")
 TITLE = "Rollout and training disagree at lag 0"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A policy over 8 tokens that looks at the token before alone, so that histories need no model."""
-
-    logits: torch.Tensor
-
-    @classmethod
-    def draw(cls, seed: int, *, scale: float = 1.5) -> Policy:
-        generator = torch.Generator().manual_seed(seed)
-        return cls(scale * torch.randn(CHOICES, CHOICES, generator=generator, dtype=torch.float64))
-
-    def logprobs(self, before: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        return torch.log_softmax(self.logits[before] / temperature, dim=-1)
-
-    def moved(self, seed: int, size: float) -> Policy:
-        generator = torch.Generator().manual_seed(seed)
-        return Policy(self.logits + size * torch.randn(CHOICES, CHOICES, generator=generator, dtype=torch.float64))
-
-
-def sample(policy: Policy, *, seed: int = 7, temperature: float = 1.0) -> torch.Tensor:
-    """Tokens ``[ROWS, LENGTH + 1]``, the first of each row its prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, CHOICES, (ROWS, 1), generator=generator)
-    for _ in range(LENGTH):
-        probabilities = policy.logprobs(tokens[:, -1], temperature).exp()
-        tokens = torch.cat((tokens, torch.multinomial(probabilities, 1, generator=generator)), dim=1)
-    return tokens
-
-
-def chosen(logprobs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return logprobs.gather(2, tokens[:, 1:, None])[..., 0]
-
-
-def values(policy: Policy, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    return chosen(policy.logprobs(tokens[:, :-1], temperature), tokens)
-
-
-def step_of(
-    tokens: torch.Tensor, rollout: torch.Tensor, train: torch.Tensor, *, step: int = 0, lag: int = 0
-) -> ScoredStep:
-    rows = [
-        replace(
-            make_row(
-                number // 4,
-                number % 4,
-                tokens=tokens[number].tolist(),
-                response=[False] + [True] * LENGTH,
-                rollout_logprobs=rollout[number].tolist(),
-                turn_rewards=(float(number % 2),),
-                prompt_length=1,
-            ),
-            policy_versions=torch.tensor([step - lag], dtype=torch.int32),
-        )
-        for number in range(ROWS)
-    ]
-    info = make_info(step, policy_version=step)
-    return ScoredStep(info=info, batch=make_batch(rows, sampling=SAMPLING), train_logprobs=train.flatten())
 
 
 def found(*steps: ScoredStep, training: object = FLOAT32) -> list[Advice]:
@@ -201,6 +141,22 @@ def test_the_step_whose_weights_sampled_is_named_by_tokens_with_the_same_history
 def test_made_up_constants_are_named(constant: float) -> None:
     (advice,) = found(step_of(TOKENS, torch.full_like(OWN, constant), OWN))
     assert f"100% of the recorded log-probabilities are {constant:g}: made up" in advice.condition
+
+
+def test_tokens_that_nobody_sampled_are_named_with_their_number() -> None:
+    """A response mask with a template's tokens in it: their recorded values were filled in."""
+    rollout = OWN.clone()
+    rollout[:, :2] = 0.0
+    (advice,) = found(step_of(TOKENS, rollout, OWN))
+    assert "48 response tokens have a recorded log-probability of exactly 0, and all others agree" in advice.condition
+    assert "the response mask has tokens that nobody sampled" in advice.condition
+
+
+def test_raw_logprobs_are_named_where_training_has_another_temperature() -> None:
+    training = replace(FLOAT32, temperature=0.5)
+    tokens = sample(POLICY, temperature=0.5)
+    (advice,) = found(step_of(tokens, values(POLICY, tokens), values(POLICY, tokens, 0.5)), training=training)
+    assert "where training computes at 0.5, as raw log-probabilities are" in advice.condition
 
 
 def test_a_disagreement_without_a_known_cause_is_said_all_the_same() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import ConfigError
-from pipelines.config.environments import ActorInferConfig, CustomEnvConfig, EnvManagerConfig, GeneratingArgs
+from pipelines.config.engine import ActorInferConfig, GeneratingArgs
+from pipelines.config.environments import CustomEnvConfig, EnvManagerConfig
 from pipelines.config.loading import load_config
 from pipelines.config.schema import PipelineConfig
 

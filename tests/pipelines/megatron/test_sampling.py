@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipelines.config.environments import GeneratingArgs
+from pipelines.config.engine import GeneratingArgs
 from pipelines.megatron.logprobs import process_logits, sample_tokens
 
 LARGEST = 1.0 - 2.0**-53

@@ -10,8 +10,9 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
-from pipelines.rollout.episodes import Episode, RolloutForm, TurnRules, episode_rows, play_block
+from pipelines.rollout.episodes import Episode, RolloutForm, episode_rows, play_block
 from pipelines.rollout.plan import EpisodePlan
+from pipelines.rollout.turns import TokenwiseTurns, TurnRules
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
 ACTIONS_FROM = 1000  # tokens below name no action
@@ -114,8 +115,7 @@ def play(
     episodes = play_block(
         [make_plan(env_id) for env_id in range(len(scripts))],
         environments,
-        sampler,
-        lambda identity, turn, index: identity.env_id + turn / 8 + index / 64,
+        TokenwiseTurns(sampler, lambda identity, turn, index: identity.env_id + turn / 8 + index / 64, rules),
         rules=rules,
     )
     return Played(episodes=episodes, sampler=sampler, environments=environments)

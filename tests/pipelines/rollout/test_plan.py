@@ -12,8 +12,8 @@ from mock_scheduler.scheduler import RolloutRequest
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.seeds import derive_uniform, environment_seed
 from pipelines.megatron.process_of_rank import Runtime
+from pipelines.rollout.engine import sampling_uniform
 from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
-from pipelines.rollout.scheduler import sampling_uniform
 
 CONFIG = PipelineConfig.model_validate(
     {

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.step.step_file import decode_step
-from pipelines.config.environments import ActorInferConfig, weights_precision_problem
+from pipelines.config.engine import ActorInferConfig, weights_precision_problem
 from pipelines.config.loading import load_config
-from pipelines.rollout.engine import rounded_weights
+from pipelines.rollout.changed_weights import rounded_weights
 from tests.dist.conftest import launch
 from tests.pipelines.rounded_weights_worker import CASES, OPTIMIZERS
 

@@ -154,6 +154,14 @@ def test_what_is_infinitely_far_has_no_number(worst: float, worst_here: float, t
     assert describe_proof(proof) == said
 
 
+def test_what_has_no_number_in_either_precision_has_no_ratio() -> None:
+    """NaN was: the largest difference is 0.0e+00 in float64 and 0.0e+00 here."""
+    facts = RefereeFacts(worst=0.0, worst_here=0.0, shrinking=5e8, is_same_place=True)
+    proof = Proof(name="referee", outcome="refuted", facts=facts, compared=beyond())
+    said = "in float64 it is there as well, and no size that could shrink; it begins at the same place"
+    assert describe_proof(proof) == said
+
+
 def test_a_reference_that_is_none_is_said_beside_the_proofs() -> None:
     facts = EmulationFacts(layout="tp2 pp1 dp1", may_round=False)
     emulation = Proof(name="emulation", outcome="proved", facts=facts, compared=Verdict(

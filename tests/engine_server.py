@@ -1,0 +1,317 @@
+"""A small inference server with the part of vLLM's API that rollouts use, which can be made faulty.
+
+It computes Llama and Qwen3 by a forward pass of its own, in float32 on the host. Tests start it in a thread, on a
+loopback port; as a program, ``engine_server.py -m MODULE --model FOLDER --uds SOCKET``, it stands in for vLLM's server.
+Imports nothing of this project, as vLLM would not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+#: Faults by name. ``dead`` and ``lost`` begin with the third turn.
+FAULTS = (
+    *("stale", "stale_head", "raw", "processed", "shift", "likeliest", "other_precision", "other_model"),
+    *("short", "abort", "abort_at_once", "duplicate", "exchanged", "two_choices", "too_long", "own_stop", "nan"),
+    *("dead", "flaky", "no_ids", "no_logprobs", "no_update", "no_key", "text"),
+)
+
+
+@dataclass
+class Model:
+    """The tensors of a folder by their names."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def load(cls, folder: Path) -> Model:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return cls(config, {name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
+
+    @property
+    def head(self) -> torch.Tensor:
+        name = "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
+        return self.tensors[name]
+
+    def logits(self, tokens: Sequence[int], head: torch.Tensor) -> torch.Tensor:
+        """``[V]`` after the last token."""
+        weights, config = self.tensors, self.config
+        eps, num = config["rms_norm_eps"], config["num_attention_heads"]
+        x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+
+        def norm(values: torch.Tensor, name: str) -> torch.Tensor:
+            return values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps) * weights[name]
+
+        for layer in range(config["num_hidden_layers"]):
+            own = f"model.layers.{layer}."
+            inner = norm(x, f"{own}input_layernorm.weight")
+            x = x + self._attention(inner, f"{own}self_attn.", num, norm)
+            inner = norm(x, f"{own}post_attention_layernorm.weight")
+            gate = torch.nn.functional.silu(inner @ weights[f"{own}mlp.gate_proj.weight"].T)
+            x = x + (gate * (inner @ weights[f"{own}mlp.up_proj.weight"].T)) @ weights[f"{own}mlp.down_proj.weight"].T
+        return norm(x[-1], "model.norm.weight") @ head.T
+
+    def _attention(self, inner: torch.Tensor, own: str, num: int, norm: Any) -> torch.Tensor:
+        weights, config, length = self.tensors, self.config, len(inner)
+        size = config["head_dim"]
+
+        def heads(name: str) -> torch.Tensor:
+            values = (inner @ weights[f"{own}{name}_proj.weight"].T).view(length, -1, size)
+            if f"{own}{name}_norm.weight" in weights:
+                values = norm(values, f"{own}{name}_norm.weight")
+            return values if name == "v" else self._rotate(values)
+
+        query, key, value = heads("q"), heads("k"), heads("v")
+        key, value = (one.repeat_interleave(num // one.shape[1], dim=1) for one in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1) @ weights[f"{own}o_proj.weight"].T
+
+    def _rotate(self, values: torch.Tensor) -> torch.Tensor:
+        length, _, size = values.shape
+        theta = self.config["rope_parameters"]["rope_theta"]
+        angles = torch.arange(length)[:, None] / theta ** (torch.arange(0, size, 2) / size)
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        half = size // 2
+        turned = torch.cat((-values[..., half:], values[..., :half]), dim=-1)
+        return values * angles.cos() + turned * angles.sin()
+
+
+@dataclass
+class Engine:
+    """The state of a server. ``requests``: the bodies of all turns that were asked for, repeated ones too."""
+
+    model: Model
+    faults: frozenset[str] = frozenset()
+    logprobs_mode: str = "processed"
+    key: str | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    reloads: list[str] = field(default_factory=list)
+    _head: torch.Tensor | None = None
+    _last: dict[str, Any] | None = None
+    _failed: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reload(self, folder: str) -> None:
+        self.reloads.append(folder)
+        if self._head is None:
+            self._head = self.model.head
+        # What a server was started with is not its first update.
+        if "stale" not in self.faults or len(self.reloads) == 1:
+            self.model = Model.load(Path(folder))
+        if "stale_head" not in self.faults or len(self.reloads) == 1:
+            self._head = self.model.head
+        if "other_model" in self.faults:
+            self.model.tensors = {name: 1.3 * tensor for name, tensor in self.model.tensors.items()}
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            self.requests.append(body)
+            number = len(self.requests)
+        history, tokens, logprobs = list(body["prompt"]), [], []
+        generator = torch.Generator().manual_seed(body["seed"])
+        finish = "length"
+        for _ in range(body["max_tokens"]):
+            token, logprob = self._next(history, body, generator)
+            history.append(token)
+            tokens.append(token)
+            logprobs.append(logprob)
+            if token in body["stop_token_ids"]:
+                finish = "stop"
+                break
+        choice = self._spoil(
+            {
+                "index": 0,
+                "text": "",
+                "finish_reason": finish,
+                "token_ids": tokens,
+                "prompt_token_ids": list(body["prompt"]),
+                "logprobs": {"token_logprobs": logprobs},
+            },
+            body,
+        )
+        answer = {"id": f"cmpl-{number}", "choices": [choice] * (2 if "two_choices" in self.faults else 1)}
+        with self.lock:
+            before, self._last = self._last, answer
+        return before if "duplicate" in self.faults and before is not None else answer
+
+    def _next(self, history: Sequence[int], body: dict[str, Any], generator: torch.Generator) -> tuple[int, float]:
+        head = self.model.head if self._head is None else self._head
+        logits = self.model.logits(history, head)
+        if "other_precision" in self.faults:
+            logits = logits.bfloat16().float()
+        sampled = logits / body["temperature"]
+        if body["top_k"] > 0:
+            sampled = sampled.masked_fill(sampled < sampled.topk(body["top_k"]).values[-1], -torch.inf)
+        cumulative = sampled.double().softmax(-1).cumsum(-1)
+        uniform = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+        token = int(torch.searchsorted(cumulative, uniform).clamp(max=len(cumulative) - 1))
+        is_raw = ("raw" in self.faults or self.logprobs_mode == "raw") and "processed" not in self.faults
+        every = torch.log_softmax(logits if is_raw else sampled, dim=-1)
+        return token, float(every.max() if "likeliest" in self.faults else every[token])
+
+    def _spoil(self, choice: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+        faults, tokens, values = self.faults, choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        is_probe = not body["stop_token_ids"]
+        if "shift" in faults:
+            choice["logprobs"]["token_logprobs"] = [*values[1:], values[0]]
+        if not is_probe and "short" in faults:
+            choice |= {"token_ids": tokens[:1], "logprobs": {"token_logprobs": values[:1]}, "finish_reason": "length"}
+        if not is_probe and faults & {"abort", "abort_at_once"}:
+            kept = 0 if "abort_at_once" in faults else 1
+            values = values[:kept]
+            choice |= {"token_ids": tokens[:kept], "logprobs": {"token_logprobs": values}, "finish_reason": "abort"}
+        if "exchanged" in faults:
+            choice["prompt_token_ids"] = [*body["prompt"], 1]
+        if "too_long" in faults:
+            choice |= {"token_ids": [*tokens, 1], "logprobs": {"token_logprobs": [*values, -1.0]}}
+        if "own_stop" in faults:
+            choice["finish_reason"] = "stop"
+        if "nan" in faults:
+            choice["logprobs"]["token_logprobs"] = [float("nan"), *values[1:]]
+        if "no_ids" in faults:
+            del choice["token_ids"]
+        if "no_logprobs" in faults:
+            choice["logprobs"] = None
+        return choice
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request after another of a connection."""
+
+    protocol_version = "HTTP/1.1"
+    engine: Engine
+
+    def address_string(self) -> str:
+        return "a socket"  # of a file, which has no address
+
+    def log_message(self, format: str, *args: object) -> None:
+        print(format % args, flush=True) if os.environ.get("VLLM_API_KEY") else None
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._answer(200, b"")
+        elif self._may_pass():
+            self._say(200, {"data": [{"id": "policy"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body, engine = json.loads(text), self.engine
+        if self.path in ("/collective_rpc", "/reset_prefix_cache"):
+            if "no_update" in engine.faults:
+                self._say(404, {"detail": "Not Found"})
+                return
+            if self.path == "/collective_rpc":
+                assert body["method"] == "reload_weights", body
+                engine.reload(body["kwargs"]["weights_path"])
+                self._say(200, {"results": [None]})
+            else:
+                self._answer(200, b"")
+            return
+        if not self._may_pass():
+            return
+        engine.headers.append(dict(self.headers.items()))
+        if "dead" in engine.faults and len(engine.requests) >= 6:
+            self.close_connection = True
+            return
+        if "flaky" in engine.faults and text not in engine._failed:
+            engine._failed.add(text)
+            self._say(503, {"error": "busy"})
+            return
+        if "text" in engine.faults:
+            self._answer(200, b"<html>a proxy</html>")
+            return
+        self._say(200, engine.complete(body))
+
+    def _may_pass(self) -> bool:
+        key = self.engine.key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return True
+        self._say(401, {"error": "Unauthorized"})
+        return False
+
+    def _say(self, status: int, content: object) -> None:
+        self._answer(status, json.dumps(content).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _PortServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class _SocketServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+@contextmanager
+def serve(engine: Engine) -> Iterator[str]:
+    """Serves in a thread in the block; yields the address."""
+    handler = type("OwnHandler", (Handler,), {"engine": engine})
+    server = _PortServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def main() -> None:
+    """Stands in for vLLM's server; the variable ENGINE_FAULTS has its faults, with commas between them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m", dest="module")
+    for name in ("model", "uds", "dtype", "logprobs-mode", "served-model-name", "max-model-len", "seed"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--generation-config")
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
+    options = parser.parse_args()
+    faults = frozenset(os.environ.get("ENGINE_FAULTS", "").split(",")) - {""}
+    torch.set_num_threads(1)
+    print(f"{options.module} loads {options.model}", flush=True)
+    mode, named = os.stat(Path(options.uds).parent).st_mode & 0o777, os.environ
+    print(
+        f"socket mode {mode:o}, key {len(named.get('VLLM_API_KEY', '')) > 30}, dev mode "
+        f"{named.get('VLLM_SERVER_DEV_MODE')}, ranks {'RANK' in named}, python path {'PYTHONPATH' in named}",
+        flush=True,
+    )
+    if "dead_at_start" in faults:
+        sys.exit("no memory for the weights")
+    if "slow" in faults:
+        time.sleep(600)
+    logprobs_mode = str(options.logprobs_mode).removesuffix("_logprobs")
+    engine = Engine(
+        Model.load(Path(options.model)), faults=faults, logprobs_mode=logprobs_mode, key=os.environ.get("VLLM_API_KEY")
+    )
+    engine._head, engine.reloads = engine.model.head, [options.model]
+    with _SocketServer(options.uds, type("OwnHandler", (Handler,), {"engine": engine})) as server:
+        server.serve_forever(poll_interval=0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""vLLM itself as the engine of a run: in step with the trainer, replayed without it, and its stale head found.
+
+These figures are behind ``ENGINE_FLOAT32`` and ``ENGINE_MOVED`` of ``comparison/thresholds.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(2400)]
+
+ROOT = Path(__file__).parents[2]
+ENGINES = ROOT / ".venv-engines" / "bin" / "python"
+PACKAGES = ROOT / "tests" / "text_packages"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny checkpoints: embeddings and output head apart, and tied."""
+    assert ENGINES.is_file(), f"{ENGINES} is not there; launch/test.sh --integrations makes it (Python 3.11)"
+    place = tmp_path_factory.mktemp("vllm")
+    for name, options in (("untied", ()), ("tied", ("--tied",))):
+        subprocess.run([sys.executable, "launch/make_tiny_qwen3.py", str(place / name), *options], cwd=ROOT, check=True)
+    return place
+
+
+def run(root: Path, name: str, *overrides: str, checkpoint: str = "untied") -> subprocess.CompletedProcess[str]:
+    """A run of the shipped configuration of text, small, with two updates."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{PACKAGES}{os.pathsep}{ROOT}",
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    given = [
+        *("--config-path", "configs", "--config-name", "qwen3_tiny_reasoning", f"output_dir={root / name}"),
+        *(f"model.hf_checkpoint={root / checkpoint}", "rollout_batch_size=16", "train_env_manager.num_env_groups=2"),
+        *("track_with=none", "save_steps=2", "rollout_mock.enable=true", "rollout_mock.mode=dump"),
+        *(f"rollout_mock.dump_dir={root / name}-recording", "+actor_infer.engine=vllm"),
+        *(f"+actor_infer.engine_python={ENGINES}", "+actor_infer.server.arguments=[--enforce-eager]", *overrides),
+    ]
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "pipelines.agentic", *given],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2000,
+        check=False,
+    )
+
+
+def metrics(root: Path, name: str) -> list[dict[str, Any]]:
+    lines = (root / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+def test_vllm_samples_by_each_steps_weights_and_a_replay_trains_to_the_same_bits(root: Path) -> None:
+    done = run(root, "sampled")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[mismatch]" not in done.stdout + done.stderr
+    for measured in metrics(root, "sampled"):
+        # Ten times below the threshold, and so little that another step's weights would show.
+        assert measured["mismatch/probe_mean"] < 2e-6
+        assert measured["mismatch/probe_max"] < 5e-6
+        assert measured["mismatch/engine_mean"] < 2e-6
+        assert measured["mismatch/engine_tokens"] == measured["rollout/sampled_tokens"] > 100
+    replay = ("rollout_mock.mode=mock", f"rollout_mock.dump_dir={root}/sampled-recording")
+    done = run(root, "replayed", *replay, "actor_infer.engine_python=/nowhere/python")
+    assert done.returncode == 0, done.stdout + done.stderr
+    policies = [
+        (root / name / "checkpoints" / "step_000002" / "policy" / "rank_00000.safetensors").read_bytes()
+        for name in ("sampled", "replayed")
+    ]
+    assert policies[0] == policies[1]
+
+
+def test_the_stale_output_head_of_a_tied_model_is_found_at_the_first_update(root: Path) -> None:
+    done = run(root, "tied-reload", checkpoint="tied")
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "does not sample by the weights of version 1, which it was given" in done.stderr
+    assert "with the new weights and still with the output head of version 0, which leaves" in done.stderr
+    assert "set actor_infer.weights_sync=restart, or train one with untied embeddings" in done.stderr
+
+
+def test_a_tied_model_is_sampled_by_its_own_weights_where_vllm_is_restarted(root: Path) -> None:
+    done = run(root, "tied-restart", "+actor_infer.weights_sync=restart", checkpoint="tied")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(measured["mismatch/probe_mean"] < 2e-6 for measured in metrics(root, "tied-restart"))
