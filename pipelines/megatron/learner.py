@@ -114,6 +114,8 @@ class Learner:
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
         """Carries out all updates of one rollout step; metrics are means over its updates, ``lr`` the last one's."""
+        if self.config.sft.covers(step):
+            return self._supervise(batch, step=step, probe=probe)
         scored = self.score(batch, probe=probe)
         mismatch = self._judge_engine(scored, step)
         values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
@@ -164,6 +166,30 @@ class Learner:
         correction = {} if bypass is None else bypass.metrics()
         self._warn_without_signal(step, means, num_updates=len(results))
         return means | differences | correction | routing | last | {"num_updates": float(len(results))}
+
+    def _supervise(self, batch: RolloutBatch, *, step: int, probe: TrainingProbe) -> dict[str, float]:
+        """Carries out a step of the supervised start: one update after another, to the batch's own tokens."""
+        ones = torch.ones(int(batch.response_mask.sum()), dtype=torch.float64)
+        plan = self._fill(self._place(batch), batch, TrainingValues(advantages=ones, returns=ones))
+        updates = [(update.micro_batches, self._owned(update.micro_batches)) for update in plan.updates]
+        batches = [own for _, owned in updates for own in owned]
+        probe.start_step(row_table(batch), batches, [model.observed for model in self.models.values()])
+        show_inputs(probe, batches)
+        self._start_router_step(plan)
+        results = []
+        for number, (micro_batches, own) in enumerate(updates):
+            probe.start_update(number, micro_batches)
+            rate = self.config.sft_rate(step * len(updates) + number)
+            results.append(
+                self.policy.update(micro_batches, own, None, None, number=number, supervised_rate=rate, probe=probe)
+            )
+        self.policy.policy.gather_parameters()
+        means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+        self._warn_without_signal(step, means, num_updates=len(results))
+        named = {"sft/loss": means.pop("pg_loss"), "sft/entropy": means.pop("entropy")}
+        of_rollouts = ("total_loss", "approx_kl", "clip_frac", "policy_entropy")
+        kept = {name: value for name, value in means.items() if name not in of_rollouts}
+        return named | kept | {"lr": results[-1]["lr"], "num_updates": float(len(results))}
 
     def _warn_without_signal(self, step: int, means: Mapping[str, float], *, num_updates: int) -> None:
         """Says it where updates teach nothing. Other ranks' logs have errors alone."""

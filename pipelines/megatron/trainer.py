@@ -39,6 +39,9 @@ from pipelines.megatron.places import OwnBatch, exchange_rows
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
 
+#: -log p of each token, where its advantage is 1.
+_SUPERVISED = PolicyLossConfig(pg_clip=1.0, loss_type="reinforce")
+
 
 def needs_reference(config: PipelineConfig) -> bool:
     """Whether the algorithm compares the policy with the one that training began with."""
@@ -180,22 +183,24 @@ class PolicyTrainer:
         self,
         micro_batches: Sequence[MicroBatch],
         batches: Sequence[OwnBatch],
-        old_logprobs: Mapping[int, torch.Tensor],
+        old_logprobs: Mapping[int, torch.Tensor] | None,
         ref_logprobs: Mapping[int, torch.Tensor] | None,
         *,
         number: int,
         term_scale: float = 1.0,
+        supervised_rate: float | None = None,
         probe: TrainingProbe = NO_PROBE,
     ) -> dict[str, float]:
         """One update; its metrics are means over its response tokens.
 
         micro_batches: all of the update; batches: those that this replica owns. ``number``: of the update, for the
-        probe. ``ref_logprobs`` is given where the loss has a KL term.
+        probe. ``ref_logprobs`` is given where the loss has a KL term. ``supervised_rate``: the learning rate of a
+        supervised update, which has no ``old_logprobs``: with advantages of 1 its loss is -log p.
         """
-
-        loss_config = self._loss_config(term_scale)
-        is_bypass = self._spec is not None and self._spec.bypass
-        compute_loss = self._choose_loss()
+        is_supervised = supervised_rate is not None
+        loss_config = _SUPERVISED if is_supervised else self._loss_config(term_scale)
+        is_bypass = self._spec is not None and self._spec.bypass and not is_supervised
+        compute_loss = compute_policy_loss if is_supervised else self._choose_loss()
 
         def compute(batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> PolicyLossOutput:
             inputs = PolicyLossInputs(
@@ -215,7 +220,8 @@ class PolicyTrainer:
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             index = own.batch.index
             new_logprobs, entropy = self._logprobs(logits, own.batch.targets)
-            by_token = {"new_logprobs": new_logprobs, "entropy": entropy, "old_logprobs": old_logprobs[index]}
+            old = new_logprobs.detach() if old_logprobs is None else old_logprobs[index]
+            by_token = {"new_logprobs": new_logprobs, "entropy": entropy, "old_logprobs": old}
             by_token |= {} if ref_logprobs is None else {"ref_logprobs": ref_logprobs[index]}
             probe.tokens("output", own, {"logprobs": new_logprobs, "entropy": entropy}, update=number)
             terms, sums = self.policy.execution.sum_shares(own, by_token, compute)
@@ -225,7 +231,7 @@ class PolicyTrainer:
             return sums
 
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
-        result = self.policy.update(has_loss=self._has_loss(micro_batches, loss_config))
+        result = self.policy.update(has_loss=self._has_loss(micro_batches, loss_config), learning_rate=supervised_rate)
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number)
         probe.state(self.policy.observed, number, "parameter")
         metrics = self._merge_metrics(micro_batches, sums)

@@ -31,7 +31,8 @@ from pipelines.megatron.layers.routing import empty_routing
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
 from pipelines.rollout.episodes import episode_rows, play_block
-from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
+from pipelines.rollout.plan import cut_blocks, is_supervised, own_blocks, plan_episodes
+from pipelines.rollout.supervised import answer_all
 from pipelines.rollout.turns import RolloutEngine, TurnRules
 
 
@@ -99,6 +100,8 @@ class AgenticRolloutScheduler:
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """Plays a step's episodes, in whole groups; validation always plays the same ones."""
+        if is_supervised(self._config, request):
+            return self._supervise(request)
         started_s = time.perf_counter()
         self._engine.check_version(request.policy_version)
         before, self._environment_seconds = dict(self._engine.counts), 0.0
@@ -131,6 +134,20 @@ class AgenticRolloutScheduler:
         }
         return batch
 
+    def _supervise(self, request: RolloutRequest) -> RolloutBatch:
+        """Asks a step's questions with their answers; nothing is sampled, and no engine is asked."""
+        started_s = time.perf_counter()
+        rows: list[Trajectory] = []
+        if self._ranks.global_rank == 0:
+            pool = self._pool(self._config.train_env_manager.num_env_workers)
+            num_built = pool.num_built
+            rows = answer_all(plan_episodes(self._config, request), pool, self._config, step=request.global_step)
+            self._ledger.count("built", "environment", pool.num_built - num_built)
+        sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
+        batch = gather_rows(rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=1)
+        self._metrics = {"rollout/seconds": time.perf_counter() - started_s}
+        return batch
+
     def _play(self, request: RolloutRequest) -> list[Trajectory]:
         """Plays this replica's blocks; returns their rows."""
         config = self._config
@@ -151,7 +168,11 @@ class AgenticRolloutScheduler:
             sample = self._engine.open_block(request.mode, rules)
             for episode in play_block(block, environments, sample, rules=rules):
                 rows += episode_rows(
-                    episode, config.rollout_form, policy_version=request.policy_version, no_experts=no_experts
+                    episode,
+                    config.rollout_form,
+                    policy_version=request.policy_version,
+                    no_experts=no_experts,
+                    says_finish=config.actor_infer.engine != "megatron",
                 )
         self._ledger.count("built", "environment", environments.pool.num_built - num_built)
         self._environment_seconds = environments.seconds
