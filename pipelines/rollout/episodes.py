@@ -21,7 +21,7 @@ import torch
 
 from mock_scheduler.batch import Termination, Trajectory
 from mock_scheduler.batch.columns import Ragged, RowValue
-from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
+from mock_scheduler.batch.engine_columns import FINISH_REASONS_COLUMN, ROUTED_EXPERTS_COLUMN
 from pipelines.batch_metrics import OPTIMAL_LENGTH_EXTRA, SUCCESS_EXTRA
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.rollout.plan import Block, EpisodePlan
@@ -166,20 +166,26 @@ RolloutForm = Literal["trajectory", "step"]
 
 
 def episode_rows(
-    episode: Episode, form: RolloutForm, *, policy_version: int, no_experts: torch.Tensor | None = None
+    episode: Episode,
+    form: RolloutForm,
+    *,
+    policy_version: int,
+    no_experts: torch.Tensor | None = None,
+    says_finish: bool = False,
 ) -> list[Trajectory]:
     """Makes the rows of a finished episode, in the order of its turns; without a turn, one row of its prompt.
 
     ``trajectory``: all tokens in one row. ``step``: a row per turn, of all tokens up to the turn's last sampled one;
     the row's prompt is everything before the turn's own tokens. Raises ``RuntimeError`` for an unfinished episode.
     ``no_experts``: the routing of a row of which the engine told none; ``None``: rows have no such field.
+    ``says_finish``: rows have the field ``finish_reasons``, of each turn.
     """
-    whole = _row(episode, episode.turns, policy_version=policy_version, no_experts=no_experts)
+    whole = _row(episode, episode.turns, policy_version=policy_version, no_experts=no_experts, says_finish=says_finish)
     if form == "trajectory" or not episode.turns:
         return [whole]
     return [
         replace(
-            _row(episode, [turn], policy_version=policy_version, no_experts=no_experts),
+            _row(episode, [turn], policy_version=policy_version, no_experts=no_experts, says_finish=says_finish),
             identity=replace(episode.plan.identity, turn=number),
             prompt_length=turn.start,
         )
@@ -188,7 +194,12 @@ def episode_rows(
 
 
 def _row(
-    episode: Episode, turns: Sequence[Turn], *, policy_version: int, no_experts: torch.Tensor | None
+    episode: Episode,
+    turns: Sequence[Turn],
+    *,
+    policy_version: int,
+    no_experts: torch.Tensor | None,
+    says_finish: bool,
 ) -> Trajectory:
     """Makes a row of all tokens up to the last sampled one of these successive turns; of all tokens without turns."""
     if episode.termination is None:
@@ -210,8 +221,16 @@ def _row(
         termination=episode.termination,
         prompt_length=episode.prompt_length,
         tag=episode.plan.tag,
-        extras=_extras(episode) | _routing(episode, len(tokens), no_experts),
+        extras=_extras(episode)
+        | _routing(episode, len(tokens), no_experts)
+        | (_finish_reasons(episode, turns) if says_finish else {}),
     )
+
+
+def _finish_reasons(episode: Episode, turns: Sequence[Turn]) -> dict[str, RowValue]:
+    """One for each turn; of an episode that was given up before its first token, the reason itself."""
+    gave_up = not turns and episode.termination is Termination.ABORTED
+    return {FINISH_REASONS_COLUMN: "abort" if gave_up else [turn.finish for turn in turns]}
 
 
 def _routing(episode: Episode, num_tokens: int, no_experts: torch.Tensor | None) -> dict[str, RowValue]:

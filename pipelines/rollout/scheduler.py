@@ -168,7 +168,11 @@ class AgenticRolloutScheduler:
             sample = self._engine.open_block(request.mode, rules)
             for episode in play_block(block, environments, sample, rules=rules):
                 rows += episode_rows(
-                    episode, config.rollout_form, policy_version=request.policy_version, no_experts=no_experts
+                    episode,
+                    config.rollout_form,
+                    policy_version=request.policy_version,
+                    no_experts=no_experts,
+                    says_finish=config.actor_infer.engine != "megatron",
                 )
         self._ledger.count("built", "environment", environments.pool.num_built - num_built)
         self._environment_seconds = environments.seconds
