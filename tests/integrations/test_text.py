@@ -197,3 +197,19 @@ def test_replays_without_the_packages_train_as_the_recorded_run(name: str, runs:
     print(done.stdout)
     assert done.returncode in ((0,) if name == "same" else (0, 2)), done.stdout
     assert done.stdout.startswith("identical:") == (name == "same")
+
+
+def test_the_shipped_run_learns_words_that_it_was_never_asked(root: Path) -> None:
+    """A validation of 128 held-out words before the run, after its supervised start, and after the rollouts."""
+    made = run(["launch/make_tiny_qwen3.py", str(root / "three"), "--layers", "3"])
+    assert made.returncode == 0, made.stderr
+    given = [f"output_dir={root}/learned", f"model.hf_checkpoint={root}/three", "track_with=none"]
+    done = run(["-m", "mock_scheduler.cli", "launch", "qwen3_tiny_reasoning", *given], PACKAGES, ROOT, timeout_s=1700.0)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = (root / "learned" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = {json.loads(line)["step"]: json.loads(line)["metrics"] for line in lines}
+    success = {step: found["val/success"] for step, found in metrics.items() if "val/success" in found}
+    print(f"success on held-out words by step: {success}; started supervised until step 120")
+    assert success[0] <= 0.02
+    assert success[120] < 0.8
+    assert success[300] >= 0.8
