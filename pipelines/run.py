@@ -330,6 +330,11 @@ def run_pipeline(config: PipelineConfig) -> None:
         from pipelines.rollout.engines.access import check_engine
 
         check_engine(config, os.environ, vocab_size=vocab_size_in_effect(config, tokenizer))
+    if config.samples and config.env_workers.type == "ray":
+        # No other run imports Ray.
+        from pipelines.environments.ray_cluster import check_cluster
+
+        check_cluster(config, os.environ)
     resumed = read_resumed_state(config, vocab_size=vocab_size_in_effect(config, tokenizer))
     if config.model.hf_checkpoint is not None:
         find_weight_files(config.model)  # refuses its files where they are not this model's

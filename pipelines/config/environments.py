@@ -7,14 +7,22 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mock_scheduler.config.base import ConfigSection, Decides, Fraction, NonNegativeInt, PositiveInt, union_tag
+from mock_scheduler.config.base import (
+    ConfigSection,
+    Decides,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    union_tag,
+)
 from pipelines.config.engine import GeneratingArgs
 
 
 class EnvManagerConfig(ConfigSection):
     """The environments: ``num_env_groups`` groups, each of ``group_size`` environments with one seed.
 
-    ``num_env_workers``: processes to step a replica's environments; 0 steps them in its own.
+    ``num_env_workers``: workers to step a replica's environments (``env_workers``); 0 steps them in its own process.
     """
 
     decides: ClassVar = Decides.ROLLOUTS
@@ -25,6 +33,36 @@ class EnvManagerConfig(ConfigSection):
     tags: list[str] = Field(default=["FrozenLake"], min_length=1)
     num_env_workers: Annotated[NonNegativeInt, Decides.EXECUTION] = 0
     generating_args: GeneratingArgs | None = None
+
+
+class EnvWorkersConfig(ConfigSection):
+    """The workers that step environments; each manager's ``num_env_workers`` is their number in a replica.
+
+    ``type``: ``process``: of this machine; ``ray``: actors of a Ray cluster, wherever it puts them.
+    ``address``: ray: ``HOST:PORT`` of the cluster; ``null``: the one in the variable RAY_ADDRESS.
+    ``num_cpus``: ray: CPUs that the cluster keeps for each worker.
+    ``startup_timeout_s``: ray: how long a worker may take to start, and to find a place.
+    """
+
+    # Seeds and identities alone decide rows, wherever and by however many workers they are played.
+    decides: ClassVar = Decides.EXECUTION
+
+    type: Literal["process", "ray"] = "process"
+    address: str | None = None
+    num_cpus: NonNegativeFloat = 1.0
+    startup_timeout_s: PositiveInt = 120
+
+
+def env_workers_problems(workers: EnvWorkersConfig, managers: Mapping[str, EnvManagerConfig]) -> list[str]:
+    """Lists keys without effect, and managers without a worker; for a run that samples."""
+    if workers.type == "ray":
+        return [
+            f"{key}.num_env_workers 0 with env_workers.type ray: there would be no actor; set it to 1 or more"
+            for key, manager in managers.items()
+            if not manager.num_env_workers
+        ]
+    changed = _changed(workers, ("address", "num_cpus", "startup_timeout_s"))
+    return [f"env_workers.{changed} has no effect with env_workers.type process; leave it out"] if changed else []
 
 
 class FrozenLakeEnvConfig(ConfigSection):

@@ -51,7 +51,14 @@ from pipelines.config.engine import (
     routing_problems,
     weights_precision_problem,
 )
-from pipelines.config.environments import ANSWERING_TYPES, CustomEnvConfig, EnvManagerConfig, check_held_out
+from pipelines.config.environments import (
+    ANSWERING_TYPES,
+    CustomEnvConfig,
+    EnvManagerConfig,
+    EnvWorkersConfig,
+    check_held_out,
+    env_workers_problems,
+)
 from pipelines.config.model import ModelConfig
 from pipelines.config.text import TextConfig, text_problems
 from pipelines.config.training import (
@@ -122,6 +129,7 @@ class PipelineConfig(ConfigSection):
     actor_infer: ActorInferConfig = ActorInferConfig()
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
     val_env_manager: Annotated[EnvManagerConfig, Decides.VALIDATION] = EnvManagerConfig()
+    env_workers: EnvWorkersConfig = EnvWorkersConfig()
     custom_envs: Annotated[dict[str, CustomEnvConfig], Decides.ROLLOUTS] = Field(
         default={"FrozenLake": CustomEnvConfig()}
     )
@@ -238,6 +246,16 @@ class PipelineConfig(ConfigSection):
         problems += routing_problems(self.actor_infer, self.model) if self.samples else []
         if problems:
             raise ValueError(f"the rollout engine:{bullet_list(problems, limit=None)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_env_workers(self) -> PipelineConfig:
+        managers = {"train_env_manager": self.train_env_manager}
+        if self.eval_steps:
+            managers["val_env_manager"] = self.val_env_manager
+        problems = env_workers_problems(self.env_workers, managers) if self.samples else []
+        if problems:
+            raise ValueError(f"the workers of environments:{bullet_list(problems, limit=None)}")
         return self
 
     @model_validator(mode="after")

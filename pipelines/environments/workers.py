@@ -1,4 +1,4 @@
-"""A pool of environments plays many episodes at once, in this process or in several of its own.
+"""A pool of environments plays many episodes at once, in this process, in several of its own, or in a cluster's.
 
 A worker is started by its module's name over one pipe. ``multiprocessing`` would import the run's main module, and all
 of its imports, into every worker.
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from mock_scheduler.errors import ConfigError, SchedulerError
 from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal
@@ -34,6 +34,27 @@ Item = TypeVar("Item")
 
 _GRACE_S = 10.0
 _NUM_NAMED = 4
+
+
+class Worker(Protocol):
+    """The environments of some slots. Calls raise ``OSError`` or ``EOFError`` once it has ended for good."""
+
+    def send(self, call: Call) -> None:
+        """Asks; ``receive`` follows before the next call."""
+
+    def receive(self) -> Answer:
+        """Waits for the answer to the last call."""
+        ...
+
+    def describe_end(self) -> str:
+        """Says what became of it, as ``process 4711 ended with exit code 1``."""
+        ...
+
+    def hang_up(self) -> None:
+        """Has it end; does not wait."""
+
+    def wait(self) -> None:
+        """Waits for its end."""
 
 
 class _LocalWorker:
@@ -57,6 +78,10 @@ class _LocalWorker:
 
     def wait(self) -> None:
         """Nothing to wait for."""
+
+    def describe_end(self) -> str:
+        """Never asked: it answers without a pipe."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,21 +148,33 @@ def _child_environment() -> dict[str, str]:
     return environ
 
 
+StartWorker = Callable[[Mapping[str, CustomEnvConfig], Tokenizer], Worker]
+
+
 class EnvironmentPool:
     """Environments of every tag in ``custom_envs``, by slot, built on first use and kept.
 
-    ``num_workers``: processes to step them at the same time; 0 steps them in this one.
+    ``num_workers``: workers to step them at the same time; 0 steps them in this process.
+    ``start``: starts a worker; unset, a process of this machine.
     """
 
-    def __init__(self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer, *, num_workers: int) -> None:
+    def __init__(
+        self,
+        custom_envs: Mapping[str, CustomEnvConfig],
+        tokenizer: Tokenizer,
+        *,
+        num_workers: int,
+        start: StartWorker | None = None,
+    ) -> None:
         if num_workers < 0:
             raise ValueError(f"num_workers is {num_workers}; expected 0 or more")
         self._tags = sorted(custom_envs)
         self._playing: dict[int, ResetRequest] = {}
         self._built: set[tuple[int, str, str]] = set()
         self._is_closed = False
-        self._workers: list[_LocalWorker] | list[_WorkerProcess] = (
-            [_WorkerProcess.start(custom_envs, tokenizer) for _ in range(num_workers)]
+        start = start or _WorkerProcess.start
+        self._workers: list[Worker] = (
+            [start(custom_envs, tokenizer) for _ in range(num_workers)]
             if num_workers
             else [_LocalWorker(EnvironmentSlots(custom_envs, tokenizer))]
         )
@@ -149,7 +186,7 @@ class EnvironmentPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """The workers' process ids; empty without workers."""
+        """The ids of the workers that are processes of this machine."""
         return [worker.process.pid for worker in self._workers if isinstance(worker, _WorkerProcess)]
 
     def reset_many(self, requests: Sequence[ResetRequest]) -> list[ResetResult]:
@@ -235,9 +272,7 @@ class EnvironmentPool:
         raise error
 
     def _raise_ended(self, index: int, slots: Sequence[int], error: OSError | EOFError) -> NoReturn:
-        worker = self._workers[index]
-        assert isinstance(worker, _WorkerProcess)  # the others answer without a pipe
-        end = worker.describe_end()
+        end = self._workers[index].describe_end()
         self.close()
         playing = list_some([self._describe(slot) for slot in slots], _NUM_NAMED)
         raise SchedulerError(

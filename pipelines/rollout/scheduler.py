@@ -11,6 +11,8 @@ the format of the recording: typed, checked by digest, and no pickle.
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
-from pipelines.environments.workers import EnvironmentPool
+from pipelines.environments.workers import EnvironmentPool, StartWorker
 from pipelines.megatron.hf_source import HuggingFaceSource
 from pipelines.megatron.layers.routing import empty_routing
 from pipelines.megatron.trainer import PolicyTrainer
@@ -72,6 +74,18 @@ def _build_engine(
     from pipelines.rollout.engines.served import ServedEngine
 
     return ServedEngine(trainer, tokenizer, ledger, ranks=ranks, source=source)
+
+
+def _find_start(config: PipelineConfig) -> StartWorker | None:
+    """Finds what starts workers of environments; ``None``: they are processes of this machine."""
+    if config.env_workers.type == "process":
+        return None
+    # No other run imports Ray.
+    from pipelines.environments.ray_cluster import connect
+    from pipelines.environments.ray_workers import RayWorker
+
+    connect(config, os.environ)
+    return functools.partial(RayWorker, settings=config.env_workers)
 
 
 class AgenticRolloutScheduler:
@@ -182,7 +196,7 @@ class AgenticRolloutScheduler:
         """Builds a pool on first use; training and validation share one if they have the same number of workers."""
         if num_workers not in self._pools:
             self._pools[num_workers] = EnvironmentPool(
-                self._config.custom_envs, self._tokenizer, num_workers=num_workers
+                self._config.custom_envs, self._tokenizer, num_workers=num_workers, start=_find_start(self._config)
             )
         return self._pools[num_workers]
 
@@ -215,6 +229,10 @@ class AgenticRolloutScheduler:
         self._engine.close()
         for pool in self._pools.values():
             pool.close()
+        if self._pools and self._config.env_workers.type == "ray":
+            from pipelines.environments.ray_cluster import disconnect
+
+            disconnect()
         self._pools.clear()
 
 

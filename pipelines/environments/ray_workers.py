@@ -1,0 +1,185 @@
+"""A worker of a pool as an actor of a Ray cluster; one that dies is started again, with its episodes where they were.
+
+Contract: an episode follows from its seed and its tokens alone, so a new actor plays what the dead one had answered,
+and each answer must be the same. Ray restarts nothing itself: an actor that came back without its episodes would
+answer for others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from mock_scheduler.errors import ConfigError, SchedulerError
+from pipelines.config.environments import CustomEnvConfig, EnvWorkersConfig
+from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
+from pipelines.environments.ray_actor import EnvironmentActor, read_identity
+from pipelines.environments.slots import Answer, Call, CallFailure, ResetCall, StepCall
+
+logger = logging.getLogger(__name__)
+
+# A call that ends its actor each time would never be answered; other deaths strike a call at random.
+_MAX_DEATHS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Played:
+    """An episode that goes on, as it was answered so far."""
+
+    request: ResetRequest
+    start: ResetResult
+    turns: list[tuple[Sequence[int], StepResult]] = field(default_factory=list)
+
+    def describe(self) -> str:
+        return f"slot {self.request.slot} (tag {self.request.tag}, seed {self.request.seed})"
+
+
+class RayWorker:
+    """Environments in an actor, and the episodes that go on in it."""
+
+    def __init__(
+        self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer, *, settings: EnvWorkersConfig
+    ) -> None:
+        """Asks for the actor; returns while it still starts. This process is connected to the cluster."""
+        self._make = (dict(custom_envs), tokenizer)
+        self._settings = settings
+        self._played: dict[int, _Played] = {}
+        self._call: Call = StepCall(turns=[])
+        self._answer: Any = None
+        self._end = ""
+        self._has_started = False
+        self._where = "a process that had not started"
+        self._actor = self._ask_for_actor()
+
+    def send(self, call: Call) -> None:
+        """Asks; returns at once."""
+        self._call = call
+        self._answer = self._actor.answer.remote(call)
+
+    def receive(self) -> Answer:
+        """Waits for the answer to the last call; where the actor dies, a new one plays its episodes and answers.
+
+        Raises:
+            EOFError: every actor that was given the call has died.
+            ConfigError: a new actor finds no room, or has other versions than this run.
+            SchedulerError: an episode went otherwise when it was played again.
+        """
+        for number in range(1, _MAX_DEATHS + 1):
+            try:
+                if number > 1:
+                    self._begin_again()
+                elif not self._has_started:
+                    self._await_start()
+                answer: Answer = ray.get(self._answer)
+                break
+            except RayActorError as error:
+                self._end = f"{self._where} died: {' '.join(str(error).split())}"
+                logger.warning(
+                    "[env workers] %s; %s", self._end, "it is replaced" if number < _MAX_DEATHS else "so have others"
+                )
+                last = error
+            except RayError as error:
+                raise SchedulerError(f"environment worker in {self._where}: {error}") from error
+        else:
+            raise EOFError from last
+        if not isinstance(answer, CallFailure):
+            self._keep(answer)
+        return answer
+
+    def hang_up(self) -> None:
+        """Ends the actor, whatever it does."""
+        with suppress(RayError, RuntimeError):  # it has died, or the cluster is gone
+            ray.kill(self._actor, no_restart=True)
+
+    def wait(self) -> None:
+        """Nothing to wait for: an actor ends with the run's connection at the latest."""
+
+    def describe_end(self) -> str:
+        """Says how the last of its actors died."""
+        return f"{_MAX_DEATHS} actors in turn, the last in {self._end},"
+
+    def _ask_for_actor(self) -> Any:  # noqa: ANN401 - of a class that Ray makes
+        actor = ray.remote(EnvironmentActor).options(num_cpus=self._settings.num_cpus, max_restarts=0)
+        return actor.remote(*self._make, working_dir=os.getcwd())
+
+    def _await_start(self) -> None:
+        identity = self._actor.identify.remote()
+        ready, _ = ray.wait([identity], timeout=self._settings.startup_timeout_s)
+        if not ready:
+            free = ray.available_resources().get("CPU", 0.0)
+            raise ConfigError(
+                f"env_workers: an actor has not started within env_workers.startup_timeout_s "
+                f"{self._settings.startup_timeout_s}: it needs {self._settings.num_cpus:g} CPUs, and the Ray cluster "
+                f"has {free:g} free; end what holds the others, or set fewer num_env_workers or a smaller "
+                "env_workers.num_cpus"
+            )
+        found, ours = ray.get(identity), read_identity()
+        self._has_started, self._where = True, found.describe()
+        other = [
+            f"{name} {found.versions.get(name)} instead of {version}"
+            for name, version in ours.versions.items()
+            if found.versions.get(name) != version
+        ]
+        if other:
+            raise ConfigError(
+                f"env_workers: the actor in {self._where} has other versions than this run ({', '.join(other)}), so "
+                "that rows would depend on where they are played; install the same on every node of the cluster"
+            )
+
+    def _begin_again(self) -> None:
+        """Replaces the actor; plays again what is acknowledged, then asks the last call."""
+        self.hang_up()
+        self._actor = self._ask_for_actor()
+        self._await_start()
+        rounds = list(self._rounds())
+        # An actor answers in the order asked, so nothing waits for a round before the next is sent.
+        answers = ray.get([self._actor.answer.remote(call) for call, _, _ in rounds])
+        for (_, expected, played), answer in zip(rounds, answers, strict=True):
+            self._check_same(expected, answer, played)
+        if self._played:
+            logger.warning("[env workers] %s has played %d episodes again", self._where, len(self._played))
+        self._answer = self._actor.answer.remote(self._call)
+
+    def _rounds(self) -> list[tuple[Call, Sequence[Any], list[_Played]]]:
+        """Lists the calls that lead every episode to where it was, with the answers there were."""
+        everybody = list(self._played.values())
+        starts = ResetCall(requests=[one.request for one in everybody])
+        rounds: list[tuple[Call, Sequence[Any], list[_Played]]] = [
+            (starts, [one.start for one in everybody], everybody)
+        ]
+        for number in range(max((len(one.turns) for one in everybody), default=0)):
+            some = [one for one in everybody if len(one.turns) > number]
+            steps = StepCall(turns=[(one.request.slot, one.turns[number][0]) for one in some])
+            rounds.append((steps, [one.turns[number][1] for one in some], some))
+        return rounds
+
+    def _check_same(self, expected: Sequence[Any], answer: Answer, played: Sequence[_Played]) -> None:
+        if isinstance(answer, CallFailure):
+            other = f"slot {answer.slot}: {answer.message}"
+        else:
+            pairs = zip(played, expected, answer, strict=True)
+            other = next((f"{one.describe()}: {new}, and {old} before" for one, old, new in pairs if old != new), "")
+        if other:
+            raise SchedulerError(
+                f"an episode went otherwise when {self._where} played it again after its actor died, so that its rows "
+                f"cannot be trusted: {other}. An environment's answers must follow from its seed and actions alone; "
+                "mock-scheduler replay-actions finds the one that does not"
+            )
+
+    def _keep(self, answer: Sequence[Any]) -> None:
+        if isinstance(self._call, ResetCall):
+            for request, start in zip(self._call.requests, answer, strict=True):
+                self._played[request.slot] = _Played(request=request, start=start)
+            return
+        for (slot, tokens), result in zip(self._call.turns, answer, strict=True):
+            if result.terminated or result.truncated:
+                self._played.pop(slot, None)
+            else:
+                self._played[slot].turns.append((list(tokens), result))
