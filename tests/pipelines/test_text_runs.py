@@ -102,7 +102,7 @@ def test_the_supervised_start_trains_on_the_tasks_own_answers_and_is_recorded(ro
     # A random model gives each of its 259 tokens about the same chance; two updates from sft.lr to training.lr.
     assert metrics[0]["sft/loss"] == pytest.approx(math.log(259), rel=0.05)
     assert metrics[0]["lr"] == pytest.approx((2e-3 + 1e-3) / 2)
-    assert [step["lr"] for step in metrics[1:]] == pytest.approx([1e-3, 1e-3], rel=0.01)
+    assert [step["lr"] for step in metrics[1:]] == pytest.approx([1e-3, 1e-3], rel=0.02)
     assert "reward" not in metrics[0]
     assert "sft/loss" not in metrics[1]
     assert metrics[1]["reward"] < 1.0
