@@ -90,7 +90,8 @@ class RayWorker:
                 self._end = f"{self._where} died: {' '.join(str(error).split())}"
                 if error.actor_init_failed or deaths == _MAX_DEATHS or failed_starts == _MAX_FAILED_STARTS:
                     raise EOFError from error
-                logger.warning("[env workers] %s; it is replaced", self._end)
+                reason = str(error).partition("\n")[0].rstrip(".")
+                logger.warning("[env workers] %s died: %s; it is replaced", self._where, reason)
             except RayError as error:
                 raise SchedulerError(f"environment worker in {self._where}: {error}") from error
         if not isinstance(answer, CallFailure):
