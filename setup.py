@@ -46,7 +46,7 @@ setup(
     extras_require={
         "s3": ["s3fs>=2025.5"],
         "zstd": ["zstandard>=0.22"],
-        "text": ["transformers>=5.3,<6", "reasoning-gym==0.1.25"],
+        "text": ["transformers>=5.3,<6", "reasoning-gym==0.1.25", "textarena==0.7.4"],
         "ray": ["ray==2.60.0"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [

@@ -12,8 +12,12 @@ YOUNG_KEYS = {
     "model.kv_channels": None,
     "model.rope_scaling": None,
     "model.moe_shared_expert_gate": False,
+    "model.moe_router_replay": "off",
+    "sft.steps": 0,
+    "sft.lr": 1e-3,
     "text.tokenizer": None,
     "text.on_template_break": "error",
+    "actor_infer.record_routed_experts": False,
     "actor_infer.engine": "megatron",
     "actor_infer.logprobs_mode": "processed",
 }

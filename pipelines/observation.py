@@ -88,9 +88,11 @@ class StepObservation:
             graft.check_fired(self._ranks)
 
     def _has_all_names(self, step: int) -> bool:
-        """Says whether no later trace has more names: before the first step that trains the policy, some are absent."""
+        """Says whether no later trace has more names: some are absent before the first step of rollouts with a policy
+        in training.
+        """
         config = self._config
-        first = config.first_policy_step
+        first = max(config.first_policy_step, config.sft.steps)
         return step >= first or not any(config.trace.is_due(later) for later in range(first, config.max_steps))
 
 

@@ -13,7 +13,7 @@ from mock_scheduler.display.console import Console, ProgressBar
 from mock_scheduler.support.terminal_streams import MessageHandler
 from pipelines.config.schema import PipelineConfig
 
-_SHOWN = ("reward", "success", "pg_loss", "entropy", "grad_norm")
+_SHOWN = ("sft/loss", "reward", "success", "pg_loss", "entropy", "grad_norm")
 
 
 class StepProgress:

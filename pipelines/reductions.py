@@ -71,6 +71,8 @@ class PipelineReductions:
     ) -> list[Mapping[str, Plain]]:
         """Lists batch sizes for so many groups: as many updates of the old size as fit, or one; large ones first."""
         config = own_config(baseline)
+        if config.sft.steps and num_groups < num_all:
+            return []  # groups of its supervised steps are single rows, those of the others have several
         ends: dict[str, Plain] = {"max_steps": max_steps, "eval_steps": 0, "save_steps": 0, **_keep_decay(config)}
         return [{**sizes, **ends} for sizes in _list_sizes(config, num_groups=num_groups, num_all=num_all)]
 

@@ -65,7 +65,7 @@ from pipelines.resuming import (
     read_resumed_state,
 )
 from pipelines.rollout.dumped import open_dumped_rollouts
-from pipelines.rollout.plan import planned_requests
+from pipelines.rollout.plan import is_supervised, planned_requests
 from pipelines.rollout.scheduler import AgenticRolloutScheduler
 from pipelines.training import build_training
 
@@ -202,7 +202,8 @@ class AgenticPipeline:
 
     def _get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """One batch of the scheduler, checked to be the same on every rank."""
-        self._scheduler.update_weights(request.policy_version)
+        if not is_supervised(self._config, request):  # nothing is sampled
+            self._scheduler.update_weights(request.policy_version)
         self._scheduler.resume()
         batch: RolloutBatch = self._scheduler.get_batch(request)
         self._scheduler.suspend()
@@ -224,6 +225,8 @@ class AgenticPipeline:
         rollout_metrics = self._scheduler.collect_metrics()
         with self._clock.measure("train"):
             train_metrics = self._training.train_step(batch, step=request.global_step)
+        if is_supervised(self._config, request):  # its rewards are those of given answers
+            return train_metrics | rollout_metrics | self._clock.take()
         versions = compute_version_metrics(batch, request.policy_version)
         return compute_batch_metrics(batch) | versions | train_metrics | rollout_metrics | self._clock.take()
 

@@ -56,6 +56,15 @@ OPTIONS: dict[str, Option] = {
         f"allow-{rule.name}": Option(changes={"parallel": {"allow_known_wrong": [rule.name]}}, keeps_bits=True)
         for rule in KNOWN_WRONG
     },
+    # What the routers would choose by themselves, as long as no update comes between.
+    "record": Option(changes={"model": {"moe_router_replay": "record"}}, keeps_bits=True),
+    "replay": Option(
+        changes={
+            "model": {"moe_router_replay": "replay"},
+            "actor_infer": {"only_action_tokens": True, "record_routed_experts": True},
+        },
+        changes_values=True,
+    ),
     "turns": Option(changes={"rollout_form": "step"}, changes_values=True),
     "one-update": Option(changes={"max_steps": 1, "training": {"global_batch_size": 16}}, changes_values=True),
     "micro-batch-means": Option(changes={"training": {"calculate_per_token_loss": False}}, changes_values=True),

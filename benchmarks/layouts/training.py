@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,10 +18,13 @@ from rich.console import Console
 
 from benchmarks.layouts.cases import GROUP_SIZE, LONGEST_ROW, NUM_GROUPS, SEED, Case, build_config
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
+from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.launch.ranks import Place, ranks_command
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from mock_scheduler.support.text import count_of
+from pipelines.config.model import ModelConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.seeds import derive_seed
 from pipelines.megatron.learner import Learner
@@ -50,6 +54,18 @@ def random_batch(
             rows += _random_rows(generator, group, member, longest=longest, form=form, num_actions=num_actions)
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
     return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=GROUP_SIZE)
+
+
+def with_random_experts(batch: RolloutBatch, model: ModelConfig, *, seed: int) -> RolloutBatch:
+    """Gives every token experts that no router would choose, in every layer that has some; every third row has none."""
+    generator = np.random.Generator(np.random.Philox(key=derive_seed(seed, "layout-experts")))
+    rows = []
+    for number, row in enumerate(batch.rows()):
+        num_tokens = 0 if number % 3 == 2 else len(row.tokens) - number % 2
+        shape = (num_tokens, sum(model.moe_layers), model.num_moe_experts or 1)
+        experts = generator.random(shape).argsort(axis=2)[..., : model.moe_router_topk].astype(np.uint8)
+        rows.append(replace(row, extras={**row.extras, ROUTED_EXPERTS_COLUMN: Ragged(torch.from_numpy(experts))}))
+    return RolloutBatch.from_trajectories(rows, sampling=batch.sampling, group_size=batch.group_size)
 
 
 def _random_rows(
@@ -138,6 +154,8 @@ def train_case(folder: Path, config: PipelineConfig) -> None:
     steps: list[dict[str, float]] = []
     for step in range(config.max_steps):
         batch = random_batch(SEED + step, longest=LONGEST_ROW, form=config.rollout_form)
+        if config.model.moe_router_replay == "replay":
+            batch = with_random_experts(batch, config.model, seed=SEED + step)
         with StepProbe(runtime, folder, step=step, config=TraceConfig(level="full")) as probe:
             steps.append(learner.train_step(batch, step=step, probe=probe))
     if runtime.is_writer:

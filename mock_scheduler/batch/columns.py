@@ -19,7 +19,14 @@ import torch
 
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON, canonical_json, check_json
-from mock_scheduler.support.tensor_bytes import as_bytes, compute_tensor_digest, from_bytes, has_plain_bytes, shape_text
+from mock_scheduler.support.tensor_bytes import (
+    as_bytes,
+    compute_tensor_digest,
+    dtype_name,
+    from_bytes,
+    has_plain_bytes,
+    shape_text,
+)
 
 #: Types of which every value is JSON.
 _PLAIN_JSON = frozenset((bool, int, str, type(None)))
@@ -154,6 +161,16 @@ class JsonColumn:
 
 
 Column: TypeAlias = TensorColumn | JsonColumn
+
+
+def column_kind(column: Column) -> str:
+    """The kind of a column's entry: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
+    if isinstance(column, JsonColumn):
+        return "JSON"
+    dtype, shape = dtype_name(column.values.dtype), [str(size) for size in column.values.shape[1:]]
+    if column.offsets is None:
+        return f"{dtype} [{', '.join(shape)}]"
+    return f"ragged {dtype} [{', '.join(['n', *shape])}]"
 
 
 def copy_json(value: JSON) -> JSON:

@@ -30,6 +30,7 @@ from mock_scheduler.batch.checks import (
     size_problems,
 )
 from mock_scheduler.batch.columns import Column, TensorColumn, copy_json
+from mock_scheduler.batch.engine_columns import RowSizes, engine_column_problems
 from mock_scheduler.batch.rows import (
     compute_offsets,
     compute_prompt_digests,
@@ -103,7 +104,19 @@ class RolloutBatch:
     def __post_init__(self) -> None:
         arrays = self._check(is_new=True)
         expected = compute_prompt_digests(arrays["tokens"], arrays["row_offsets"], arrays["prompt_lengths"])
-        raise_problems(prompt_problems(self.prompt_digests, expected, self.identities))
+        raise_problems(prompt_problems(self.prompt_digests, expected, self.identities) + self._engine_problems())
+
+    def _engine_problems(self) -> list[str]:
+        """List columns that engines add (``engine_columns``) and that do not fit; a batch read from a file may have
+        any, since older ones gave their names no meaning."""
+        sizes = RowSizes(
+            identities=self.identities,
+            lengths=self.lengths.numpy(),
+            response_lengths=self.response_lengths.numpy(),
+            num_turns=self.turn_offsets.diff().numpy(),
+            response_tokens=self.tokens.numpy()[self.response_mask.numpy()],
+        )
+        return engine_column_problems(self.extras, sizes, self.meta)
 
     @classmethod
     def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
@@ -174,7 +187,7 @@ class RolloutBatch:
         tokens, row_offsets, prompt_lengths = (
             core[name].numpy() for name in ("tokens", "row_offsets", "prompt_lengths")
         )
-        return cls._restored(
+        batch = cls._restored(
             identities=identities,
             prompt_digests=compute_prompt_digests(tokens, row_offsets, prompt_lengths),
             tags=tuple(row.tag for row in ordered),
@@ -184,6 +197,8 @@ class RolloutBatch:
             meta=meta,
             **core,
         )
+        raise_problems(batch._engine_problems())
+        return batch
 
     @classmethod
     def concat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:

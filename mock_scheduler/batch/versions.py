@@ -15,10 +15,8 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch.columns import TensorColumn
+from mock_scheduler.batch.engine_columns import VERSIONS_COLUMN
 from mock_scheduler.batch.rollout_batch import RolloutBatch
-
-#: A ragged int column: the policy version that sampled each response token, where it changed within a turn.
-VERSIONS_COLUMN = "policy_versions_by_token"
 
 
 def stated_versions(batch: RolloutBatch) -> torch.Tensor | None:

@@ -19,6 +19,8 @@ from mock_scheduler.trace.entries import DimName, TraceKey
 EMBEDDING = "embedding"
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+#: The module whose output the output layer gets.
+FINAL_NORM = "decoder.final_layernorm"
 #: How names of norms of gradients end, of traced ones and of metrics; and that of the clip by a norm.
 GRADIENT_NORM, CLIP = "grad_norm", "clip"
 

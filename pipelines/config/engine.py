@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeInt, PositiveInt
+from pipelines.config.model import ModelConfig
 
 
 class GeneratingArgs(ConfigSection):
@@ -74,6 +75,7 @@ class ActorInferConfig(ConfigSection):
     layout is known.
     ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
     inference engine of this precision has them; ``None`` plays with the trainer's own.
+    ``record_routed_experts``: keep the experts of every token that the engine reads in the batch, for routing replay.
     ``engine``: ``megatron`` samples with the trainer's own model, ``vllm`` in a server that the run starts and ends,
     ``openai`` in a running one with the OpenAI API that returns token ids.
     ``engine_python``: the Python that vLLM is installed in; ``null``: the run's own.
@@ -89,6 +91,8 @@ class ActorInferConfig(ConfigSection):
     use_kv_cache: Annotated[bool, Decides.EXECUTION] = True
     rows_per_forward: Annotated[PositiveInt, Decides.EXECUTION] = 64
     weights_precision: Literal["bfloat16"] | None = None
+    # A further column of the recorded rows; no token, and no step of training, follows from the key.
+    record_routed_experts: Annotated[bool, Decides.NOTHING] = False
     # Recorded rows mean the same whoever sampled them, so a replay may name another engine, or none.
     engine: Annotated[Literal["megatron", "vllm", "openai"], Decides.EXECUTION] = "megatron"
     engine_python: Annotated[str | None, Decides.NOTHING] = None
@@ -142,6 +146,8 @@ def engine_problems(engine: ActorInferConfig) -> list[str]:
     ]
     if kind == "megatron":
         return problems
+    if engine.record_routed_experts:
+        problems.append(f"actor_infer.record_routed_experts: engine {kind} tells none; set it to false")
     if kind == "openai" and engine.server.base_url is None:
         problems.append("actor_infer.server.base_url: engine openai needs the address of the server")
     if engine.only_action_tokens:
@@ -155,6 +161,23 @@ def engine_problems(engine: ActorInferConfig) -> list[str]:
             "themselves, and training's are of logits / temperature; set it to processed, or the temperature to 1"
         )
     return problems
+
+
+def routing_problems(engine: ActorInferConfig, model: ModelConfig) -> list[str]:
+    """Lists why routed experts cannot be recorded or replayed so; for a run that samples."""
+    if engine.record_routed_experts and model.num_moe_experts is None:
+        return ["actor_infer.record_routed_experts has no effect: the model has no experts; leave it out"]
+    if engine.record_routed_experts and model.moe_router_impl == "megatron":
+        return [
+            "actor_infer.record_routed_experts needs model.moe_router_impl layout_invariant: Megatron's own router is "
+            "not told which token it routes"
+        ]
+    if model.moe_router_replay == "replay" and not engine.record_routed_experts:
+        return [
+            "model.moe_router_replay replay: the rollouts that this run plays would have no experts to replay; set "
+            "actor_infer.record_routed_experts=true, or model.moe_router_replay=record"
+        ]
+    return []
 
 
 def _is_changed(engine: ActorInferConfig, key: str) -> bool:

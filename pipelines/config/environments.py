@@ -152,6 +152,42 @@ class ReasoningGymEnvConfig(ConfigSection):
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
 
 
+class TextArenaEnvConfig(ConfigSection):
+    """A game of textarena for one player. ``game``: its id there; ``game_config``: arguments of its own.
+
+    ``system_prompt``, ``held_out_fraction``: as of reasoning-gym; episodes are held out by their first text, or by
+    their seed where that text never differs.
+    """
+
+    game: str
+    game_config: dict[str, Any] = Field(default={})
+    system_prompt: str | None = None
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+
+    @property
+    def name(self) -> str:
+        """Names the game in messages."""
+        return self.game
+
+
+class GymnasiumTextEnvConfig(ConfigSection):
+    """An environment of gymnasium with texts as observations and actions.
+
+    ``env_id``: as ``gymnasium.make`` takes it, ``MODULE:NAME`` where a module of the user's registers it;
+    ``env_kwargs``: its arguments. The others are as of ``TextArenaEnvConfig``.
+    """
+
+    env_id: str
+    env_kwargs: dict[str, Any] = Field(default={})
+    system_prompt: str | None = None
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+
+    @property
+    def name(self) -> str:
+        """Names the environment in messages."""
+        return self.env_id
+
+
 def _changed(section: ConfigSection, names: Sequence[str]) -> str:
     """Lists the keys that differ from their defaults, as ``size 3, p 0.9``."""
     values = {name: getattr(section, name) for name in names}
@@ -159,14 +195,23 @@ def _changed(section: ConfigSection, names: Sequence[str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value != fields[name].default)
 
 
-ENV_CONFIGS: Mapping[str, type[FrozenLakeEnvConfig | SokobanEnvConfig | ReasoningGymEnvConfig]] = {
+ENV_CONFIGS: Mapping[
+    str,
+    type[FrozenLakeEnvConfig | SokobanEnvConfig | ReasoningGymEnvConfig | TextArenaEnvConfig | GymnasiumTextEnvConfig],
+] = {
     "frozen_lake": FrozenLakeEnvConfig,
     "sokoban": SokobanEnvConfig,
     "reasoning_gym": ReasoningGymEnvConfig,
+    "textarena": TextArenaEnvConfig,
+    "gymnasium_text": GymnasiumTextEnvConfig,
 }
 
 #: The environments that read and write text; the others have boards and actions.
-TEXT_ENV_TYPES = frozenset({"reasoning_gym"})
+TEXT_ENV_TYPES = frozenset({"reasoning_gym", "textarena", "gymnasium_text"})
+
+
+#: The environments that know the right answer to their questions, for the supervised start.
+ANSWERING_TYPES = frozenset({"reasoning_gym"})
 
 
 class _SettingsOfType(dict[str, Any]):
@@ -184,7 +229,9 @@ def _type_of(settings: Any) -> str | None:  # noqa: ANN401 - whatever the user w
 EnvConfig: TypeAlias = Annotated[
     Annotated[FrozenLakeEnvConfig, Tag(union_tag("frozen_lake"))]
     | Annotated[SokobanEnvConfig, Tag(union_tag("sokoban"))]
-    | Annotated[ReasoningGymEnvConfig, Tag(union_tag("reasoning_gym"))],
+    | Annotated[ReasoningGymEnvConfig, Tag(union_tag("reasoning_gym"))]
+    | Annotated[TextArenaEnvConfig, Tag(union_tag("textarena"))]
+    | Annotated[GymnasiumTextEnvConfig, Tag(union_tag("gymnasium_text"))],
     Discriminator(_type_of),
 ]
 
@@ -192,7 +239,7 @@ EnvConfig: TypeAlias = Annotated[
 class CustomEnvConfig(ConfigSection):
     """One tag of ``custom_envs``: the environment's type, its turn limit and its own settings (by its type)."""
 
-    env_type: Literal["frozen_lake", "sokoban", "reasoning_gym"] = "frozen_lake"
+    env_type: Literal["frozen_lake", "sokoban", "reasoning_gym", "textarena", "gymnasium_text"] = "frozen_lake"
     max_steps: PositiveInt = 10
     env_config: EnvConfig = FrozenLakeEnvConfig()
 

@@ -54,6 +54,8 @@ class ModelConfig(ConfigSection):
     n-th from the first, or one 0 or 1 per layer); the ``moe_*`` keys count only then.
     ``moe_router_load_balancing_type``: ``aux_loss`` balances the tokens of a micro-batch, and so depends on its choice
     of rows; ``seq_aux_loss`` balances each row's own, and does not.
+    ``moe_router_replay``: ``record`` keeps the experts that the policy chooses for its old log-probabilities, and has
+    them chosen again in the step's updates; ``replay`` has the batch's ``routed_experts`` chosen in every pass over it.
     ``moe_router_impl``: ``layout_invariant`` is Megatron's router with padding left out of losses and counters and
     with losses weighted by response tokens, in any layout; ``megatron`` is Megatron's own, faults included.
     """
@@ -101,6 +103,7 @@ class ModelConfig(ConfigSection):
     moe_z_loss_coeff: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: Annotated[NonNegativeFloat, Decides.TRAINING] = 1e-3
+    moe_router_replay: Annotated[Literal["off", "record", "replay"], Decides.TRAINING] = "off"
     moe_router_impl: Annotated[Literal["layout_invariant", "megatron"], Decides.BITS] = "layout_invariant"
 
     @property
@@ -223,6 +226,11 @@ class ModelConfig(ConfigSection):
             problems.append(
                 f"moe_router_bias_update_rate {self.moe_router_bias_update_rate} has no effect without expert biases; "
                 "set moe_router_enable_expert_bias=true, or leave the rate out"
+            )
+        if self.moe_router_replay != "off" and self.moe_router_impl == "megatron":
+            problems.append(
+                f"moe_router_replay {self.moe_router_replay} needs moe_router_impl layout_invariant: Megatron's own "
+                "router is not told which token it routes"
             )
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             problems.append("moe_shared_expert_gate has no effect without moe_shared_expert_intermediate_size")

@@ -44,8 +44,15 @@ from pipelines.config.algorithm import (
     denominator_problems,
     policy_loss_problems,
 )
-from pipelines.config.engine import ActorInferConfig, GeneratingArgs, engine_problems, weights_precision_problem
+from pipelines.config.engine import (
+    ActorInferConfig,
+    GeneratingArgs,
+    engine_problems,
+    routing_problems,
+    weights_precision_problem,
+)
 from pipelines.config.environments import (
+    ANSWERING_TYPES,
     CustomEnvConfig,
     EnvManagerConfig,
     EnvWorkersConfig,
@@ -57,6 +64,7 @@ from pipelines.config.text import TextConfig, text_problems
 from pipelines.config.training import (
     LOSS_VALUES,
     CheckpointConfig,
+    SftConfig,
     TrainingConfig,
     TrainingServiceConfig,
     check_batch_sizes,
@@ -117,6 +125,7 @@ class PipelineConfig(ConfigSection):
     text: TextConfig = TextConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig = TrainingConfig()
+    sft: SftConfig = SftConfig()
     actor_infer: ActorInferConfig = ActorInferConfig()
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
     val_env_manager: Annotated[EnvManagerConfig, Decides.VALIDATION] = EnvManagerConfig()
@@ -161,7 +170,9 @@ class PipelineConfig(ConfigSection):
         """The longest body that a training service of this configuration reads."""
         own = self.training_service.max_request_bytes
         turns = max(env.max_steps for env in self.custom_envs.values()) if self.rollout_form == "step" else 1
-        row_bytes = _ROW_BYTES + _TOKEN_BYTES * self.sequence_length
+        # Routed experts may come with each token, in int32 at most.
+        experts = 4 * sum(self.model.moe_layers) * self.model.moe_router_topk
+        row_bytes = _ROW_BYTES + (_TOKEN_BYTES + experts) * self.sequence_length
         return own or _HEAD_BYTES + self.rollout_batch_size * turns * row_bytes
 
     @property
@@ -175,8 +186,18 @@ class PipelineConfig(ConfigSection):
         return self.critic.warmup_steps if self.adv_estimator == "gae" else 0
 
     def lr_decay_updates(self, *, first_step: int = 0) -> int:
-        """Updates until a model's rate has decayed; unset, all updates of the model from ``first_step`` on."""
-        return self.training.lr_decay_iters or (self.max_steps - first_step) * self.updates_per_step
+        """Updates until a model's rate has decayed; unset, all updates of the model from ``first_step`` on.
+
+        Those of the supervised start have a rate of their own, and do not count.
+        """
+        num_steps = self.max_steps - self.sft.steps - first_step
+        # A replay may end within the supervised start.
+        return self.training.lr_decay_iters or max(num_steps, 1) * self.updates_per_step
+
+    def sft_rate(self, update: int) -> float:
+        """The learning rate of an update of the supervised start, from 0."""
+        num_updates = self.sft.steps * (self.rollout_batch_size // self.training.global_batch_size)
+        return self.sft.lr + (self.training.lr - self.sft.lr) * update / num_updates
 
     @field_validator("resume_from_checkpoint")
     @classmethod
@@ -222,6 +243,7 @@ class PipelineConfig(ConfigSection):
     @model_validator(mode="after")
     def _check_engine(self) -> PipelineConfig:
         problems = engine_problems(self.actor_infer) if self.samples else []
+        problems += routing_problems(self.actor_infer, self.model) if self.samples else []
         if problems:
             raise ValueError(f"the rollout engine:{bullet_list(problems, limit=None)}")
         return self
@@ -331,6 +353,13 @@ class PipelineConfig(ConfigSection):
         return self
 
     @model_validator(mode="after")
+    def _check_sft(self) -> PipelineConfig:
+        problems = sft_problems(self)
+        if problems:
+            raise ValueError(f"the supervised start:{bullet_list(problems, limit=None)}")
+        return self
+
+    @model_validator(mode="after")
     def _check_text(self) -> PipelineConfig:
         problems = text_problems(self.text, self.model, self.actor_infer, self.custom_envs, tags=self.tags_in_use)
         if problems:
@@ -404,6 +433,7 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
         "save_steps": (config.save_steps, 0),
         "eval_steps": (config.eval_steps, 0) if config.rollout_mock.modes_in_use != {"mock"} else (0, 0),
         "resume_from_checkpoint": (config.resume_from_checkpoint, None),
+        "sft.steps": (config.sft.steps, 0),
         "trace.level": (config.trace.level, "off"),
         "trace.operations": (config.trace.operations, False),
         "order.emulate": (config.order.emulate and config.order.emulate.describe(), None),
@@ -418,6 +448,31 @@ def service_client_problems(config: PipelineConfig) -> list[str]:
             "its rollouts must be recorded ones: set rollout_mock.enable=true and rollout_mock.mode=mock, or "
             "rollout_worker.type=mock"
         )
+    return problems
+
+
+def sft_problems(config: PipelineConfig) -> list[str]:
+    """Lists obstacles to a supervised start."""
+    sft = config.sft
+    if sft.steps == 0:
+        return []
+    problems = []
+    silent = [tag for tag in config.train_env_manager.tags if config.custom_envs[tag].env_type not in ANSWERING_TYPES]
+    if silent:
+        problems.append(
+            f"train_env_manager.tags {', '.join(silent)}: environments of type "
+            f"{' and '.join(sorted(ANSWERING_TYPES))} alone know answers to train on; set sft.steps to 0"
+        )
+    # Its values are the frozen weights of the run's beginning, which no rollout is sampled from here.
+    if config.use_kl_loss or config.kl_in_reward.coef > 0:
+        problems.append(
+            "use_kl_loss and kl_in_reward pull towards the weights from before it; leave them out, or make the start "
+            "a run of its own, export its checkpoint with `mock-scheduler export-hf`, and begin from that"
+        )
+    if config.model.moe_router_replay == "replay":
+        problems.append("model.moe_router_replay replay: given answers have no routed experts; set off or record")
+    if config.adv_estimator == "gae":
+        problems.append("adv_estimator gae: a critic has none; choose another estimator, or set sft.steps to 0")
     return problems
 
 

@@ -97,6 +97,24 @@ class TrainingConfig(ConfigSection):
         return self
 
 
+class SftConfig(ConfigSection):
+    """A supervised start: the first ``steps`` steps of the run train on the environments' own answers.
+
+    The loss of a step is the mean of -log p over the tokens of its answers; its rows are ``rollout_batch_size`` other
+    questions of ``train_env_manager.tags``, recorded and replayed as any rollout. ``lr``: of the first update; it moves
+    linearly to ``training.lr``, whose schedule begins with the first step after it.
+    """
+
+    decides: ClassVar = Decides.TRAINING
+
+    steps: Annotated[NonNegativeInt, Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE] = 0
+    lr: float = Field(default=1e-3, gt=0.0)
+
+    def covers(self, step: int) -> bool:
+        """Says whether a step is supervised."""
+        return step < self.steps
+
+
 class CheckpointConfig(ConfigSection):
     """Where checkpoints go; ``None`` is ``{output_dir}/checkpoints``."""
 

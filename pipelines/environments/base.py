@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Split = Literal["train", "held_out", "all"]
@@ -15,12 +15,16 @@ UNKNOWN_LENGTH = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetRequest:
-    """Starts an episode of ``tag`` in ``slot``, its number among the episodes played at the same time."""
+    """Starts an episode of ``tag`` in ``slot``, its number among the episodes played at the same time.
+
+    ``shows_answer``: the result has the environment's own answer, for the supervised start.
+    """
 
     slot: int
     tag: str
     seed: int
     split: Split
+    shows_answer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +33,13 @@ class ResetResult:
 
     ``optimal_length``: actions of the shortest successful episode, -1 where not known (slippery ice).
     ``layout_digest``: stands for the episode's first board (see ``compute_layout_digest``).
+    ``answer``: the tokens of a whole turn with the right answer, where it was asked for.
     """
 
     observation: list[int]
     optimal_length: int
     layout_digest: str
+    answer: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +100,10 @@ class TokenEnvironment(Protocol):
 
     def reset(self, seed: int) -> ResetResult:
         """Starts an episode; the same seed gives the same episode."""
+        ...
+
+    def own_answer(self) -> list[int]:
+        """Returns the tokens of a first turn with the right answer; raises ``ConfigError`` where none is known."""
         ...
 
     def step(self, tokens: Sequence[int]) -> StepResult:

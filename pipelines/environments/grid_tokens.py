@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mock_scheduler.errors import ConfigError
 from pipelines.environments.base import ResetResult, StepResult, compute_layout_digest
 
 if TYPE_CHECKING:
@@ -122,6 +123,10 @@ class GridTokenEnvironment:
             optimal_length=info["optimal_length"],
             layout_digest=compute_layout_digest(board),
         )
+
+    def own_answer(self) -> list[int]:
+        """Raises ``ConfigError``: a board says no action."""
+        raise ConfigError("a board knows no answer of its own: sft needs an environment of text that does")
 
     def step(self, tokens: Sequence[int]) -> StepResult:
         """Takes the action named by the last token; any other token is an invalid turn."""

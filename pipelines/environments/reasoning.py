@@ -6,13 +6,17 @@ own. So questions and rewards are the same in any process and whatever was asked
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.digests import canonical_json
 from mock_scheduler.support.text import bullet_list
 from pipelines.config.environments import CustomEnvConfig, ReasoningGymEnvConfig
 from pipelines.environments.base import Split
@@ -35,6 +39,32 @@ def _load() -> Any:  # noqa: ANN401 - the package has no annotations of use
     return factory
 
 
+class _Questions:
+    """Questions of one dataset with one set of settings, each by its seed."""
+
+    def __init__(self, name: str, settings: str) -> None:
+        self._name, self._settings = name, json.loads(settings)
+        # Some tasks read a file of words when they are made. Most take their seed anew for each question.
+        self._made = self._make(_PROBES[0])
+        self._takes_seed = all(self._seeded(seed)[0] == self._make(seed)[0] for seed in _PROBES)
+
+    def ask(self, seed: int) -> Any:  # noqa: ANN401
+        """Makes the dataset whose first item is the question of a seed."""
+        return self._seeded(seed) if self._takes_seed else self._make(seed)
+
+    def _make(self, seed: int) -> Any:  # noqa: ANN401
+        return _load().create_dataset(self._name, seed=seed, size=1, **self._settings)
+
+    def _seeded(self, seed: int) -> Any:  # noqa: ANN401
+        dataset = copy.copy(self._made)
+        dataset.seed = seed
+        return dataset
+
+
+_PROBES = (11, 5_000_011, 2_000_000_011)
+_questions = lru_cache(_Questions)
+
+
 class ReasoningGymEnv:
     """Asks one question for each episode; ``max_steps`` answers may be tried, until one is right.
 
@@ -43,7 +73,7 @@ class ReasoningGymEnv:
 
     def __init__(self, settings: ReasoningGymEnvConfig, *, max_steps: int, split: Split) -> None:
         check_split(split, settings.held_out_fraction)
-        self._factory = _load()
+        _load()
         self._settings = settings
         self._max_steps = max_steps
         self._split = split
@@ -59,12 +89,11 @@ class ReasoningGymEnv:
             ConfigError: none of the questions drawn is in the split.
         """
         settings = self._settings
+        questions = _questions(settings.dataset, canonical_json(settings.dataset_config))
         num_draws = max_draws(self._split, settings.held_out_fraction)
         for draw in range(num_draws):
             drawn = seed if draw == 0 else derive_seed(seed, "question", draw)
-            self._dataset = self._factory.create_dataset(
-                settings.dataset, seed=drawn, size=1, **settings.dataset_config
-            )
+            self._dataset = questions.ask(drawn)
             self._entry = self._dataset[0]
             if is_in_split([self._entry["question"]], self._split, settings.held_out_fraction):
                 break
@@ -91,6 +120,13 @@ class ReasoningGymEnv:
         is_success = score >= 1.0
         is_over = is_success or self._turn >= self._max_steps
         return TextAnswer(reward=change, is_success=is_success, reply=None if is_over else RETRY)
+
+    def own_answer(self) -> str | None:
+        """Returns the answer of the dataset's entry, in the tag where there is one."""
+        answer, tag = self._entry["answer"], self._settings.answer_tag
+        if answer is None:
+            return None
+        return str(answer) if tag is None else f"<{tag}>{answer}</{tag}>"
 
     def _extract(self, text: str) -> str | None:
         tag = self._settings.answer_tag

@@ -7,7 +7,13 @@ run builds no environment and never loads them.
 from __future__ import annotations
 
 from mock_scheduler.errors import ConfigError
-from pipelines.config.environments import TEXT_ENV_TYPES, CustomEnvConfig, ReasoningGymEnvConfig
+from pipelines.config.environments import (
+    TEXT_ENV_TYPES,
+    CustomEnvConfig,
+    GymnasiumTextEnvConfig,
+    ReasoningGymEnvConfig,
+    TextArenaEnvConfig,
+)
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import Split, TokenEnvironment, Tokenizer
 from pipelines.environments.grid_tokens import GridTokenizer
@@ -67,11 +73,14 @@ def check_environments(config: PipelineConfig, tokenizer: Tokenizer) -> None:
     """
     if not config.samples or not isinstance(tokenizer, TextTokenizer):
         return
-    # Imports reasoning-gym, for which no other run should wait.
+    # They import packages for which no other run should wait.
     from pipelines.environments.reasoning import check_reasoning
+    from pipelines.environments.text_games import check_games
 
     tokenizer.load()
-    check_reasoning({tag: config.custom_envs[tag] for tag in config.tags_in_use})
+    envs = {tag: config.custom_envs[tag] for tag in config.tags_in_use}
+    check_reasoning(envs)
+    check_games(envs)
 
 
 def _text_tokenizer(config: PipelineConfig) -> TextTokenizer:
@@ -94,8 +103,8 @@ def build_environment(config: CustomEnvConfig, tokenizer: Tokenizer, *, split: S
         ConfigError: ``split`` asks for held-out layouts, and the settings hold none out.
         ValueError: ``tokenizer`` is another environment's.
     """
-    if isinstance(config.env_config, ReasoningGymEnvConfig):
-        return _build_reasoning(config.env_config, tokenizer, max_steps=config.max_steps, split=split)
+    if config.env_type in TEXT_ENV_TYPES:
+        return _build_text(config, tokenizer, split=split)
     expected = _tokenizer_of(config)
     if not isinstance(tokenizer, GridTokenizer) or tokenizer != expected:
         raise ValueError(
@@ -119,12 +128,20 @@ def build_environment(config: CustomEnvConfig, tokenizer: Tokenizer, *, split: S
     return GridTokenEnvironment(env, tokenizer, player_glyphs=kind.player_glyphs)
 
 
-def _build_reasoning(
-    settings: ReasoningGymEnvConfig, tokenizer: Tokenizer, *, max_steps: int, split: Split
-) -> TokenEnvironment:
-    from pipelines.environments.reasoning import ReasoningGymEnv
-    from pipelines.environments.text_tokens import TextTokenEnvironment
+def _build_text(config: CustomEnvConfig, tokenizer: Tokenizer, *, split: Split) -> TokenEnvironment:
+    from pipelines.environments.text_tokens import TextEnvironment, TextTokenEnvironment
 
     if not isinstance(tokenizer, TextTokenizer):
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens of boards, and reasoning_gym needs text")
-    return TextTokenEnvironment(ReasoningGymEnv(settings, max_steps=max_steps, split=split), tokenizer)
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens of boards, and {config.env_type} needs text")
+    settings = config.env_config
+    environment: TextEnvironment
+    if isinstance(settings, TextArenaEnvConfig | GymnasiumTextEnvConfig):
+        from pipelines.environments.text_games import GameEnv
+
+        environment = GameEnv(settings, max_steps=config.max_steps, split=split)
+    else:
+        from pipelines.environments.reasoning import ReasoningGymEnv
+
+        assert isinstance(settings, ReasoningGymEnvConfig)
+        environment = ReasoningGymEnv(settings, max_steps=config.max_steps, split=split)
+    return TextTokenEnvironment(environment, tokenizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mock_scheduler.errors import ConfigError
@@ -83,8 +83,9 @@ class EnvironmentSlots:
             self._environments[key] = build_environment(
                 self._custom_envs[request.tag], self._tokenizer, split=request.split
             )
-        self._playing[request.slot] = self._environments[key]
-        return self._environments[key].reset(request.seed)
+        environment = self._playing[request.slot] = self._environments[key]
+        started = environment.reset(request.seed)
+        return replace(started, answer=environment.own_answer()) if request.shows_answer else started
 
     def _step(self, turn: tuple[int, Sequence[int]]) -> StepResult:
         slot, tokens = turn

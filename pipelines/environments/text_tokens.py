@@ -96,6 +96,24 @@ class LoadedTokenizer:
             f"{position} the history has {self._name(history, position)}, the prompt {self._name(prompt, position)}"
         )
 
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> list[int]:
+        """Encodes an answer to messages as the template writes it, up to the token that ends it.
+
+        Raises:
+            TemplateBreak: the template changes the prompt, or ends the answer with no token that ends a turn.
+        """
+        prompt = self.encode_prompt(messages)
+        spoken = [*messages, {"role": "assistant", "content": answer}]
+        tokens = self.tokenizer.apply_chat_template(
+            spoken, add_generation_prompt=False, tokenize=True, return_dict=False
+        )
+        if tokens[: len(prompt)] != prompt:
+            raise TemplateBreak("the chat template's tokens of an answer do not begin with those of its prompt")
+        end = next((i for i, token in enumerate(tokens[len(prompt) :]) if token in self.end_ids), None)
+        if end is None:
+            raise TemplateBreak("the chat template ends an answer with no token that ends a turn")
+        return tokens[len(prompt) : len(prompt) + end + 1]
+
     def _name(self, tokens: Sequence[int], position: int) -> str:
         if position >= len(tokens):
             return "nothing"
@@ -217,11 +235,15 @@ def _load(folder: str, vocab_size: int) -> LoadedTokenizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextAnswer:
-    """The answer to one text. ``reply``: the next message to the policy; none where the episode is over."""
+    """The answer to one text. ``reply``: the next message to the policy; none where the episode is over.
+
+    ``is_cut``: it is over by a limit, and not by its rules.
+    """
 
     reward: float
     is_success: bool
     reply: str | None
+    is_cut: bool = False
 
 
 class TextEnvironment(Protocol):
@@ -233,6 +255,10 @@ class TextEnvironment(Protocol):
 
     def answer(self, text: str) -> TextAnswer:
         """Takes the policy's text of one turn."""
+        ...
+
+    def own_answer(self) -> str | None:
+        """The text of a first turn with the right answer; ``None`` where it knows none."""
         ...
 
 
@@ -260,6 +286,16 @@ class TextTokenEnvironment:
             layout_digest=compute_layout_digest("\n".join(message["content"] for message in self._messages)),
         )
 
+    def own_answer(self) -> list[int]:
+        """Returns the tokens of the environment's own answer to the first messages, as the template writes them."""
+        answer = self._environment.own_answer()
+        if answer is None:
+            raise ConfigError("the environment knows no answer of its own, which sft would train on")
+        try:
+            return self._tokenizer.encode_answer(self._messages, answer)
+        except TemplateBreak as problem:
+            raise ConfigError(f"{problem}, so sft has no tokens to train on; use another template") from problem
+
     def step(self, tokens: Sequence[int]) -> StepResult:
         """Gives the environment the text of a turn, and the policy the tokens of the reply."""
         has_ended = tokens[-1] in self._tokenizer.end_ids
@@ -268,7 +304,7 @@ class TextTokenEnvironment:
         self._history += tokens
         observation: list[int] = []
         is_over = answer.reply is None
-        is_cut = is_over and not has_ended
+        is_cut = is_over and (answer.is_cut or not has_ended)
         if answer.reply is not None:
             spoken: Message = {"role": "assistant", "content": text}
             self._messages += [spoken, {"role": "user", "content": answer.reply}]
@@ -285,7 +321,7 @@ class TextTokenEnvironment:
         return StepResult(
             observation=observation,
             reward=answer.reward,
-            terminated=is_over and has_ended,
+            terminated=is_over and not is_cut,
             truncated=is_cut,
             is_valid=has_ended,
             is_success=answer.is_success,

@@ -114,6 +114,8 @@ class Learner:
 
     def train_step(self, batch: RolloutBatch, *, step: int = 0, probe: TrainingProbe = NO_PROBE) -> dict[str, float]:
         """Carries out all updates of one rollout step; metrics are means over its updates, ``lr`` the last one's."""
+        if self.config.sft.covers(step):
+            return self._supervise(batch, step=step, probe=probe)
         scored = self.score(batch, probe=probe)
         mismatch = self._judge_engine(scored, step)
         values, metrics = self.values.make(batch, self.response_scores(scored), policy_version=step)
@@ -132,6 +134,7 @@ class Learner:
         batches = self._owned_of_step(plan)
         probe.start_step(row_table(batch), batches, [model.observed for model in self.models.values()])
         show_inputs(probe, batches)
+        self.policy.start_routing(batch)
         scores = self._score(batches)
         for own in batches:
             probe.tokens("score", own, scores.of(own.batch.index))
@@ -155,12 +158,38 @@ class Learner:
         bypass = self._bypass(scored, values, step=step)
         trains_policy = step >= self.config.first_policy_step
         results = self._updates(plan, scored.scores, bypass, trains_policy=trains_policy, probe=probe)
+        routing = self.policy.routing_metrics()
+        self.policy.end_routing()
         # Added in the order of the updates.
         means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         last = {name: results[-1][name] for name in ("lr", "critic/lr") if name in results[-1]}
         correction = {} if bypass is None else bypass.metrics()
         self._warn_without_signal(step, means, num_updates=len(results))
-        return means | differences | correction | last | {"num_updates": float(len(results))}
+        return means | differences | correction | routing | last | {"num_updates": float(len(results))}
+
+    def _supervise(self, batch: RolloutBatch, *, step: int, probe: TrainingProbe) -> dict[str, float]:
+        """Carries out a step of the supervised start: one update after another, to the batch's own tokens."""
+        ones = torch.ones(int(batch.response_mask.sum()), dtype=torch.float64)
+        plan = self._fill(self._place(batch), batch, TrainingValues(advantages=ones, returns=ones))
+        updates = [(update.micro_batches, self._owned(update.micro_batches)) for update in plan.updates]
+        batches = [own for _, owned in updates for own in owned]
+        probe.start_step(row_table(batch), batches, [model.observed for model in self.models.values()])
+        show_inputs(probe, batches)
+        self._start_router_step(plan)
+        results = []
+        for number, (micro_batches, own) in enumerate(updates):
+            probe.start_update(number, micro_batches)
+            rate = self.config.sft_rate(step * len(updates) + number)
+            results.append(
+                self.policy.update(micro_batches, own, None, None, number=number, supervised_rate=rate, probe=probe)
+            )
+        self.policy.policy.gather_parameters()
+        means = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+        self._warn_without_signal(step, means, num_updates=len(results))
+        named = {"sft/loss": means.pop("pg_loss"), "sft/entropy": means.pop("entropy")}
+        of_rollouts = ("total_loss", "approx_kl", "clip_frac", "policy_entropy")
+        kept = {name: value for name, value in means.items() if name not in of_rollouts}
+        return named | kept | {"lr": results[-1]["lr"], "num_updates": float(len(results))}
 
     def _warn_without_signal(self, step: int, means: Mapping[str, float], *, num_updates: int) -> None:
         """Says it where updates teach nothing. Other ranks' logs have errors alone."""
@@ -232,9 +261,13 @@ class Learner:
 
     def _score(self, batches: Sequence[OwnBatch]) -> Scores:
         policy = self.policy
+        with policy.scoring_routing(of_reference=False):
+            old_logprobs = policy.compute_logprobs(batches)
+        with policy.scoring_routing(of_reference=True):
+            ref_logprobs = policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None
         return Scores(
-            old_logprobs=policy.compute_logprobs(batches),
-            ref_logprobs=policy.compute_logprobs(batches, chunks=policy.reference) if policy.reference else None,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
             values=self.critic.compute_values(batches) if self.critic else None,
         )
 

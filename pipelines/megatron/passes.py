@@ -35,6 +35,7 @@ def run_chunk(model: torch.nn.Module, inputs: ModelInputs) -> torch.Tensor:
         arguments["padding_mask"] = padding_mask_argument(
             inputs.row_ids,
             gpt.built_from,
+            positions=inputs.positions,
             is_first_chunk=gpt.pre_process,
             sequence_parallel=gpt.config.sequence_parallel,
         )

@@ -125,14 +125,18 @@ class TrainedModel:
         """Make this rank's parameters current, where their gathering would wait for the next forward pass."""
         self.observed.gather_parameters()
 
-    def update(self, *, has_loss: bool = True) -> UpdateResult:
+    def update(self, *, has_loss: bool = True, learning_rate: float | None = None) -> UpdateResult:
         """Clip, update the parameters and move the schedule on; gradients must have been reduced.
 
         An update without signal is skipped, or not, as ``training.on_no_signal`` says; the schedule counts it all the
         same. ``has_loss``: whether any token of the update has a part in the loss, the same on every rank.
+        ``learning_rate``: in place of the schedule's, which then stays where it is.
         """
+        if learning_rate is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
         # Read before the step: the schedule then moves on to the next update's rate.
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        used_rate = float(self.optimizer.param_groups[0]["lr"])
         has_gradient = self._has_gradient()
         has_signal = has_gradient and has_loss
         if has_signal or self._updates_without_signal:
@@ -140,10 +144,10 @@ class TrainedModel:
         else:
             # Not finite is not 0: such gradients go to Megatron, which finds them.
             succeeded, grad_norm = True, self._measure_gradient() if has_gradient else 0.0
-        self.lr_schedule.step(increment=1)
+        self.lr_schedule.step(increment=1 if learning_rate is None else 0)
         return UpdateResult(
             grad_norm=float(grad_norm),
-            learning_rate=learning_rate,
+            learning_rate=used_rate,
             succeeded=bool(succeeded),
             has_signal=has_signal,
         )

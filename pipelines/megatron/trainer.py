@@ -6,11 +6,14 @@ The same calls run every layout: a pipeline stage that holds no logits simply co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.correction import CorrectionSpec
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from pipelines.algorithm.correction import correction_spec
@@ -29,11 +32,15 @@ from pipelines.megatron.bypass import correction_of
 from pipelines.megatron.execution import LossSums
 from pipelines.megatron.layers.expert_router import attach_router_ledger
 from pipelines.megatron.layers.router_ledger import merge_router_sums, router_weight
+from pipelines.megatron.layers.routing import RoutingTable
 from pipelines.megatron.logprobs import VocabShard
 from pipelines.megatron.passes import accumulate_gradients, forward_only
 from pipelines.megatron.places import OwnBatch, exchange_rows
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.megatron.trained_model import TrainedModel, build_frozen
+
+#: -log p of each token, where its advantage is 1.
+_SUPERVISED = PolicyLossConfig(pg_clip=1.0, loss_type="reinforce")
 
 
 def needs_reference(config: PipelineConfig) -> bool:
@@ -66,8 +73,50 @@ class PolicyTrainer:
             first_step=config.first_policy_step,
         )
         self.reference = build_frozen(config, self.policy) if needs_reference(config) else None
-        self.router_ledger = attach_router_ledger(self.policy.chunks)
+        self.router_ledger = attach_router_ledger([*self.policy.chunks, *(self.reference or ())])
         self._spec = correction_spec(config)
+
+    def start_routing(self, batch: RolloutBatch) -> None:
+        """Begins a step whose experts are recorded or replayed, as ``model.moe_router_replay`` says.
+
+        Raises:
+            BatchError: the batch's routed experts are to be replayed, and it has none that fit the model.
+        """
+        model, device = self.config.model, self.runtime.device
+        if model.moe_router_replay == "off":
+            return
+        if model.moe_router_replay == "replay":
+            routing = RoutingTable.of_batch(batch, model, device)
+        else:
+            routing = RoutingTable.empty(model, batch.row_offsets[:-1].to(device), len(batch.tokens))
+        routing.action = "replay"
+        self.router_ledger.routing = routing
+
+    def end_routing(self) -> None:
+        """Ends the step: from now on every router chooses for itself."""
+        self.router_ledger.routing = None
+
+    def scoring_routing(self, *, of_reference: bool) -> AbstractContextManager[None]:
+        """In the block the step's tokens are scored before its first update.
+
+        Where experts are recorded, by a policy that chooses them, or by the reference, which then chooses its own.
+        """
+        routing = self.router_ledger.routing
+        if routing is None:
+            return nullcontext()
+        if self.config.model.moe_router_replay == "record":
+            return routing.doing(None if of_reference else "record")
+        return nullcontext() if of_reference else routing.comparing()
+
+    def routing_metrics(self) -> dict[str, float]:
+        """Returns the share of replayed choices that the policy's routers would make themselves. Collective then."""
+        routing = self.router_ledger.routing
+        if routing is None or self.config.model.moe_router_replay != "replay":
+            return {}
+        counts = routing.agreement.clone()
+        dist.all_reduce(counts)
+        agreed, replayed = counts.tolist()
+        return {"moe/replay_agreement": agreed / max(replayed, 1)}
 
     def _loss_config(self, term_scale: float) -> PolicyLossConfig:
         """The loss of the update that the schedule stands at; the coefficient of the entropy moves linearly."""
@@ -134,22 +183,24 @@ class PolicyTrainer:
         self,
         micro_batches: Sequence[MicroBatch],
         batches: Sequence[OwnBatch],
-        old_logprobs: Mapping[int, torch.Tensor],
+        old_logprobs: Mapping[int, torch.Tensor] | None,
         ref_logprobs: Mapping[int, torch.Tensor] | None,
         *,
         number: int,
         term_scale: float = 1.0,
+        supervised_rate: float | None = None,
         probe: TrainingProbe = NO_PROBE,
     ) -> dict[str, float]:
         """One update; its metrics are means over its response tokens.
 
         micro_batches: all of the update; batches: those that this replica owns. ``number``: of the update, for the
-        probe. ``ref_logprobs`` is given where the loss has a KL term.
+        probe. ``ref_logprobs`` is given where the loss has a KL term. ``supervised_rate``: the learning rate of a
+        supervised update, which has no ``old_logprobs``: with advantages of 1 its loss is -log p.
         """
-
-        loss_config = self._loss_config(term_scale)
-        is_bypass = self._spec is not None and self._spec.bypass
-        compute_loss = self._choose_loss()
+        is_supervised = supervised_rate is not None
+        loss_config = _SUPERVISED if is_supervised else self._loss_config(term_scale)
+        is_bypass = self._spec is not None and self._spec.bypass and not is_supervised
+        compute_loss = compute_policy_loss if is_supervised else self._choose_loss()
 
         def compute(batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> PolicyLossOutput:
             inputs = PolicyLossInputs(
@@ -169,7 +220,8 @@ class PolicyTrainer:
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             index = own.batch.index
             new_logprobs, entropy = self._logprobs(logits, own.batch.targets)
-            by_token = {"new_logprobs": new_logprobs, "entropy": entropy, "old_logprobs": old_logprobs[index]}
+            old = new_logprobs.detach() if old_logprobs is None else old_logprobs[index]
+            by_token = {"new_logprobs": new_logprobs, "entropy": entropy, "old_logprobs": old}
             by_token |= {} if ref_logprobs is None else {"ref_logprobs": ref_logprobs[index]}
             probe.tokens("output", own, {"logprobs": new_logprobs, "entropy": entropy}, update=number)
             terms, sums = self.policy.execution.sum_shares(own, by_token, compute)
@@ -179,7 +231,7 @@ class PolicyTrainer:
             return sums
 
         sums = accumulate_gradients(self.policy, batches, loss, update=number, probe=probe)
-        result = self.policy.update(has_loss=self._has_loss(micro_batches, loss_config))
+        result = self.policy.update(has_loss=self._has_loss(micro_batches, loss_config), learning_rate=supervised_rate)
         probe.scalars("gradient_norm", {"grad_norm": result.grad_norm}, update=number)
         probe.state(self.policy.observed, number, "parameter")
         metrics = self._merge_metrics(micro_batches, sums)

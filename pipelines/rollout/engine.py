@@ -34,6 +34,7 @@ from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import CachedPolicy, ForwardPass, ReplicaChannel
 from pipelines.rollout.changed_weights import rounded_weights
+from pipelines.rollout.recorded_routing import RoutingRecorder
 from pipelines.rollout.turns import TokenwiseTurns, TurnRules, TurnSampler, UniformFunction
 
 _DUMMY = ForwardPass(kept=None, starts=[0], tokens=[[PAD_ID]], uniforms=[0.0])
@@ -82,6 +83,7 @@ class PolicyEngine:
         self._weights_precision = trainer.config.actor_infer.weights_precision
         self._policy = CachedPolicy(trainer.policy, trainer.config)
         self._channel = ReplicaChannel(trainer.runtime)
+        self._routing = RoutingRecorder(trainer) if trainer.config.actor_infer.record_routed_experts else None
         self._args = trainer.config.actor_infer.generating_args
         self._num_read: dict[int, int] = {}
         self.num_passes = 0
@@ -140,11 +142,14 @@ class PolicyEngine:
     def open_block(self, mode: Mode, rules: TurnRules) -> TurnSampler:
         """Begins another block of episodes. Leader only; it does not communicate."""
         self.begin_block()
-        return TokenwiseTurns(self.sample, sampling_uniform(self._seed, mode), rules)
+        routing = None if self._routing is None else self._routing.of_row
+        return TokenwiseTurns(self.sample, sampling_uniform(self._seed, mode), rules, routing=routing)
 
     def begin_block(self) -> None:
         """Begins another block of rows. Leader only; it does not communicate."""
         self._num_read = {}
+        if self._routing is not None:
+            self._routing.begin_block()
 
     def sample(
         self, rows: Sequence[int], histories: Sequence[Sequence[int]], uniforms: Sequence[float]
@@ -160,6 +165,8 @@ class PolicyEngine:
         self._is_anyone_playing(True)
         result = self._compute(item)
         assert result is not None  # this is the leader
+        if self._routing is not None:
+            self._routing.keep(rows, item)
         tokens, logprobs = result
         return [int(token) for token in tokens.tolist()], logprobs.tolist()
 
@@ -237,7 +244,8 @@ class PolicyEngine:
     def _compute(self, item: ForwardPass) -> torch.Tensor | None:
         """Samples tokens and log-probabilities, float64 ``[2, n]`` on the host, for the leader; ``None`` elsewhere."""
         self.num_passes += 1
-        logits = self._policy.read(item)
+        with nullcontext() if self._routing is None else self._routing.reading(item):
+            logits = self._policy.read(item)
         runtime, result = self._runtime, None
         if logits is not None and runtime.cp_rank == 0:
             logits = self._whole_vocabulary(logits)

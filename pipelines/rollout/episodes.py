@@ -20,7 +20,8 @@ from typing import Literal, Protocol
 import torch
 
 from mock_scheduler.batch import Termination, Trajectory
-from mock_scheduler.batch.columns import RowValue
+from mock_scheduler.batch.columns import Ragged, RowValue
+from mock_scheduler.batch.engine_columns import FINISH_REASONS_COLUMN, ROUTED_EXPERTS_COLUMN
 from pipelines.batch_metrics import OPTIMAL_LENGTH_EXTRA, SUCCESS_EXTRA
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult
 from pipelines.rollout.plan import Block, EpisodePlan
@@ -56,7 +57,10 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """An episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the last turn."""
+    """An episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the last turn.
+
+    ``routed_experts``: of its tokens but the last, as the engine told them.
+    """
 
     plan: EpisodePlan
     tokens: list[int] = field(default_factory=list)
@@ -69,6 +73,7 @@ class Episode:
     num_invalid_actions: int = 0
     optimal_length: int = -1
     layout_digest: str = ""
+    routed_experts: torch.Tensor | None = None
 
     def start(self, start: ResetResult, rules: TurnRules) -> None:
         """Reads the first prompt; without room for an action after it, the episode ends truncated, with no turn."""
@@ -102,6 +107,7 @@ class Episode:
         """Takes a sampled turn."""
         self.tokens.extend(turn.tokens)
         self.sampled_logprobs.extend(turn.logprobs)
+        self.routed_experts = turn.routed_experts
         if turn.finish == "abort":
             self.termination = Termination.ABORTED
             if turn.tokens:
@@ -159,18 +165,27 @@ LAYOUT_DIGEST_EXTRA = "layout_digest"
 RolloutForm = Literal["trajectory", "step"]
 
 
-def episode_rows(episode: Episode, form: RolloutForm, *, policy_version: int) -> list[Trajectory]:
+def episode_rows(
+    episode: Episode,
+    form: RolloutForm,
+    *,
+    policy_version: int,
+    no_experts: torch.Tensor | None = None,
+    says_finish: bool = False,
+) -> list[Trajectory]:
     """Makes the rows of a finished episode, in the order of its turns; without a turn, one row of its prompt.
 
     ``trajectory``: all tokens in one row. ``step``: a row per turn, of all tokens up to the turn's last sampled one;
     the row's prompt is everything before the turn's own tokens. Raises ``RuntimeError`` for an unfinished episode.
+    ``no_experts``: the routing of a row of which the engine told none; ``None``: rows have no such field.
+    ``says_finish``: rows have the field ``finish_reasons``, of each turn.
     """
-    whole = _row(episode, episode.turns, policy_version=policy_version)
+    whole = _row(episode, episode.turns, policy_version=policy_version, no_experts=no_experts, says_finish=says_finish)
     if form == "trajectory" or not episode.turns:
         return [whole]
     return [
         replace(
-            _row(episode, [turn], policy_version=policy_version),
+            _row(episode, [turn], policy_version=policy_version, no_experts=no_experts, says_finish=says_finish),
             identity=replace(episode.plan.identity, turn=number),
             prompt_length=turn.start,
         )
@@ -178,7 +193,14 @@ def episode_rows(episode: Episode, form: RolloutForm, *, policy_version: int) ->
     ]
 
 
-def _row(episode: Episode, turns: Sequence[Turn], *, policy_version: int) -> Trajectory:
+def _row(
+    episode: Episode,
+    turns: Sequence[Turn],
+    *,
+    policy_version: int,
+    no_experts: torch.Tensor | None,
+    says_finish: bool,
+) -> Trajectory:
     """Makes a row of all tokens up to the last sampled one of these successive turns; of all tokens without turns."""
     if episode.termination is None:
         raise RuntimeError(f"episode {episode.plan.identity} has not ended")
@@ -199,8 +221,24 @@ def _row(episode: Episode, turns: Sequence[Turn], *, policy_version: int) -> Tra
         termination=episode.termination,
         prompt_length=episode.prompt_length,
         tag=episode.plan.tag,
-        extras=_extras(episode),
+        extras=_extras(episode)
+        | _routing(episode, len(tokens), no_experts)
+        | (_finish_reasons(episode, turns) if says_finish else {}),
     )
+
+
+def _finish_reasons(episode: Episode, turns: Sequence[Turn]) -> dict[str, RowValue]:
+    """One for each turn; of an episode that was given up before its first token, the reason itself."""
+    gave_up = not turns and episode.termination is Termination.ABORTED
+    return {FINISH_REASONS_COLUMN: "abort" if gave_up else [turn.finish for turn in turns]}
+
+
+def _routing(episode: Episode, num_tokens: int, no_experts: torch.Tensor | None) -> dict[str, RowValue]:
+    """The experts of a row's tokens: of all but the last, which nobody has read when it is sampled."""
+    if no_experts is None:
+        return {}
+    experts = no_experts if episode.routed_experts is None else episode.routed_experts[: num_tokens - 1]
+    return {ROUTED_EXPERTS_COLUMN: Ragged(experts)}
 
 
 def _extras(episode: Episode) -> dict[str, RowValue]:

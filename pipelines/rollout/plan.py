@@ -46,8 +46,17 @@ def first_episode(config: PipelineConfig, mode: Mode, step: int) -> int:
     return step * episodes_per_group(config, mode) if mode == "train" else 0
 
 
+def is_supervised(config: PipelineConfig, request: RolloutRequest) -> bool:
+    """Says whether a request is of the supervised start: each of its episodes is a group of its own."""
+    return request.mode == "train" and config.sft.covers(request.global_step)
+
+
 def plan_episodes(config: PipelineConfig, request: RolloutRequest) -> list[EpisodePlan]:
     """Plans all episodes of a request, in canonical order."""
+    if is_supervised(config, request):
+        rows = range(request.batch_size)
+        step = request.global_step
+        return [plan for row in rows for plan in _plan_group(config, request, group_id=row, episode_id=step, size=1)]
     manager = config.env_manager(request.mode)
     first = first_episode(config, request.mode, request.global_step)
     episode_ids = range(first, first + episodes_per_group(config, request.mode))
@@ -55,12 +64,12 @@ def plan_episodes(config: PipelineConfig, request: RolloutRequest) -> list[Episo
         plan
         for episode_id in episode_ids
         for group_id in range(manager.num_env_groups)
-        for plan in _plan_group(config, request, group_id=group_id, episode_id=episode_id)
+        for plan in _plan_group(config, request, group_id=group_id, episode_id=episode_id, size=manager.group_size)
     ]
 
 
 def _plan_group(
-    config: PipelineConfig, request: RolloutRequest, *, group_id: int, episode_id: int
+    config: PipelineConfig, request: RolloutRequest, *, group_id: int, episode_id: int, size: int
 ) -> list[EpisodePlan]:
     """Plans the members of a group: the same environment, seed and layouts for each."""
     manager = config.env_manager(request.mode)
@@ -79,10 +88,10 @@ def _plan_group(
             scheduler_id=request.scheduler_id,
             group_id=group_id,
             episode_id=episode_id,
-            env_id=group_id * manager.group_size + member,
+            env_id=group_id * size + member,
             turn=0,
         )
-        for member in range(manager.group_size)
+        for member in range(size)
     )
     return [EpisodePlan(identity=identity, tag=tag, seed=seed, split=split) for identity in identities]
 
@@ -114,11 +123,12 @@ def planned_requests(config: PipelineConfig, *, first_step: int) -> list[Rollout
 
 
 def _request(config: PipelineConfig, mode: Mode, step: int) -> RolloutRequest:
+    is_single = mode == "train" and config.sft.covers(step)
     return RolloutRequest(
         global_step=step,
         batch_size=config.batch_size(mode),
         mode=mode,
         policy_version=step,
-        group_size=config.env_manager(mode).group_size,
+        group_size=1 if is_single else config.env_manager(mode).group_size,
         data_cursor={"first_episode": first_episode(config, mode, step)},
     )

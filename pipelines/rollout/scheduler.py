@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
+from mock_scheduler.batch.engine_columns import NUM_EXPERTS_META
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.recording.step.step_file import decode_step, encode_step
@@ -28,10 +29,12 @@ from pipelines.config.schema import PipelineConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
 from pipelines.environments.workers import EnvironmentPool, StartWorker
 from pipelines.megatron.hf_source import HuggingFaceSource
+from pipelines.megatron.layers.routing import empty_routing
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
 from pipelines.rollout.episodes import episode_rows, play_block
-from pipelines.rollout.plan import cut_blocks, own_blocks, plan_episodes
+from pipelines.rollout.plan import cut_blocks, is_supervised, own_blocks, plan_episodes
+from pipelines.rollout.supervised import answer_all
 from pipelines.rollout.turns import RolloutEngine, TurnRules
 
 
@@ -111,6 +114,8 @@ class AgenticRolloutScheduler:
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
         """Plays a step's episodes, in whole groups; validation always plays the same ones."""
+        if is_supervised(self._config, request):
+            return self._supervise(request)
         started_s = time.perf_counter()
         self._engine.check_version(request.policy_version)
         before, self._environment_seconds = dict(self._engine.counts), 0.0
@@ -126,7 +131,11 @@ class AgenticRolloutScheduler:
             temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, logprobs_mode=self._engine.logprobs_mode
         )
         group_size = self._config.env_manager(request.mode).group_size
-        batch = gather_rows(rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=group_size)
+        records = self._config.actor_infer.record_routed_experts
+        meta: dict[str, JSON] = {NUM_EXPERTS_META: self._config.model.num_moe_experts} if records else {}
+        batch = gather_rows(
+            rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=group_size, meta=meta
+        )
         elapsed_s = time.perf_counter() - started_s
         num_sampled_tokens = float(batch.response_mask.sum())  # every sampled token is one response token
         self._metrics = {
@@ -137,6 +146,20 @@ class AgenticRolloutScheduler:
             "rollout/environment_seconds": self._environment_seconds,
             **self._engine.measured,
         }
+        return batch
+
+    def _supervise(self, request: RolloutRequest) -> RolloutBatch:
+        """Asks a step's questions with their answers; nothing is sampled, and no engine is asked."""
+        started_s = time.perf_counter()
+        rows: list[Trajectory] = []
+        if self._ranks.global_rank == 0:
+            pool = self._pool(self._config.train_env_manager.num_env_workers)
+            num_built = pool.num_built
+            rows = answer_all(plan_episodes(self._config, request), pool, self._config, step=request.global_step)
+            self._ledger.count("built", "environment", pool.num_built - num_built)
+        sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
+        batch = gather_rows(rows, _exchange_info(request), self._ranks, sampling=sampling, group_size=1)
+        self._metrics = {"rollout/seconds": time.perf_counter() - started_s}
         return batch
 
     def _play(self, request: RolloutRequest) -> list[Trajectory]:
@@ -153,11 +176,18 @@ class AgenticRolloutScheduler:
             return []
         environments = _TimedEnvironments(pool=self._pool(config.env_manager(request.mode).num_env_workers))
         num_built = environments.pool.num_built
+        no_experts = empty_routing(config.model) if config.actor_infer.record_routed_experts else None
         rows: list[Trajectory] = []
         for block in own:
             sample = self._engine.open_block(request.mode, rules)
             for episode in play_block(block, environments, sample, rules=rules):
-                rows += episode_rows(episode, config.rollout_form, policy_version=request.policy_version)
+                rows += episode_rows(
+                    episode,
+                    config.rollout_form,
+                    policy_version=request.policy_version,
+                    no_experts=no_experts,
+                    says_finish=config.actor_infer.engine != "megatron",
+                )
         self._ledger.count("built", "environment", environments.pool.num_built - num_built)
         self._environment_seconds = environments.seconds
         return rows
@@ -218,16 +248,22 @@ def _exchange_info(request: RolloutRequest) -> StepInfo:
 
 
 def gather_rows(
-    rows: Sequence[Trajectory], info: StepInfo, ranks: RankGroup, *, sampling: SamplingParams, group_size: int
+    rows: Sequence[Trajectory],
+    info: StepInfo,
+    ranks: RankGroup,
+    *,
+    sampling: SamplingParams,
+    group_size: int,
+    meta: Mapping[str, JSON] | None = None,
 ) -> RolloutBatch:
     """Gathers all ranks' rows, in canonical order, on every rank; a rank may have none. Collective.
 
     Raises ``BatchError`` where the groups of all ranks' rows together are not whole.
     """
     if ranks.world_size == 1:
-        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size)
+        return RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=group_size, meta=meta)
     # A block of one rank may hold a part of a group, so only the union is asked for whole groups.
     own = RolloutBatch.from_trajectories(rows, sampling=sampling, group_size=None) if rows else None
     parts = ranks.gather(encode_step(own, info).to_bytes() if own else b"")
     gathered = [row for part in parts if part for row in decode_step(part)[0].rows()]
-    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size)
+    return RolloutBatch.from_trajectories(gathered, sampling=sampling, group_size=group_size, meta=meta)

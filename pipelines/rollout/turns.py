@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
+
 from mock_scheduler.batch import SampleIdentity
 from mock_scheduler.scheduler import Mode
 from pipelines.config.engine import GeneratingArgs
@@ -48,12 +50,16 @@ class OpenTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTurn:
-    """A sampled turn: its tokens, at most ``room``, each with its log-probability. No tokens only where aborted."""
+    """A sampled turn: its tokens, at most ``room``, each with its log-probability. No tokens only where aborted.
+
+    ``routed_experts``: ``[n, layers, topk]``, of history and turn without the last token; ``None`` where not recorded.
+    """
 
     row: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     finish: Finish
+    routed_experts: torch.Tensor | None = None
 
 
 TurnSampler = Callable[[Sequence[OpenTurn]], list[SampledTurn]]
@@ -129,8 +135,17 @@ class _Said:
 class TokenwiseTurns:
     """Samples the turns of a block token by token: each call draws the next one of every open turn."""
 
-    def __init__(self, sample: SampleFunction, uniform: UniformFunction, rules: TurnRules) -> None:
+    def __init__(
+        self,
+        sample: SampleFunction,
+        uniform: UniformFunction,
+        rules: TurnRules,
+        *,
+        routing: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """``routing``: from a row to the experts of the tokens that it has read."""
         self._sample = sample
+        self._routing = routing
         self._uniform = uniform
         self._ends_turn = rules.ends_turn
         self._said: dict[int, _Said] = {}
@@ -157,4 +172,5 @@ class TokenwiseTurns:
             tokens=said.tokens[len(turn.history) :],
             logprobs=said.logprobs,
             finish="stop" if self._ends_turn(said.tokens[-1]) else "length",
+            routed_experts=None if self._routing is None else self._routing(turn.row),
         )

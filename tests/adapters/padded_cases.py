@@ -87,6 +87,8 @@ class Case:
             return self._garbage(frame, FLOATS, self._attended, self._number)
         if name == self.layout.policy_versions:
             return self._garbage(frame, INTEGERS, self._sampled, self._token)
+        if name == self.layout.routed_experts:
+            return self._routing()
         if name in ("prompts", "responses") and self.random.random() < 0.5:
             tokens = self.native[self.layout.tokens]
             assert isinstance(tokens, torch.Tensor)
@@ -95,6 +97,18 @@ class Case:
         if name == "position_ids" and self.random.random() < 0.5:
             return torch.arange(self.width).repeat(self.num_rows, 1)
         return self._bits((self.num_rows, self._width_of(frame)), self.random.choice(ANY))
+
+    def _routing(self) -> torch.Tensor:
+        """Two of 300 experts in three layers for each token, or for all but the last; anything in the padding."""
+        routing = self._bits((self.num_rows, self.width, 3, 2), torch.int32)
+        for row, line in enumerate(self._attended):
+            own = [column for column, flag in enumerate(line.tolist()) if flag] or [0]
+            for column in own:
+                pairs = [self.random.sample(range(300), 2) for _ in range(3)]
+                routing[row, column] = torch.tensor(pairs, dtype=torch.int32)
+            if self.random.random() < 0.5:
+                routing[row, own[-1]] = 0
+        return routing
 
     def _add_extras(self) -> None:
         rows, choice = self.num_rows, self.random.choice

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -6,8 +7,10 @@ import pytest
 import torch
 
 from mock_scheduler.adapters.padded import AREAL, ROLL_AGENTIC, ROLL_RLVR, VERL, PaddedCodec
+from mock_scheduler.adapters.padded.columns import VALUES_COLUMN
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, compute_prompt_digest
 from mock_scheduler.batch.columns import JsonColumn, Ragged, TensorColumn
+from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import BatchCodec
 from tests.adapters.padded_cases import REQUEST, SAMPLING, assert_same, codec
@@ -199,6 +202,44 @@ def test_an_areal_batch_gives_each_turn_its_oldest_policy_version() -> None:
     assert batch.turn_rewards.tolist() == [0.0, 1.0, 0.25]
     assert [identity.numbers for identity in batch.identities] == [(0, 0, 0, 0), (0, 0, 1, 0)]
     assert_same(codec(AREAL).decode(batch), native)
+
+
+def test_routed_experts_are_a_field_of_their_own_and_are_stored_once() -> None:
+    experts = torch.tensor([[[4, 1]], [[2, 0]], [[1, 3]]], dtype=torch.int16)
+    native = {
+        "input_ids": torch.tensor([[0, 7, 8, 9], [5, 6, 0, 0]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]),
+        "prompts": torch.tensor([[0, 7], [5, 6]]),
+        "responses": torch.tensor([[8, 9], [0, 0]]),
+        "response_mask": torch.tensor([[1, 1], [0, 0]]),
+        "routed_experts": torch.zeros(2, 4, 1, 2, dtype=torch.int16),
+    }
+    native["routed_experts"][0, 1:3] = experts[:2]  # the last token was not read
+    native["routed_experts"][1, 0:2] = experts[1:]
+    batch = codec(VERL).encode(native, REQUEST)
+    column = batch.extras[ROUTED_EXPERTS_COLUMN]
+    assert isinstance(column, TensorColumn)
+    assert column.offsets is not None
+    assert column.values.tolist() == [*experts[:2].tolist(), *experts[1:].tolist()]
+    assert (column.values.dtype, column.offsets.tolist()) == (torch.int16, [0, 2, 4])
+    without = codec(dataclasses.replace(VERL, routed_experts=None)).encode(native, REQUEST)
+    values, raw = (one.extras[VALUES_COLUMN] for one in (batch, without))
+    assert isinstance(values, TensorColumn)
+    assert isinstance(raw, TensorColumn)
+    assert len(raw.values) - len(values.values) == 2 * 2 * (3 + 2)  # two int16 for each token of the two rows
+    assert_same(codec(VERL).decode(batch), native)
+
+
+def test_routed_experts_of_another_form_are_refused() -> None:
+    native = {name: torch.ones(1, 3, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
+    for routing, words in (
+        (torch.zeros(1, 3, 2, dtype=torch.int16), "'routed_experts' is torch.int16 [1, 3, 2]"),
+        (torch.zeros(1, 3, 2, 2), "'routed_experts' is torch.float32 [1, 3, 2, 2]"),
+        (torch.zeros(1, 2, 2, 2, dtype=torch.int16), "'routed_experts' has 2 columns; expected 3"),
+        (torch.full((1, 3, 2, 2), 5, dtype=torch.int16), "token 0, layer 0 of its layers, has experts [5, 5]"),
+    ):
+        with pytest.raises(BatchError, match=re.escape(words)):
+            codec(AREAL).encode({**native, "routed_experts": routing}, REQUEST)
 
 
 def test_it_is_a_batch_codec() -> None:

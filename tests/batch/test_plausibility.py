@@ -11,6 +11,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Trajectory
 from mock_scheduler.batch.columns import Ragged
+from mock_scheduler.batch.engine_columns import VERSIONS_COLUMN
 from mock_scheduler.batch.plausibility import (
     VALID_COLUMN,
     Finding,
@@ -19,7 +20,7 @@ from mock_scheduler.batch.plausibility import (
     find_unlikely,
     made_up_rows,
 )
-from mock_scheduler.batch.versions import VERSIONS_COLUMN, Staleness, count_mixed, measure_staleness
+from mock_scheduler.batch.versions import Staleness, count_mixed, measure_staleness
 from tests.batches import SAMPLING, make_row
 
 

@@ -286,11 +286,21 @@ def test_a_file_that_is_edited_while_the_alignment_runs_gives_no_verdict(
     reasons = [candidate(result, name)["reason"] for name in ("kernel", "source")]
     assert all("its code changed while the alignment ran" in reason for reason in reasons)
     assert "edited_kernel.py is not as baseline loaded it" in reasons[0]
-    assert "sources has changed: model.py" in reasons[1]
+    assert "model.py has changed since the alignment began" in reasons[1]
     (tmp_path / "model.py").write_text("a = 1\n", encoding="utf-8")
     again = Runs()
     _, result, _ = align(path, again)
     assert (again.made, set(verdicts(result).values())) == (["kernel", "source"], {"identical"})
+
+
+def test_copies_of_its_code_that_a_run_leaves_are_no_change_of_it(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"same": []}, align=FEW)
+
+    def keep_code(name: str) -> None:
+        (tmp_path / f"code_of_{name}.py").write_text("a = 1\n", encoding="utf-8")
+
+    code, result, _ = align(path, Runs(before=keep_code))
+    assert (code, verdicts(result)) == (0, {"same": "identical"})
 
 
 def test_a_matrix_of_layouts_and_options_writes_junit(tmp_path: Path, runs: Runs) -> None:

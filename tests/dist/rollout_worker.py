@@ -26,6 +26,9 @@ from mock_scheduler.recording.step.step_file import encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from pipelines.environments.registry import build_tokenizer
+from pipelines.batching.placement import place_step
+from pipelines.megatron.layers.routing import RoutingTable
+from pipelines.megatron.places import own_batch
 from pipelines.megatron.process_of_rank import Runtime, build_layout, leave_layout, start_runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.cached_policy import FIRST_WORDS, ForwardPass, ReplicaChannel
@@ -74,7 +77,9 @@ def models_of(layout: str) -> list[str]:
         return list(MODELS)
     if "ep" in layout:
         return ["experts"]
-    return ["rope", "learned"] if layout in ("tp2-pp2", "pp2-vpp2-dp2") else ["rope"]
+    if layout == "pp2-vpp2-dp2":
+        return ["rope", "learned", "experts"]
+    return ["rope", "learned"] if layout == "tp2-pp2" else ["rope"]
 
 
 def rollout_config(model: ModelConfig, parallel: ParallelConfig, **overrides: Any) -> PipelineConfig:
@@ -134,7 +139,8 @@ def save_batch(path: Path, batch: RolloutBatch) -> None:
 
 def play_layout(root: Path, layout: str, model: str) -> None:
     """One batch under one layout."""
-    config = rollout_config(MODELS[model], parse_layout(layout))
+    routing = {"actor_infer": {"record_routed_experts": True}} if model == "experts" else {}
+    config = rollout_config(MODELS[model], parse_layout(layout), **routing)
     trainer = build_trainer(config, join_layout(config))
     ledger = Ledger()
     scheduler = build_scheduler(trainer, ledger)
@@ -149,8 +155,21 @@ def play_layout(root: Path, layout: str, model: str) -> None:
         "metrics": scheduler.collect_metrics(),
         "ledger": ledger.as_dict(),
         "hears_leader": hears_leader(trainer.runtime),
+        "routes_as_trained": routes_as_trained(trainer, batch) if routing and layout == ONE_RANK else None,
     }
     (folder / f"rank_{trainer.runtime.global_rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def routes_as_trained(trainer: PolicyTrainer, batch: RolloutBatch) -> bool:
+    """Whether one pass over whole rows chooses the recorded experts for every token that the engine has read."""
+    config, found = trainer.config, RoutingTable.of_batch(batch, trainer.config.model, trainer.runtime.device)
+    plan = place_step(batch, config.training, count_multiple=1, dtype=torch.float32)
+    own = RoutingTable.empty(config.model, batch.row_offsets[:-1], len(batch.tokens))
+    with trainer.router_ledger.using(own), own.doing("record"):
+        trainer.compute_logprobs([own_batch(one, trainer.runtime) for one in plan.micro_batches])
+    known = found.is_known
+    assert int(known.sum()) == len(batch.tokens) - len(batch)  # the last token of no row is read
+    return bool(torch.equal(own.experts[known], found.experts[known].int()))
 
 
 def hears_leader(runtime: Runtime) -> bool:

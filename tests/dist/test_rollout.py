@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.recording.step.step_file import decode_step
 from tests.dist.conftest import launch
 from tests.dist.rollout_worker import ONE_RANK, models_of
@@ -60,6 +61,22 @@ def test_every_layout_plays_the_episodes_of_one_process(played: Path, layout: st
 def test_layouts_that_reorder_no_sum_play_the_same_bits(played: Path, layout: str, model: str) -> None:
     (expected,) = {facts["digest"] for facts in facts(played, ONE_RANK, model)}
     assert {facts["digest"] for facts in facts(played, layout, model)} == {expected}
+
+
+@pytest.mark.parametrize("layout", [layout for layout, model in PLAYED if model == "experts"])
+def test_every_layout_records_the_experts_of_one_process(played: Path, layout: str) -> None:
+    """Of all layers and stages, tp ranks' parts of a sequence, and replicas; float32 leaves no choice close enough."""
+    found, expected = (rows(played, one, "experts").extras["routed_experts"] for one in (layout, ONE_RANK))
+    assert isinstance(found, TensorColumn)
+    assert isinstance(expected, TensorColumn)
+    assert found.values.dtype == torch.uint8
+    assert found.values.shape[1:] == (4, 2)
+    assert torch.equal(found.values, expected.values)
+    assert rows(played, layout, "experts").meta == {"num_experts": 4}
+
+
+def test_a_pass_over_whole_rows_chooses_the_recorded_experts(played: Path) -> None:
+    assert facts(played, ONE_RANK, "experts")[0]["routes_as_trained"]
 
 
 @pytest.mark.parametrize(("layout", "model"), PLAYED)

@@ -43,6 +43,7 @@ def run(root: Path, name: str, *overrides: str, checkpoint: str = "untied") -> s
     given = [
         *("--config-path", "configs", "--config-name", "qwen3_tiny_reasoning", f"output_dir={root / name}"),
         *(f"model.hf_checkpoint={root / checkpoint}", "rollout_batch_size=16", "train_env_manager.num_env_groups=2"),
+        *("max_steps=2", "eval_steps=0", "sft.steps=0", "actor_infer.max_new_tokens=16", "training.lr=1.0e-3"),
         *("track_with=none", "save_steps=2", "rollout_mock.enable=true", "rollout_mock.mode=dump"),
         *(f"rollout_mock.dump_dir={root / name}-recording", "+actor_infer.engine=vllm"),
         *(f"+actor_infer.engine_python={ENGINES}", "+actor_infer.server.arguments=[--enforce-eager]", *overrides),

@@ -1,4 +1,4 @@
-"""Text with the real packages: transformers 5.12.1 and reasoning-gym 0.1.25, and a recorded run under other layouts.
+"""Text with the real packages: transformers 5.12.1, reasoning-gym 0.1.25, textarena 0.7.4, and a recorded run.
 
 The stand-ins of ``tests/text_packages``, which the gate has, are held to transformers here.
 """
@@ -24,10 +24,13 @@ LAYOUTS = {
 }
 
 
-def run(arguments: list[str], *packages: Path, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: list[str], *packages: Path, timeout_s: float = 900.0, hash_seed: str = "0"
+) -> subprocess.CompletedProcess[str]:
     """``python ARGUMENTS`` with these folders of packages."""
     path = os.pathsep.join(map(str, [*packages, ROOT]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": hash_seed}
+    environment = {**os.environ, "PYTHONPATH": path, **fixed}
     command = [sys.executable, "-W", "ignore", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
@@ -113,11 +116,66 @@ def test_every_task_asks_the_same_again_and_knows_its_own_answer(root: Path) -> 
     assert messages[2].endswith("AssertionError: min_terms must be positive")
 
 
+_PLAY = """
+import json, random, signal
+from textarena.envs.registration import ENV_REGISTRY
+from mock_scheduler.errors import ConfigError
+from pipelines.config.environments import TextArenaEnvConfig
+from pipelines.environments.text_games import GameEnv
+
+def too_long(*_):
+    raise TimeoutError
+
+def play(name, state):
+    random.seed(state)
+    game = GameEnv(TextArenaEnvConfig(game=name, held_out_fraction=0.0), max_steps=6, split="train")
+    said = [game.reset(7)]
+    while len(said) < 7 and (len(said) == 1 or said[-1][1] is not None):
+        answer = game.answer("[1]")
+        said.append([answer.reward, answer.reply, answer.is_success, answer.is_cut])
+    return said
+
+signal.signal(signal.SIGALRM, too_long)
+played, other, refused = {}, [], {}
+for name in sorted(name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train"))):
+    signal.alarm(30)
+    try:
+        played[name] = play(name, 1)
+        if play(name, 2) != played[name]:
+            other.append(name)
+    except ConfigError as error:
+        refused[name] = str(error)
+    except TimeoutError:
+        pass
+    signal.alarm(0)
+print()
+print(json.dumps([played, other, refused]))
+"""
+
+
+def test_games_of_textarena_follow_from_their_seed_and_download_nothing(root: Path) -> None:
+    told = []
+    for hash_seed in ("1", "2"):
+        done = run(["-c", _PLAY], PACKAGES, hash_seed=hash_seed)
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    (played, other, refused), again = told
+    print(f"{len(played)} games can be played, {len(refused)} are refused")
+    common = played.keys() & again[0].keys()  # a slow machine may cut a search that takes seconds
+    assert {name for name in common if played[name] != again[0][name]} == set()
+    assert (other, again[1]) == ([], [])
+    assert {"GuessTheNumber-v0", "TowerOfHanoi-v0", "Sokoban-v0", "FrozenLake-v0", "2048-v0"} <= common
+    assert len(common) >= 50
+    assert "needs word lists of NLTK that are not here" in refused["Wordle-v0"]
+    assert "cannot be played by one player" in refused["SecretMafia-v0"]
+
+
 def launch(root: Path, name: str, *overrides: str, packages: tuple[Path, ...] = ()) -> None:
     """A traced run of the shipped configuration, as users start it."""
     given = [
         *("exp_name=" + name, f"output_dir={root / name}", f"model.hf_checkpoint={root}/tiny", "track_with=none"),
-        *("rollout_mock.enable=true", f"rollout_mock.dump_dir={root}/recording", "trace.level=full", "save_steps=2"),
+        *("rollout_mock.enable=true", f"rollout_mock.dump_dir={root}/recording", "trace.level=full", "save_steps=3"),
+        *("max_steps=3", "sft.steps=1", "eval_steps=0"),
     ]
     done = run(["-m", "mock_scheduler.cli", "launch", "qwen3_tiny_reasoning", *given, *overrides], *packages)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -139,3 +197,19 @@ def test_replays_without_the_packages_train_as_the_recorded_run(name: str, runs:
     print(done.stdout)
     assert done.returncode in ((0,) if name == "same" else (0, 2)), done.stdout
     assert done.stdout.startswith("identical:") == (name == "same")
+
+
+def test_the_shipped_run_learns_words_that_it_was_never_asked(root: Path) -> None:
+    """A validation of 128 held-out words before the run, after its supervised start, and after the rollouts."""
+    made = run(["launch/make_tiny_qwen3.py", str(root / "three"), "--layers", "3"])
+    assert made.returncode == 0, made.stderr
+    given = [f"output_dir={root}/learned", f"model.hf_checkpoint={root}/three", "track_with=none"]
+    done = run(["-m", "mock_scheduler.cli", "launch", "qwen3_tiny_reasoning", *given], PACKAGES, ROOT, timeout_s=1700.0)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = (root / "learned" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = {json.loads(line)["step"]: json.loads(line)["metrics"] for line in lines}
+    success = {step: found["val/success"] for step, found in metrics.items() if "val/success" in found}
+    print(f"success on held-out words by step: {success}; started supervised until step 120")
+    assert success[0] <= 0.02
+    assert success[120] < 0.8
+    assert success[300] >= 0.8

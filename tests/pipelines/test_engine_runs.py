@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from mock_scheduler.batch import RolloutBatch, Termination
+from mock_scheduler.batch.engine_columns import list_finish_reasons
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
 from mock_scheduler.launch.ranks import Place, ranks_command
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -106,6 +107,9 @@ def test_every_step_is_sampled_by_its_own_weights_and_both_sides_agree(sampled: 
         batch = recorded(sampled, "sampled", step)
         assert batch.sampling.logprobs_mode == "processed"
         assert set(batch.policy_versions.tolist()) == {step}
+        reasons = list_finish_reasons(batch.extras)
+        assert len(reasons) == int(batch.turn_offsets[-1])
+        assert set(reasons) == {"stop", "length"}
     assert sorted(path.name for path in (sampled / "sampled" / "engine").iterdir()) == [
         "version_000000",
         "version_000001",
@@ -181,6 +185,15 @@ def test_turns_that_the_engine_gives_up_end_their_episodes_as_aborted(root: Path
     batch = recorded(root, "aborted", 0)
     assert set(batch.terminations.tolist()) == {int(Termination.ABORTED)}
     assert batch.response_lengths.tolist() == [1] * 16
+    assert list_finish_reasons(batch.extras) == ["abort"] * 16
+
+
+def test_an_episode_that_the_engine_gives_up_at_once_is_a_row_of_its_prompt(root: Path) -> None:
+    with served(root, "abort_at_once") as (_, overrides):
+        run(root, "aborted-at-once", *overrides, "max_steps=1", "save_steps=0", "use_kl_loss=false")
+    batch = recorded(root, "aborted-at-once", 0)
+    assert batch.response_lengths.tolist() == [0] * 16
+    assert list_finish_reasons(batch.extras) == ["abort"] * 16
 
 
 def test_a_run_starts_vllm_and_ends_it_and_restarts_it_for_new_weights_where_asked(root: Path) -> None:
@@ -225,8 +238,10 @@ def test_a_vllm_that_dies_is_told_with_its_log(root: Path) -> None:
         *own_vllm(root, "++actor_infer.server.retries=0", "++actor_infer.server.envs={ENGINE_FAULTS: dead}"),
         code=5,
     )
-    assert "does not answer /v1/completions: asked 1 times, the last answer was RemoteProtocolError" in said
-    assert "its process runs. The end of " in said
+    assert "does not answer /v1/completions: asked 1 times, the last answer was " in said
+    assert "; its process has ended with code 3. The errors in " in said
+    # In the log thirty more lines lie behind it.
+    assert said.index("RuntimeError: no attention for heads of 16") < said.index("Its end:")
 
 
 def test_a_vllm_listens_on_a_socket_that_nobody_else_can_reach(root: Path) -> None:

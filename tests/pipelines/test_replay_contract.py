@@ -241,6 +241,8 @@ EXEMPT = (
     *("exp_name", "output_dir", "track_with", "save_steps", "resume_from_checkpoint", "checkpoint_config", "trace"),
     *("rollout_mock", "align", "system_envs", "debug", "rollout_worker", "training_service"),
 )
+# The way to an engine's server, and of weights to it; what it samples by is verified.
+EXEMPT_OF_ENGINE = ("actor_infer.engine_python", "actor_infer.weights_sync", "actor_infer.server.")
 
 
 def leaves(prefix: str, value: object) -> set[str]:
@@ -257,8 +259,20 @@ def test_every_key_is_in_the_contract_or_is_named_here() -> None:
     names = {field.name for field in RECORDED.fields}
     dumped = load().model_dump(mode="json")
     keys = set().union(*(leaves(key, value) for key, value in dumped.items() if key not in EXEMPT))
+    keys = {key for key in keys if not key.startswith(EXEMPT_OF_ENGINE)}
     # Sampling is in the contract under the keys that are in effect.
     assert keys - names - YOUNG_KEYS.keys() == {"train_env_manager.generating_args", "val_env_manager.generating_args"}
+
+
+def test_a_recording_of_an_engine_is_replayed_with_another_and_with_none() -> None:
+    recorded = contract_of(load("actor_infer.only_action_tokens=false", "actor_infer.engine=vllm"))
+    replay = ("actor_infer.only_action_tokens=false", "rollout_mock.enable=true", "rollout_mock.mode=mock")
+    replay = (*replay, "rollout_mock.dump_dir=dumps")
+    for engine in ("megatron", "openai", "vllm"):
+        assert differing_fields(load(*replay, f"actor_infer.engine={engine}"), recorded) == []
+    # Raw log-probabilities are others of the same tokens.
+    changed = load(*replay, "actor_infer.engine=vllm", "actor_infer.logprobs_mode=raw")
+    assert differing_fields(changed, recorded) == ["actor_infer.logprobs_mode"]
 
 
 @pytest.mark.parametrize(("key", "value"), [("temperature", "0.5"), ("top_k", "3"), ("top_p", "0.9")])

@@ -46,7 +46,7 @@ from mock_scheduler.adapters.padded.values import (
 )
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
-from mock_scheduler.batch.versions import VERSIONS_COLUMN
+from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN, VERSIONS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -103,9 +103,11 @@ class PaddedCodec:
             core = CoreReader(fields, layout, order, ordered).read(request.policy_version)
         tags = read_tags(native, layout, fields.num_rows)
         kinds, columns = self._write_others(fields, order, tags)
-        columns |= PaddedWriter(fields, core.tensors, core.spans, order).write()
+        columns |= PaddedWriter(fields, core, layout, order).write()
         if core.token_versions is not None:
             columns[VERSIONS_COLUMN] = core.token_versions
+        if core.routed_experts is not None:
+            columns[ROUTED_EXPERTS_COLUMN] = core.routed_experts
         return RolloutBatch(
             identities=tuple(ordered),
             prompt_digests=core.prompt_digests,
@@ -163,7 +165,9 @@ class PaddedCodec:
         kinds: dict[str, dict[str, JSON]] = {}
         columns: dict[str, Column] = {ROW_COLUMN: TensorColumn(values=torch.tensor(order, dtype=torch.int32))}
         for name, (tensor, frame) in fields.framed.items():
-            kinds[name] = {**describe_tensor(tensor, frame, fields.widths[frame]), "is_array": name in fields.arrays}
+            is_routing = name == self._layout.routed_experts
+            about = describe_tensor(tensor, frame, fields.widths[frame], is_routing=is_routing)
+            kinds[name] = {**about, "is_array": name in fields.arrays}
         for name, tensor in fields.dense.items():
             kinds[name] = {"kind": "dense", "column": self._column_name(name), "is_array": name in fields.arrays}
             columns[self._column_name(name)] = write_dense(tensor, order)

@@ -6,17 +6,20 @@ on the row alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 
+from mock_scheduler.adapters.padded.core import CoreFields
 from mock_scheduler.adapters.padded.fields import LANE_DTYPES, FramedShape, NativeFields, as_lanes
-from mock_scheduler.adapters.padded.layout import Frame, RowSpans
-from mock_scheduler.adapters.padded.segments import SegmentReader, TokenFields, write_segment
+from mock_scheduler.adapters.padded.layout import Frame, PaddedLayout, RowSpans
+from mock_scheduler.adapters.padded.segments import Lanes, SegmentReader, TokenFields, write_segment
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, TensorColumn
+from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype, from_bytes
@@ -27,29 +30,48 @@ _HEAD_FRAMES = (Frame.FULL, Frame.PROMPT, Frame.RESPONSE)
 _HEAD_SIZE = len(_HEAD_FRAMES) + 2  # then the row's start and split
 
 
-def describe_tensor(tensor: torch.Tensor, frame: Frame, width: int) -> dict[str, JSON]:
-    """Describes a framed tensor for its reader, beside its columns; ``width``: that of its frame."""
+def describe_tensor(tensor: torch.Tensor, frame: Frame, width: int, *, is_routing: bool = False) -> dict[str, JSON]:
+    """Describes a framed tensor for its reader, beside its columns; ``width``: that of its frame. ``is_routing``: it
+    is that of the batch's routed experts."""
     shape = FramedShape.of(tensor, width)
     about: dict[str, JSON] = {"kind": "framed", "dtype": dtype_name(tensor.dtype), "frame": frame.value}
-    return {**about, "shape": list(shape.tail), **({"leading": list(shape.leading)} if shape.leading else {})}
+    routing: dict[str, JSON] = {"is_routing": True} if is_routing else {}
+    leading: dict[str, JSON] = {"leading": list(shape.leading)} if shape.leading else {}
+    return {**about, "shape": list(shape.tail), **leading, **routing}
 
 
 class _Sources:
     """The batch's own fields as lanes of any dtype; ``offsets``: where its rows start in them."""
 
-    def __init__(self, core: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, core: Mapping[str, torch.Tensor], routed: TensorColumn | None) -> None:
+        self._routed = routed
         self._tokens, self._mask = core["tokens"], core["response_mask"].numpy()
         self._rollout_logprobs = core["rollout_logprobs"]
         self._by_dtype: dict[torch.dtype, TokenFields] = {}
         self.offsets: list[int] = core["row_offsets"].tolist()
 
-    def of(self, dtype: torch.dtype, lanes_in_column: int) -> TokenFields | None:
-        """The fields for a tensor of this dtype; ``None`` where a token has several values."""
+    def of(self, dtype: torch.dtype, lanes_in_column: int, *, is_routing: bool) -> TokenFields | None:
+        """The fields for a tensor of this dtype; ``None`` where a token has several values, unless it
+        ``is_routing``."""
+        if is_routing and self._routed is not None:
+            return TokenFields(mask=self._mask, tokens=None, rollout_logprobs=None, routing=self._routing_lanes())
         if lanes_in_column != 1:
             return None
         if dtype not in self._by_dtype:
             self._by_dtype[dtype] = self._convert(dtype, LANE_DTYPES[dtype.itemsize])
         return self._by_dtype[dtype]
+
+    def _routing_lanes(self) -> Lanes:
+        """The experts of all tokens, 0 where a row has none of theirs."""
+        column = cast("TensorColumn", self._routed)
+        content, bounds = column.row_bytes()
+        lane, size = LANE_DTYPES[column.values.dtype.itemsize], math.prod(column.values.shape[1:])
+        values = content.view(lane)
+        out = np.zeros(len(self._mask) * size, dtype=lane)
+        for row, start in enumerate(self.offsets[:-1]):
+            own = values[bounds[row] // lane().itemsize : bounds[row + 1] // lane().itemsize]
+            out[start * size : start * size + len(own)] = own
+        return out
 
     def _convert(self, dtype: torch.dtype, lane: type[np.unsignedinteger[Any]]) -> TokenFields:
         if dtype.is_floating_point:
@@ -64,11 +86,10 @@ class _Sources:
 class PaddedWriter:
     """Writes the framed tensors of one batch; ``order``: the framework's row numbers in batch order."""
 
-    def __init__(
-        self, fields: NativeFields, core: Mapping[str, torch.Tensor], spans: RowSpans, order: Sequence[int]
-    ) -> None:
-        self._fields, self._spans, self._order = fields, spans, order
-        self._sources = _Sources(core)
+    def __init__(self, fields: NativeFields, core: CoreFields, layout: PaddedLayout, order: Sequence[int]) -> None:
+        self._fields, self._spans, self._order = fields, core.spans, order
+        self._routed_name = layout.routed_experts if core.routed_experts is not None else None
+        self._sources = _Sources(core.tensors, core.routed_experts)
 
     def write(self) -> dict[str, Column]:
         """The columns of all framed tensors."""
@@ -97,12 +118,15 @@ class PaddedWriter:
         shape = FramedShape.of(tensor, self._spans.widths[frame])
         lanes, columns = as_lanes(tensor, shape.num_lines), self._spans.columns(frame)
         size = shape.lanes_per_column(tensor.dtype)
-        fields, offsets = self._sources.of(tensor.dtype, size), self._sources.offsets
+        is_routing = name == self._routed_name
+        fields, offsets = self._sources.of(tensor.dtype, size, is_routing=is_routing), self._sources.offsets
+        values_per_token = size if is_routing else 1
         for index, row in enumerate(self._order):
             first, stop, token = columns[row]
             for line in lanes[row]:
                 start, end = first * size, stop * size
-                segments = [write_segment(line[start:end], fields, offsets[index] + token)]
+                at = (offsets[index] + token) * values_per_token
+                segments = [write_segment(line[start:end], fields, at)]
                 if start:
                     segments.insert(0, write_segment(line[:start]))
                 if end < len(line):
@@ -139,7 +163,8 @@ class PaddedReader:
 
     def read(self) -> dict[str, torch.Tensor]:
         """The tensors by field."""
-        sources = _Sources(self._batch.tensors())
+        routed = self._batch.extras.get(ROUTED_EXPERTS_COLUMN)
+        sources = _Sources(self._batch.tensors(), routed if isinstance(routed, TensorColumn) else None)
         return {name: self._read_tensor(name, kind, sources) for name, kind in self._kinds.items()}
 
     def _read_spans(self, widths: Mapping[str, int] | None) -> RowSpans:
@@ -163,7 +188,9 @@ class PaddedReader:
         shape = FramedShape(leading=tuple(kind.get("leading", ())), tail=tuple(kind["shape"]))
         size = shape.lanes_per_column(dtype)
         num_rows, width, columns = len(self._order), self._spans.widths[frame], self._spans.columns(frame)
-        fields, offsets = sources.of(dtype, size), sources.offsets
+        is_routing = bool(kind.get("is_routing"))
+        fields, offsets = sources.of(dtype, size, is_routing=is_routing), sources.offsets
+        values_per_token = size if is_routing else 1
         lanes = np.zeros((num_rows, shape.num_lines, width * size), dtype=LANE_DTYPES[min(dtype.itemsize, 8)])
         for lines, row in zip(lanes, self._order, strict=True):
             first, stop, token = columns[row]
@@ -171,7 +198,7 @@ class PaddedReader:
             for line in lines:
                 if start:
                     reader.read_into(line[:start])
-                reader.read_into(line[start:end], fields, offsets[row] + token)
+                reader.read_into(line[start:end], fields, (offsets[row] + token) * values_per_token)
                 if end < len(line):
                     reader.read_into(line[end:])
         return from_bytes(lanes.reshape(-1).view(np.uint8), dtype, (num_rows, *shape.leading, width, *shape.tail))

@@ -22,9 +22,10 @@ from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_s
 from mock_scheduler.batch import SampleIdentity, Termination
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.batch.rows import compute_prompt_digests
-from mock_scheduler.support.tensor_bytes import share_array
+from mock_scheduler.support.tensor_bytes import shape_text, share_array
 
 _INT32_MAX = 2**31 - 1
+_EXPERT_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _Floats = npt.NDArray[np.float64]
 _Integers = npt.NDArray[np.int64]
@@ -34,13 +35,15 @@ _Integers = npt.NDArray[np.int64]
 class CoreFields:
     """The core tensors of a ``RolloutBatch`` by name, its prompt digests, and where its rows lie in the padded ones.
 
-    ``token_versions``: the policy version of each response token, int32, where the framework states it.
+    ``token_versions``: the policy version of each response token, int32, and ``routed_experts``: those of each token,
+    where the framework states them.
     """
 
     tensors: Mapping[str, torch.Tensor]
     prompt_digests: tuple[str, ...]
     spans: RowSpans
     token_versions: TensorColumn | None
+    routed_experts: TensorColumn | None
 
 
 class CoreReader:
@@ -83,6 +86,7 @@ class CoreReader:
             prompt_digests=digests,
             spans=self._spans_with_splits(prompt_lengths),
             token_versions=None if by_token is None else self._by_response_token(by_token),
+            routed_experts=self._read_routing(),
         )
 
     def _by_response_token(self, values: npt.NDArray[np.int32]) -> TensorColumn:
@@ -123,6 +127,32 @@ class CoreReader:
         )
         self._refuse(self._mask & ~np.isfinite(values), values, f"{name!r} is not finite on response tokens", remedy)
         return values[self._mask]
+
+    def _read_routing(self) -> TensorColumn | None:
+        """The experts of each row's tokens; where several are chosen, all zeros stand for a token without any."""
+        name = self._layout.routed_experts
+        if name is None or name not in {**self._fields.framed, **self._fields.dense}:
+            return None
+        tensor, frame = self._fields.framed.get(name, (self._fields.dense.get(name), None))
+        if frame is None or tensor is None or tensor.dim() != 4 or tensor.dtype not in _EXPERT_DTYPES:
+            found = "absent" if tensor is None else shape_text(tensor)
+            raise_problems(
+                [f"{name!r} is {found}; expected integers [rows, columns, layers, topk]"],
+                self._layout,
+                "Keep the tensor bit for bit without using it: dataclasses.replace(layout, routed_experts=None).",
+            )
+            return None
+        columns, values = self._spans.columns(frame), tensor.numpy()
+        pieces = []
+        for row in self._order:
+            first, stop, _ = columns[row]
+            own = values[row, first:stop]
+            if own.shape[2] > 1 and not own[-1].any():
+                own = own[:-1] if own.any() else own[:0]
+            pieces.append(own)
+        offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=np.int64)
+        joined = np.concatenate([values[:0].reshape(0, *values.shape[2:]), *pieces])
+        return TensorColumn(values=torch.from_numpy(joined), offsets=share_array(offsets))
 
     def _refuse(self, is_bad: npt.NDArray[np.bool_], values: npt.NDArray[Any], what: str, remedy: str) -> None:
         """Raise ``BatchError`` where a token is flagged, with one line for each row."""

@@ -57,6 +57,7 @@ class PaddedLayout:
     rewards: str | None = None
     turn_rewards: str | None = None
     policy_versions: str | None = None
+    routed_experts: str | None = None
     frames: Mapping[str, Frame] = field(default_factory=dict)
     is_left_padded: bool = False
     group_ids: str | None = None
@@ -75,11 +76,15 @@ class PaddedLayout:
     @property
     def roles(self) -> frozenset[str]:
         """The fields that core fields of a batch are made of."""
-        return frozenset((*self.required, *self.optional.values()))
+        routed = () if self.routed_experts is None else (self.routed_experts,)
+        return frozenset((*self.required, *self.optional.values(), *routed))
 
     @property
     def optional(self) -> dict[str, str]:
-        """The fields of the roles the layout names and a batch may lack, by role."""
+        """The fields of the roles the layout names and a batch may lack, by role; a batch says which it lacks.
+
+        Without routed experts, of which batches recorded by earlier releases say nothing.
+        """
         roles = {
             "rollout_logprobs": self.rollout_logprobs,
             "rewards": self.rewards,
@@ -99,11 +104,21 @@ class PaddedLayout:
 ROLL_AGENTIC = PaddedLayout(
     name="roll-agentic",
     rollout_logprobs="infer_logprobs",
+    routed_experts="routed_experts",
     rewards="scores",
     turn_rewards="step_scores",
     frames={
         **dict.fromkeys(
-            ("input_ids", "attention_mask", "position_ids", "response_mask", "prompt_mask", "scores"), Frame.FULL
+            (
+                "input_ids",
+                "attention_mask",
+                "position_ids",
+                "response_mask",
+                "prompt_mask",
+                "scores",
+                "routed_experts",
+            ),
+            Frame.FULL,
         ),
         "infer_logprobs": Frame.SHIFTED,
     },
@@ -119,11 +134,15 @@ ROLL_AGENTIC = PaddedLayout(
 ROLL_RLVR = PaddedLayout(
     name="roll-rlvr",
     rollout_logprobs="infer_logprobs",
+    routed_experts="routed_experts",
     rewards="scores",
     frames={
         "prompts": Frame.PROMPT,
         "responses": Frame.RESPONSE,
-        **dict.fromkeys(("input_ids", "attention_mask", "position_ids", "response_mask", "prompt_mask"), Frame.FULL),
+        **dict.fromkeys(
+            ("input_ids", "attention_mask", "position_ids", "response_mask", "prompt_mask", "routed_experts"),
+            Frame.FULL,
+        ),
         "infer_logprobs": Frame.SHIFTED,
     },
     group_ids="prompt_id",
@@ -135,11 +154,12 @@ ROLL_RLVR = PaddedLayout(
 VERL = PaddedLayout(
     name="verl",
     rollout_logprobs="rollout_log_probs",
+    routed_experts="routed_experts",
     rewards="token_level_scores",
     frames={
         "prompts": Frame.PROMPT,
         **dict.fromkeys(("responses", "response_mask", "rollout_log_probs", "token_level_scores"), Frame.RESPONSE),
-        **dict.fromkeys(("input_ids", "attention_mask", "position_ids"), Frame.FULL),
+        **dict.fromkeys(("input_ids", "attention_mask", "position_ids", "routed_experts"), Frame.FULL),
     },
     is_left_padded=True,
     group_ids="uid",
@@ -153,8 +173,11 @@ AREAL = PaddedLayout(
     rollout_logprobs="logprobs",
     rewards="rewards",
     policy_versions="versions",
+    routed_experts="routed_experts",
     frames={
-        **dict.fromkeys(("input_ids", "attention_mask", "loss_mask", "logprobs", "versions"), Frame.FULL),
+        **dict.fromkeys(
+            ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "routed_experts"), Frame.FULL
+        ),
     },
 )
 

@@ -16,6 +16,7 @@ MASK       rule                                  a, b          b on response tok
 LOGPROBS   rule                                  a             logprobs there, else a
 RUNS       rule, number of runs, their lengths   one per run   runs of equal values
 RAW        rule                                  all           themselves
+ROUTING    rule                                                the row's routed experts, then 0
 =========  ====================================  ============  ============================
 
 ``rule + PATCHED`` is followed by the number of patches and their positions, its values by theirs. An empty stretch is
@@ -50,16 +51,20 @@ class Rule(IntEnum):
     LOGPROBS = 5
     RUNS = 6
     RAW = 7
+    ROUTING = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFields:
     """The batch's own fields, one value per token of all its rows: ``mask`` bool; ``tokens`` and ``rollout_logprobs``
-    (0 where the mask is False) as lanes of the tensor's dtype, ``None`` where it is of another kind of number."""
+    (0 where the mask is False) as lanes of the tensor's dtype, ``None`` where it is of another kind of number.
+
+    ``routing``: of the tensor of routed experts alone, these as its lanes, several for each token."""
 
     mask: npt.NDArray[np.bool_]
     tokens: Lanes | None
     rollout_logprobs: Lanes | None
+    routing: Lanes | None = None
 
 
 class _Candidate(NamedTuple):  # many are made for each row, and a data class takes several times as long
@@ -128,6 +133,9 @@ def _candidates(lanes: Lanes, fields: TokenFields | None, start: int) -> Iterato
     if fields is None:
         return
     stop = start + len(lanes)
+    if fields.routing is not None:
+        yield _Candidate(Rule.ROUTING, [], fields.routing[start:stop])
+        return
     if fields.tokens is not None:
         yield _Candidate(Rule.TOKENS, [], fields.tokens[start:stop])
     mask = fields.mask[start:stop]
@@ -194,6 +202,8 @@ class SegmentReader:
         stop = start + len(out)
         if rule == Rule.TOKENS and fields.tokens is not None:
             out[:] = fields.tokens[start:stop]
+        elif rule == Rule.ROUTING and fields.routing is not None:
+            out[:] = fields.routing[start:stop]
         elif rule == Rule.MASK:
             off, on = self._take_values(out.dtype, 2)
             out[:] = off

@@ -257,7 +257,7 @@ class AlignmentRunner:
                 item.judge()
             if not self._needs_equal_inputs(item):
                 continue
-            with self.store.timed("emulation"):
+            with self.store.timed("localisation"):
                 try:
                     item.equal_inputs = closer.judge_equal_inputs(item)
                 except (AlignmentError, ConfigError, TraceError) as error:

@@ -221,7 +221,7 @@ def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) ->
         if key not in stored or key not in wanted or stored[key] != wanted[key]:
             files = [keys.get(key) for keys in (stored, wanted)]
             if isinstance(files[0], dict) and isinstance(files[1], dict):
-                changes.append(f"{key} has changed: {name_files(files[0], files[1])}")
+                changes.append(f"{key} has changed: {_name_files(files[0], files[1])}")
                 continue
             before, now = (_show(keys, key) for keys in (stored, wanted))
             is_digest = all(re.fullmatch("[0-9a-f]{64}", text) for text in (before, now))
@@ -229,7 +229,7 @@ def _describe_changes(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) ->
     return changes
 
 
-def name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
+def _name_files(stored: Mapping[str, JSON], wanted: Mapping[str, JSON]) -> str:
     """Names some of the files with different digests, and counts the others."""
     names = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
     states = {name: " (new)" if name not in stored else " (gone)" if name not in wanted else "" for name in names}

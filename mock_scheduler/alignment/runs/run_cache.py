@@ -22,7 +22,6 @@ from mock_scheduler.alignment.runs.cache import (
     Reusable,
     compute_fingerprint,
     find_cached,
-    name_files,
     save_fingerprint,
 )
 from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder, digest_sources
@@ -59,6 +58,7 @@ class RunCache:
     takes_foreign: bool = False
     machine: Mapping[str, str] = field(default_factory=lambda: read_machine())
     _codes: dict[tuple[object, ...], dict[str, JSON]] = field(default_factory=dict)
+    _sources: dict[str, str] = field(default_factory=dict)
     _loaded: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def find_changed_code(self, run: PlannedRun) -> list[str]:
@@ -66,10 +66,11 @@ class RunCache:
 
         Raises ``ValueError`` where its record of loaded code is damaged.
         """
+        # A file that is new is none of these: trainings leave copies of their code beside it.
         found = [
-            f"{name} has changed: {name_files(stored, now)}"
-            for (name, now), stored in zip(self._read_code(run).items(), self._code(run).values(), strict=True)
-            if isinstance(stored, dict) and isinstance(now, dict) and stored != now
+            f"{name} has changed since the alignment began"
+            for name, digest in _list_digests(self._read_code(run))
+            if self._sources.setdefault(name, digest) != digest
         ]
         loaded = load_loaded_code(run.output_dir)
         if loaded is None:
@@ -160,6 +161,8 @@ class RunCache:
         key = (run.sources, run.entry, tuple(run.program.list_sources(run.config)))
         if key not in self._codes:
             self._codes[key] = self._read_code(run)
+            for name, digest in _list_digests(self._codes[key]):
+                self._sources.setdefault(name, digest)
         return self._codes[key]
 
     def _read_code(self, run: PlannedRun) -> dict[str, JSON]:
@@ -194,6 +197,12 @@ def read_settings(run: PlannedRun, environ: Mapping[str, str]) -> dict[str, str]
     names = [name for name in recorded_names(started) if name in started and not is_per_node(name)]
     kept = {name: started[name] if is_documented(name) else keyed_digest(started[name]) for name in names}
     return {**kept, "OMP_NUM_THREADS": threads}
+
+
+def _list_digests(code: Mapping[str, JSON]) -> list[tuple[str, str]]:
+    """Lists the files of a fingerprint's code with their digests."""
+    folders = [value for value in code.values() if isinstance(value, dict)]
+    return [(name, str(digest)) for folder in folders for name, digest in folder.items()]
 
 
 def _digest_entry(run: PlannedRun) -> JSON:

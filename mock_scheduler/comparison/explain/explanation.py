@@ -33,12 +33,19 @@ from mock_scheduler.comparison.pairing.routing import explain_choice
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
 from mock_scheduler.comparison.residuals import Reorder, Residual
 from mock_scheduler.comparison.tensors import TensorDifference
-from mock_scheduler.comparison.thresholds import FIRST_ELEMENTS, MOST_TENSORS_READ, NUM_FIRST, NUM_LARGEST, OTHER_TENSOR
+from mock_scheduler.comparison.thresholds import (
+    ENOUGH,
+    FIRST_ELEMENTS,
+    MOST_TENSORS_READ,
+    NUM_FIRST,
+    NUM_LARGEST,
+    OTHER_TENSOR,
+)
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import natural_part
 from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
-from mock_scheduler.trace.names import is_choice
+from mock_scheduler.trace.names import FINAL_NORM, OUTPUT_LAYER, WORD_EMBEDDINGS, is_choice
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
 
@@ -162,6 +169,7 @@ def _classify(
     previous = None if previous_key is None else traces.readers[0].merge(previous_key).tensor
     if previous is not None and previous.shape != pair.baseline.shape:
         previous = None
+    uses = _read_uses(pair, traces.readers[0])
     return classify_residual(
         pair.baseline,
         pair.candidate,
@@ -169,12 +177,44 @@ def _classify(
         # Adam's step does not follow the size of gradients, so no number of the layout makes a step larger.
         layout={} if is_change else layout_numbers(traces.readers, key),
         previous=previous,
+        parts=tuple(uses.values()),
+        part_names=tuple(uses),
         dims=dims_of(pair),
         holders=find_holders(key, traces.readers[1]),
         bound=bound,
         common=common,
         start=None if start is None else start.baseline,
     )
+
+
+def _read_uses(pair: TensorPair, reader: TraceReader) -> dict[str, torch.Tensor]:
+    """Returns the parts of a tied embedding's gradient by what made them, where one of them is most of the difference;
+    else nothing, and where the trace does not show them.
+
+    The output layer's is the product of its input and of the gradient at its output, at the size that the gradients
+    have: they may be divided by a number of tokens behind it.
+    """
+    key = pair.key
+    sources = [
+        replace(key, kind="activation", name=FINAL_NORM),
+        replace(key, kind="activation_gradient", name=OUTPUT_LAYER.removesuffix(".weight")),
+    ]
+    known = reader.keys(key.step)
+    if (key.kind, key.name) != ("gradient", WORD_EMBEDDINGS) or replace(key, name=OUTPUT_LAYER) in known:
+        return {}
+    if any(source not in known for source in sources):
+        return {}
+    hidden, slopes = (reader.merge(source).tensor.double() for source in sources)
+    product = slopes.flatten(1).T @ hidden.flatten(1)
+    baseline, candidate = pair.baseline.double(), pair.candidate.double()
+    if product.shape != baseline.shape or not product.any():
+        return {}
+    for side in (candidate - baseline, candidate):
+        size = float((side * product).sum()) / float(product.square().sum())
+        if float((side - size * product).square().sum()) <= (1.0 - ENOUGH) * float(side.square().sum()):
+            part = abs(size) * product
+            return {"the output layer": part, "the look-up": baseline - part}
+    return {}
 
 
 def _find_moved_rows(pair: TensorPair, reader: TraceReader) -> Residual | None:

@@ -11,7 +11,7 @@ values on the way, to its own precision. So with the unit roundoff u of that pre
 - *rows*: a kernel of less than float32 rounds all tokens; where it moves many elements of some tokens, it leaves no
   others, and no piece of another rank, as they are (*piece*);
 - *choice*: experts chosen by equal scores and biases are the same;
-- *copy*: a look-up of embeddings copies rows, and rounds nothing;
+- *copy*: a look-up of embeddings copies rows, and rounds nothing; what was recorded is given to training as it is;
 - *update*: parameters and moments are made in float32 of equal gradients, so their change is equal but for rounding.
 
 The norm of the gradients is added in float32 too. Whatever the forward pass makes in float32 inside of a model of
@@ -87,7 +87,7 @@ def find_kernel_excess(item: TensorDifference, *, unit: float) -> KernelExcess |
         return None
     if is_choice(item.key):
         return KernelExcess(test="choice", value=item.relative, limit=0.0)
-    if item.key.kind == "activation" and item.key.name == EMBEDDING:
+    if item.key.kind == "input" or (item.key.kind == "activation" and item.key.name == EMBEDDING):
         # Not by bits: tensor-parallel ranks add zeros, which makes 0 of -0.
         return _beyond("copy", item.relative, 0.0)
     if PHASES[item.key.kind] is Phase.UPDATE:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch, Termination
+from mock_scheduler.batch.columns import column_kind
+from mock_scheduler.batch.engine_columns import list_finish_reasons
 from mock_scheduler.batch.plausibility import Finding, find_impossible, find_unlikely
 from mock_scheduler.batch.versions import Staleness, count_mixed, measure_staleness
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
-from mock_scheduler.recording.inspection.diff_fields import column_kind
 from mock_scheduler.recording.inspection.histogram import Bar, NumberCounts, Spread
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import FolderListing, list_recording, open_place
@@ -158,6 +159,7 @@ class StepStatistics:
     ``size_bytes`` as stored; ``reward``, ``length`` and ``response_length`` (in tokens) over rows, ``None`` without
     rows; ``policy_version`` is the one asked for, ``policy_versions`` the lowest and highest of its turns (``None``
     without turns); ``staleness`` is of response tokens, ``None`` where their turns are not told apart.
+    ``finish_reasons``: what the engine said, by row or by turn, where it is recorded.
     ``num_mixed_trajectories``: of policies of several versions. ``findings``: data that cannot be true, or seldom are.
     ``duplicates``: the first few pairs of rows with equal content;
     ``partial_groups``: the first few groups with fewer trajectories than the largest. ``extras``: name -> dtype and
@@ -179,6 +181,7 @@ class StepStatistics:
     length: Spread | None
     response_length: Spread | None
     terminations: Mapping[str, int]
+    finish_reasons: Mapping[str, int]
     tags: Mapping[str, int]
     policy_version: int
     policy_versions: tuple[int, int] | None
@@ -208,6 +211,7 @@ class RecordingTotals:
     num_partial_groups: int
     num_mixed_trajectories: int
     terminations: Mapping[str, int]
+    finish_reasons: Mapping[str, int]
     tags: Mapping[str, int]
     extras: Mapping[str, tuple[str, ...]]
     reward: Spread | None
@@ -221,6 +225,7 @@ class RecordingStatistics:
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
+        self._finish_reasons: Counter[str] = Counter()
         self._terminations: Counter[str] = Counter({ending.name.lower(): 0 for ending in Termination})
         self._tags: Counter[str] = Counter()
         self._extras: dict[str, dict[str, None]] = {}
@@ -235,6 +240,7 @@ class RecordingStatistics:
         for name in _SUMMED:
             self._sums[name] += getattr(step, name)
         self._terminations.update(step.terminations)
+        self._finish_reasons.update(step.finish_reasons)
         self._tags.update(step.tags)
         for name, kind in step.extras.items():
             self._extras.setdefault(name, {})[kind] = None
@@ -245,6 +251,7 @@ class RecordingStatistics:
         return RecordingTotals(
             **{name: self._sums[name] for name in ("num_steps", *_SUMMED)},
             terminations=dict(self._terminations),
+            finish_reasons=dict(sorted(self._finish_reasons.items())),
             tags=dict(sorted(self._tags.items())),
             extras={name: tuple(kinds) for name, kinds in sorted(self._extras.items())},
             reward=self._rewards.spread(),
@@ -274,6 +281,7 @@ def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_byte
         length=_spread(batch.lengths.tolist()),
         response_length=_spread(batch.response_lengths.tolist()),
         terminations={ending.name.lower(): int((batch.terminations == ending).sum()) for ending in Termination},
+        finish_reasons=dict(sorted(Counter(list_finish_reasons(batch.extras)).items())),
         tags=dict(sorted(Counter(batch.tags).items())),
         policy_version=info.policy_version,
         policy_versions=(int(versions.min()), int(versions.max())) if len(versions) else None,

@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
-from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
+from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn, column_kind
+from mock_scheduler.batch.engine_columns import ENGINE_COLUMNS
 from mock_scheduler.support.digests import JSON, canonical_json
-from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
+from mock_scheduler.support.tensor_bytes import as_bytes
 from mock_scheduler.support.text import shorten
 
 ABSENT = "absent"
@@ -136,8 +137,10 @@ def pair_fields(a: RolloutBatch, b: RolloutBatch) -> tuple[list[FieldPair], list
     pairs.append(_JsonPair(name="tag", a=a.tags, b=b.tags))
     pairs.append(_JsonPair(name="prompt_digest", a=a.prompt_digests, b=b.prompt_digests))
     kinds = []
-    for key in sorted({*a.extras, *b.extras}):
-        name, left, right = f"extra {key!r}", a.extras.get(key), b.extras.get(key)
+    names = {*a.extras, *b.extras}
+    for key in [*(name for name in ENGINE_COLUMNS if name in names), *sorted(names.difference(ENGINE_COLUMNS))]:
+        name = key if key in ENGINE_COLUMNS else f"extra {key!r}"
+        left, right = a.extras.get(key), b.extras.get(key)
         if isinstance(left, TensorColumn) and isinstance(right, TensorColumn) and _kind(left) == _kind(right):
             pairs.append(_TensorPair(name=name, a=_column_rows(left), b=_column_rows(right), show=show_value))
         elif isinstance(left, JsonColumn) and isinstance(right, JsonColumn):
@@ -215,16 +218,6 @@ def _kind(column: Column | None) -> str:
     if column is None:
         return ABSENT
     return column_kind(column)
-
-
-def column_kind(column: Column) -> str:
-    """The kind of a column's entry: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
-    if isinstance(column, JsonColumn):
-        return "JSON"
-    dtype, shape = dtype_name(column.values.dtype), [str(size) for size in column.values.shape[1:]]
-    if column.offsets is None:
-        return f"{dtype} [{', '.join(shape)}]"
-    return f"ragged {dtype} [{', '.join(['n', *shape])}]"
 
 
 def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -142,6 +142,8 @@ def _folder_rows(folder: FolderDescription, forms: str) -> Iterator[tuple[str, s
     yield "rows", _describe_rows(folder.steps, totals)
     yield "tokens", f"{totals.num_tokens:,}, of which {totals.num_response_tokens:,} sampled"
     yield "ended", ", ".join(f"{name} {count:,}" for name, count in totals.terminations.items())
+    if totals.finish_reasons:
+        yield "finished", ", ".join(f"{name} {count:,}" for name, count in totals.finish_reasons.items())
     yield from _policy_rows(folder.steps)
     tags = [f"{name} {count:,}" for name, count in totals.tags.items() if name]
     if tags:

@@ -138,7 +138,7 @@ _EXCESS: Mapping[KernelTest, str] = {
     "rows": "{value:.0%} of its tokens are equal while others are not, and by rounding {limit:.1e} would be",
     "piece": "{value:.0%} of the ranks' pieces of every token are equal while others are not, which no rounding makes",
     "choice": "equal scores and biases chose other experts",
-    "copy": "it differs by {value:.1e} of its size, where a look-up copies rows and rounds nothing",
+    "copy": "it differs by {value:.1e} of its size, where values are copied and nothing rounds",
     "update": "its change by the update differs by {value:.1e} of its size, and by rounding it does by {limit:.1e} at "
     "most",
 }

@@ -3,7 +3,8 @@
 Megatron's router balances whatever tokens a rank happens to hold: padding counts, a micro-batch of few response tokens
 weighs as much as one of many, and in megatron-core 0.16.1 tp and cp scale the losses wrongly (``docs/layouts.md``).
 Here every token of a layer belongs to a row. With c_re the tokens of row r whose K highest scores include expert e,
-N_r its real tokens, n_r its response tokens, P_te the scores of token t, E experts and coefficient a::
+N_r its real tokens, n_r its response tokens, P_te the scores of token t, E experts and coefficient a (where routing is
+replayed without an expert bias, c_re counts the replayed choice)::
 
     seq_aux_loss:  sum_r n_r · a·E / (K·N_r²) · sum_e c_re · sum_{t in r} P_te
     aux_loss:      the same with all rows of a micro-batch taken as one
@@ -17,14 +18,17 @@ Formulas: Switch Transformer (arXiv 2101.03961), eq. 4 to 6, and ST-MoE (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from pipelines.megatron.layers.router_ledger import RouterLedger
+from pipelines.megatron.layers.routing import choose_highest, rows_of
 
 
 def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
@@ -47,13 +51,14 @@ class LayoutInvariantRouter(TopKRouter):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.ledger = RouterLedger()  # its own until ``attach_router_ledger``
+        self.router_replay: RouterReplay | None = None
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, **unused: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the experts' weights, in the logits' dtype, and the chosen experts, bool; both ``[s · b, E]``.
 
-        input: ``[s, b, h]``. padding_mask: int64 row ids ``[s, b]``; ``None``: every token is real and of row 0.
+        input: ``[s, b, h]``. padding_mask: int64 places ``[s, b]``; ``None``: every token is real and of row 0.
         Communicates over tp × cp where there is a loss.
         """
         self._maintain_float32_expert_bias()
@@ -63,26 +68,26 @@ class LayoutInvariantRouter(TopKRouter):
     def route(
         self,
         logits: torch.Tensor,
-        row_ids: torch.Tensor | None,
+        places: torch.Tensor | None,
         *,
         counts: torch.Tensor | None = None,
         rank: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``forward``'s tensors for logits ``[n, E]`` of tokens of rows int64 ``[n]``.
+        """Returns ``forward``'s tensors for logits ``[n, E]`` of tokens at places int64 ``[n]``.
 
         counts: ``count_by_row`` summed over the ranks that compute the micro-batch; ``None``: the sum is made here.
         rank: as for ``RouterLedger.add``.
         """
         if not self.has_losses_now:
-            return self._choose(logits)
-        row_ids = logits.new_zeros(len(logits), dtype=torch.int64) if row_ids is None else row_ids
-        load_balancing, z = self._losses(logits, row_ids, counts)
+            return self._choose(logits, places)
+        places = logits.new_zeros(len(logits), dtype=torch.int64) if places is None else places
+        load_balancing, z = self._losses(logits, places, counts)
         if self.config.moe_z_loss_coeff:
             logits = MoEAuxLossAutoScaler.apply(logits, z * self.config.moe_z_loss_coeff)
-        probs, routing_map = self._choose(logits)
+        probs, routing_map = self._choose(logits, places)
         if self._balancing_coeff:
             probs = MoEAuxLossAutoScaler.apply(probs, load_balancing * self._balancing_coeff)
-        self._count(routing_map & (row_ids >= 0).unsqueeze(1), load_balancing, z, rank=rank)
+        self._count(routing_map & (places >= 0).unsqueeze(1), load_balancing, z, rank=rank)
         return probs, routing_map
 
     @property
@@ -99,9 +104,14 @@ class LayoutInvariantRouter(TopKRouter):
     def _balancing_coeff(self) -> float:
         return 0.0 if self.routing_type == "none" else self.config.moe_aux_loss_coeff
 
-    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits: torch.Tensor, places: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        routing, choose = self.ledger.routing, choose_highest
+        if routing is not None and routing.action is not None and places is not None and self.layer_number is not None:
+            self.router_replay = self.router_replay or RouterReplay()
+            choose = partial(routing.choose, self.router_replay, self.layer_number - 1, places)
         return choose_experts(
             logits,
+            choose=choose,
             topk=self.topk,
             score_function=self.score_function,
             pre_softmax=self.config.moe_router_pre_softmax,
@@ -110,16 +120,16 @@ class LayoutInvariantRouter(TopKRouter):
         )
 
     def _losses(
-        self, logits: torch.Tensor, row_ids: torch.Tensor, counts: torch.Tensor | None
+        self, logits: torch.Tensor, places: torch.Tensor, counts: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's part of load balancing loss and z-loss, without coefficients; 0 where there is none."""
         zero = logits.new_zeros((), dtype=_at_least_float32(logits))
         if not self.has_losses:
             return zero, zero
-        slots = self._slots(row_ids)
+        slots = self._slots(places)
         scores = unbiased_scores(logits, score_function=self.score_function)
         if counts is None:
-            counts = self._counts_of_ranks(self.count_by_row(scores, row_ids))
+            counts = self._counts_of_ranks(self.count_by_row(scores, places))
         num_tokens = counts.sum(dim=1) / self.topk
         weights = self._weigh_rows(num_tokens)
         z = zero
@@ -130,7 +140,7 @@ class LayoutInvariantRouter(TopKRouter):
             return zero, z
         if self.routing_type == "aux_loss":
             counts, num_tokens, weights = (one.sum(dim=0, keepdim=True) for one in (counts, num_tokens, weights))
-            slots = (row_ids < 0).long()
+            slots = (places < 0).long()
         scale = weights * self.num_experts / (self.topk * num_tokens.clamp(min=1.0).square())
         return (_factor_of_slot(scale.unsqueeze(1) * counts, scores)[slots] * scores).sum(), z
 
@@ -141,18 +151,23 @@ class LayoutInvariantRouter(TopKRouter):
             return self.ledger.row_weights * is_present
         return is_present / is_present.sum().clamp(min=1.0)
 
-    def count_by_row(self, scores: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+    def count_by_row(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """float64 ``[num_rows, E]``: this rank's tokens of each row whose highest scores include an expert.
 
-        scores: ``[n, E]``, as ``unbiased_scores`` gives. row_ids: int64 ``[n]``.
+        scores: ``[n, E]``, as ``unbiased_scores`` gives. places: int64 ``[n]``.
         """
-        num_rows = len(self.ledger.row_weights)
+        num_rows, routing = len(self.ledger.row_weights), self.ledger.routing
+        indices = scores.topk(self.topk, dim=1).indices
+        # A bias is no part of these scores, so even without replay they count another choice than the router's.
+        if routing is not None and self.expert_bias is None and self.layer_number is not None:
+            indices = routing.replayed(self.layer_number - 1, places, indices)
         chosen = torch.zeros_like(scores, dtype=torch.float64)
-        chosen = chosen.scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
-        return chosen.new_zeros(num_rows + 1, self.num_experts).index_add(0, self._slots(row_ids), chosen)[:num_rows]
+        chosen = chosen.scatter(1, indices, 1.0)
+        return chosen.new_zeros(num_rows + 1, self.num_experts).index_add(0, self._slots(places), chosen)[:num_rows]
 
-    def _slots(self, row_ids: torch.Tensor) -> torch.Tensor:
+    def _slots(self, places: torch.Tensor) -> torch.Tensor:
         """Each token's row; one more, the last, takes the padding."""
+        row_ids = rows_of(places)
         return torch.where(row_ids < 0, len(self.ledger.row_weights), row_ids)
 
     def _counts_of_ranks(self, counts: torch.Tensor) -> torch.Tensor:
@@ -201,20 +216,22 @@ def choose_experts(
     pre_softmax: bool = False,
     scaling_factor: float | None = None,
     expert_bias: torch.Tensor | None = None,
+    choose: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = choose_highest,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses and weighs the experts, both ``[T, E]``: ``topk_routing_with_score_function`` (0.16.1) bit for bit.
 
-    Only float64 logits differ: their scores, float32 there, are float64 here.
+    Only float64 logits differ: their scores, float32 there, are float64 here. ``choose``: gives the chosen experts'
+    scores and indices by all scores.
     """
     wide = _at_least_float32(logits)
     if score_function == "softmax" and not pre_softmax:
-        chosen_logits, indices = logits.topk(topk, dim=1)
+        chosen_logits, indices = choose(logits, topk)
         weights = chosen_logits.softmax(dim=-1, dtype=wide).type_as(logits)
     elif score_function == "softmax":
-        weights, indices = logits.softmax(dim=-1, dtype=wide).type_as(logits).topk(topk, dim=1)
+        weights, indices = choose(logits.softmax(dim=-1, dtype=wide).type_as(logits), topk)
     else:
         scores = logits.to(wide).sigmoid().type_as(logits)
-        indices = (scores if expert_bias is None else scores + expert_bias).topk(topk, dim=1).indices
+        _, indices = choose(scores if expert_bias is None else scores + expert_bias, topk)
         weights = scores.gather(1, indices)
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if topk > 1 else weights
     if scaling_factor is not None:

@@ -1,8 +1,8 @@
 """Builds layers with experts: their fields of Megatron's configuration, their specs, and the row of each token.
 
-The layer's router (``expert_router``) must know each token's row. The row travels as ``padding_mask``, the one argument
-that Megatron passes from the model to its experts and keeps for recomputation: int64 ``[b, s]``, -1 for padding, else a
-row id unique within the training step.
+The layer's router (``expert_router``) must know each token's place: its row, unique within the training step, and its
+position there (``routing``). Places travel as ``padding_mask``, the one argument that Megatron passes from the model to
+its experts and keeps for recomputation: int64 ``[b, s]``, -1 for padding.
 
 Names: ``decoder.layers.N.mlp.`` followed by ``router.weight`` ``[E, h]``, ``router.bias`` ``[E]`` (with
 ``add_bias_linear``), ``experts.local_experts.I.linear_fc1.weight`` and ``linear_fc2.weight`` (expert I of this ep rank,
@@ -27,6 +27,7 @@ from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.megatron.host_device import define_router_gemm
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
+from pipelines.megatron.layers.routing import places_of
 
 ROUTER_DTYPES = {torch.float32: None, torch.bfloat16: "fp32", torch.float64: "fp64"}
 """``moe_router_dtype``: no router computes in less than float32, and none in less than its model."""
@@ -80,18 +81,24 @@ def expert_mlp_spec(model: ModelConfig) -> ModuleSpec | functools.partial[MoELay
 
 
 def padding_mask_argument(
-    row_ids: torch.Tensor, model: ModelConfig, *, is_first_chunk: bool, sequence_parallel: bool
+    row_ids: torch.Tensor,
+    model: ModelConfig,
+    *,
+    positions: torch.Tensor | None = None,
+    is_first_chunk: bool,
+    sequence_parallel: bool,
 ) -> torch.Tensor | None:
-    """Makes ``GPTModel``'s ``padding_mask``, by which its routers learn the row of each token.
+    """Makes ``GPTModel``'s ``padding_mask``, by which its routers learn the place of each token.
 
     row_ids: int64 ``[b, s]`` of the tokens that this rank passes to the model, before sequence parallelism splits them.
+    positions: int64, likewise; only a routing table reads them.
     The chunk with the embedding splits its mask itself; the others are handed their slice, ``[b, s / tp]``. ``None``
     where no router reads it. Megatron's own router gets its bool mask, True for padding, except with an expert bias,
     whose counter fails on any mask (0.16.1).
     """
     if model.num_moe_experts is None:
         return None
-    mask = row_ids
+    mask = row_ids if positions is None else places_of(row_ids, positions)
     if model.moe_router_impl == "megatron":
         if model.moe_router_enable_expert_bias:
             return None
@@ -102,7 +109,7 @@ def padding_mask_argument(
 
 
 class RowMoELayer(MoELayer):
-    """Megatron's layer with experts; it hands the router the row of each token."""
+    """Megatron's layer with experts; it hands the router the place of each token."""
 
     def forward(
         self,
@@ -113,7 +120,7 @@ class RowMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         """The experts' output for ``[s, b, h]``, and no bias; stages as in ``MoELayer.forward`` (0.16.1).
 
-        padding_mask: int64 row ids ``[b, s]``, -1 for padding; ``None``: every token is real and of row 0.
+        padding_mask: int64 places ``[b, s]``, -1 for padding; ``None``: every token is real and of row 0.
         """
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError("experts under tensor parallelism train with sequence_parallel only: set it to true")

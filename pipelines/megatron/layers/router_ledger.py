@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from pipelines.batching.plan import MicroBatch
 from pipelines.config.model import ModelConfig
 from pipelines.config.training import TrainingConfig
+from pipelines.megatron.layers.routing import RoutingTable
 from pipelines.megatron.process_of_rank import Runtime
 
 
@@ -29,9 +31,13 @@ class RouterSums:
 
 
 class RouterLedger:
-    """Counts for the routers of a model in passes with a gradient, and tells them each row's weight."""
+    """Counts for the routers of a model in passes with a gradient, and tells them each row's weight.
+
+    ``routing``: the table that they record into or choose by; ``None``: every router chooses for itself.
+    """
 
     def __init__(self) -> None:
+        self.routing: RoutingTable | None = None
         self._row_weights: torch.Tensor | None = None
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
@@ -41,6 +47,15 @@ class RouterLedger:
         row_weights: ``[rows]``, integer or floating, on the compute device: the response tokens of each row.
         """
         self._row_weights = row_weights.double()
+
+    @contextmanager
+    def using(self, routing: RoutingTable | None) -> Iterator[None]:
+        """Has the routers use another table, or none, in the block."""
+        before, self.routing = self.routing, routing
+        try:
+            yield
+        finally:
+            self.routing = before
 
     @property
     def row_weights(self) -> torch.Tensor:

@@ -194,25 +194,26 @@ class EngineClient:
         """Sends a request until it is answered, and no more often than ``retries`` allow."""
         with self._lock:
             self.num_requests += path == COMPLETIONS
-        problem, pause_s = "", _FIRST_PAUSE_S
+        problems, pause_s = list[str](), _FIRST_PAUSE_S
         for attempt in range(self._retries + 1):
             if attempt:
                 with self._lock:
                     self.num_retries += 1
-                logger.warning("%s%s: %s; asking again", self._address.name, path, problem)
+                logger.warning("%s%s: %s; asking again", self._address.name, path, problems[-1])
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
                 answer = self._http.request(method, path, json=body)
             except httpx.HTTPError as error:
-                problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                problems.append(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
                 continue
             if answer.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
                 return self._parse(answer, path)
-            problem = f"status {answer.status_code}: {shorten(answer.text, _SHOWN)}"
+            problems.append(f"status {answer.status_code}: {shorten(answer.text, _SHOWN)}")
+        first = f", the first {problems[0]}" if problems[0] != problems[-1] else ""
         raise EngineError(
             f"the engine at {self._address.name} does not answer {path}: asked {self._retries + 1} times, the last "
-            f"answer was {problem}{self._explain()}"
+            f"answer was {problems[-1]}{first}{self._explain()}"
         )
 
     def _parse(self, answer: httpx.Response, path: str) -> dict[str, Any]:

@@ -6,8 +6,10 @@ nobody else reaches the calls that change its weights. ``keeper`` ends it with a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -31,7 +33,9 @@ LOG_FILE = "server.log"
 _MODULE = "vllm.entrypoints.openai.api_server"
 _POLL_S, _TOLD_S = 0.25, 15.0
 _END_S = 20.0
-_TAIL_LINES, _TAIL_BYTES = 25, 8192
+_ENDING_S = 3.0
+_TAIL_LINES, _MOST_ERRORS, _LOG_BYTES = 15, 6, 2**20
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): .{1,300}")
 
 # The launcher's and the run's own: vLLM would take them for its own ranks and packages.
 _OF_RUN = (
@@ -56,6 +60,7 @@ class VllmServer:
         self._seed = seed
         self._keeper: subprocess.Popen[bytes] | None = None
         self.log_file = folder / LOG_FILE
+        self._log_start = 0
 
     def start(self, weights: Path) -> EngineAddress:
         """Starts a server with the weights of a folder, and waits until it answers.
@@ -77,6 +82,7 @@ class VllmServer:
         ]
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
+            self._log_start = log.tell()
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", str(keeper.__file__), str(os.getpid()), folder, *command],
                 stdin=subprocess.DEVNULL,
@@ -111,7 +117,7 @@ class VllmServer:
                     raise EngineError(problem)
                 if now_s - told_s >= _TOLD_S:
                     told_s = now_s
-                    last = "".join(self._tail()[-1:]).strip()
+                    last = "".join(self._log_lines()[-1:]).strip() or "its log is empty"
                     logger.info("[engine] vLLM is starting, %.0f s so far: %s", now_s - began_s, last)
                 time.sleep(_POLL_S)
         finally:
@@ -119,25 +125,34 @@ class VllmServer:
         logger.info("[engine] vLLM answers after %.0f s; its log is %s", time.monotonic() - began_s, self.log_file)
 
     def explain(self) -> str:
-        """Says whether the server runs, and gives the end of its log."""
-        code = None if self._keeper is None else self._keeper.poll()
+        """Says whether the server runs, and gives the errors in its log and the log's end."""
+        code = None
+        if self._keeper is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._keeper.wait(_ENDING_S)  # one that just broke off may still be ending
         if code is None:
             state = "its process runs"
         elif code > 128:
             state = f"its process was ended by {describe_signal(128 - code)}"
         else:
             state = f"its process has ended with code {code}"
-        lines = "".join(f"\n  {line}" for line in self._tail())
-        return f"; {state}. The end of {self.log_file}:{lines or ' empty'}"
+        lines = self._log_lines()
+        # vLLM's own messages about its end lie behind what ended it.
+        errors = dict.fromkeys(found[0] for line in lines if (found := _ERROR.search(line)))
+        named = "".join(f"\n  {error}" for error in list(errors)[:_MOST_ERRORS])
+        tail = "".join(f"\n  {line}" for line in lines[-_TAIL_LINES:])
+        told = f" The errors in {self.log_file}:{named}\nIts end:" if named else f" The end of {self.log_file}:"
+        return f"; {state}.{told}{tail or ' empty'}"
 
-    def _tail(self) -> list[str]:
+    def _log_lines(self) -> list[str]:
+        """Reads the lines of the present server, the last of them where they are many."""
         try:
             with self.log_file.open("rb") as log:
-                log.seek(max(0, self.log_file.stat().st_size - _TAIL_BYTES))
+                log.seek(max(self._log_start, self.log_file.stat().st_size - _LOG_BYTES))
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
             return []
-        return text.splitlines()[-_TAIL_LINES:]
+        return [line for line in text.splitlines() if line.strip()]
 
     def stop(self) -> None:
         """Ends the server and all its processes, where there is one."""

@@ -17,7 +17,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from mock_scheduler.comparison.thresholds import AGREEMENT_BFLOAT16, ENGINE_FLOAT32, ENGINE_MOVED, EXPLAINED_SHARE
+from mock_scheduler.comparison.thresholds import (
+    AGREEMENT_BFLOAT16,
+    ENGINE_FLOAT32,
+    ENGINE_MOVED,
+    ENGINE_MOVED_BFLOAT16,
+    EXPLAINED_SHARE,
+)
 from mock_scheduler.correction.report.mismatch_causes import Floats, ScoredTokens, find_causes
 from mock_scheduler.determinism.agreement import RankGroup
 from mock_scheduler.errors import EngineError
@@ -115,6 +121,7 @@ class EngineVerifier:
         self._where = where
         self._is_wide = is_wide
         self._bound = ENGINE_FLOAT32 if is_wide else AGREEMENT_BFLOAT16
+        self._moved = ENGINE_MOVED if is_wide else ENGINE_MOVED_BFLOAT16
         self._mode = logprobs_mode
         self._temperatures = {"processed": PROBE_TEMPERATURE, "raw": 1.0}
         self._restart = (
@@ -168,7 +175,7 @@ class EngineVerifier:
         """Finds an earlier version that the engine gave the same bits for, though training's values have moved."""
         for earlier, seen in reversed(self._seen.items()):
             is_same = answers.tokens == seen.answers.tokens and answers.logprobs == seen.answers.logprobs
-            if is_same and _distance(own, seen.own)[1] > ENGINE_MOVED:
+            if is_same and _distance(own, seen.own)[1] > self._moved:
                 return earlier
         return None
 

@@ -12,6 +12,7 @@ from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
+from mock_scheduler.trace.names import FINAL_NORM, WORD_EMBEDDINGS
 from mock_scheduler.trace.shards import whole
 from mock_scheduler.verdict.wording.residuals import describe_residual
 from tests.comparison.stated import stated
@@ -96,6 +97,39 @@ def test_what_is_made_of_the_whole_batch_has_no_factor_of_the_layout(
     (found,) = differences(baseline, write(tmp_path / "b", [noise(0) * 2**0.5], kind=kind, dp=2))
     assert found.residual is not None
     assert describe_residual(found.residual) == text
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ((0.0, 1.0), "the part of the output layer is missing from the candidate"),
+        ((2.0, 1.0), "the part of the output layer is in the candidate once more"),
+        ((1.0, 0.0), "the part of the look-up is missing from the candidate"),
+        ((1.0, 1.5), None),
+    ],
+)
+def test_a_part_of_a_tied_embeddings_gradient_is_named_by_what_makes_it(
+    weights: tuple[float, float], text: str | None, tmp_path: Path
+) -> None:
+    """As a pipeline's last stage makes one, and loses it; all gradients are divided by the number of tokens."""
+    hidden, slopes, look_up = noise(0)[:, :4], noise(1), torch.zeros(8, 4)
+    look_up[[1, 3, 6]] = noise(2)[:3, :4]
+    output = slopes.T @ hidden / 16
+    folders = []
+    for name, (first, second) in (("a", (1.0, 1.0)), ("b", weights)):
+        sink = FullSink(tmp_path / name, step=0, place=RankPlace(global_rank=0, coordinates={"pp": 0}), world_size=1)
+        kinds: tuple[tuple[TraceKind, str, torch.Tensor], ...] = (
+            ("activation", FINAL_NORM, hidden),
+            ("activation_gradient", "output_layer", slopes),
+            ("gradient", WORD_EMBEDDINGS, first * output + second * look_up),
+        )
+        for kind, of, tensor in kinds:
+            sink.add(TraceEntry(update=0, kind=kind, spec=whole(of, tuple(tensor.shape)), tensor=tensor))
+        sink.close(StepFooter(ranks=(0,), update_rows=((),)))
+        folders.append(tmp_path / name)
+    found = next(item for item in differences(*folders) if item.key.kind == "gradient")
+    said = None if found.residual is None else describe_residual(found.residual)
+    assert said == text
 
 
 def test_a_doubled_change_of_a_parameter_is_no_number_of_the_layout(tmp_path: Path) -> None:

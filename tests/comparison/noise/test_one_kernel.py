@@ -150,6 +150,16 @@ def test_a_look_up_copies_rows_and_rounds_nothing(hidden: torch.Tensor) -> None:
     assert 0.0005 < excess.value < 0.002
 
 
+def test_one_token_in_a_mask_of_many_is_no_rounding() -> None:
+    """One of 20,000 is 0.7 % of the mask, less than a kernel of bfloat16 may round."""
+    mask = torch.ones(20_000)
+    other = mask.clone()
+    other[7] = 0.0
+    excess = find_kernel_excess(difference(mask, other, kind="input", name="response_mask"), unit=BFLOAT16)
+    assert excess is not None
+    assert (excess.test, excess.limit) == ("copy", 0.0)
+
+
 def test_a_look_up_of_ranks_may_turn_the_sign_of_zero(hidden: torch.Tensor) -> None:
     """Each tensor-parallel rank adds 0 where another one holds the row."""
     rows = hidden.clone()

@@ -173,7 +173,8 @@ NEUTRAL = {
     *("training.overlap_grad_reduce", "training.overlap_param_gather", "parallel.overlap_p2p_comm"),
     *("parallel.allow_known_wrong", "train_env_manager.num_env_workers", "actor_infer.use_kv_cache"),
     *("actor_infer.engine", "actor_infer.engine_python", "actor_infer.weights_sync"),
-    *("actor_infer.rows_per_forward", "order.emulate.overlap_p2p_comm", "order.emulate.allow_known_wrong"),
+    *("actor_infer.rows_per_forward", "actor_infer.record_routed_experts"),
+    *("order.emulate.overlap_p2p_comm", "order.emulate.allow_known_wrong"),
 }
 NEUTRAL_SECTIONS = (
     *("checkpoint_config.", "rollout_mock.", "trace.", "debug.", "align.", "rollout_worker.", "val_env_manager."),

@@ -118,6 +118,7 @@ EXPERTS_KEEPING: dict[str, object] = {
     "moe_z_loss_coeff": 0.1,
     "moe_router_enable_expert_bias": True,  # a bias starts at 0, and is no parameter
     "moe_router_bias_update_rate": 0.1,
+    "moe_router_replay": "record",
     "moe_router_impl": "megatron",
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.comparison.thresholds import AGREEMENT_BFLOAT16, ENGINE_FLOAT32
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
 from mock_scheduler.errors import EngineError
 from pipelines.config.engine import GeneratingArgs
@@ -309,18 +310,29 @@ def test_weights_that_stay_are_found_at_the_first_update(folders: list[Path]) ->
     assert "set actor_infer.weights_sync=restart" in said
 
 
-@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize(("is_wide", "size"), [(True, 2e-6), (False, 0.02)])
 def test_weights_that_stay_are_found_by_their_bits_where_the_distance_is_within_rounding(
-    is_wide: bool, folders: list[Path], tmp_path: Path
+    is_wide: bool, size: float, tmp_path: Path
 ) -> None:
-    """An update of bfloat16's size is nothing beside its rounding, but leaves no engine at the same bits."""
+    """An update that is little beside the bound of its type leaves no engine at the same bits all the same."""
     first, direction = make_tensors("qwen3", seed=0), make_tensors("qwen3", seed=1)
     for version in range(2):
-        tensors = {name: value + 1e-5 * version * direction[name] for name, value in first.items()}
+        tensors = {name: value + size * version * direction[name] for name, value in first.items()}
         write_checkpoint(tmp_path / str(version), "qwen3", tensors=tensors)
     near = [tmp_path / str(version) for version in range(2)]
     assert max(agreement.mean for agreement in verify(near, engine_of(near[0]), is_wide=is_wide)) < 1e-6
-    assert "still computes with the weights of version 0, to the bit" in refusal(near, "stale", is_wide=is_wide)
+    said = refusal(near, "stale", is_wide=is_wide)
+    assert "still computes with the weights of version 0, to the bit" in said
+    mean = float(said.partition("training's by ")[2].split()[0])
+    assert mean < (ENGINE_FLOAT32 if is_wide else AGREEMENT_BFLOAT16)
+
+
+def test_a_move_that_bfloat16_may_round_away_is_no_staleness(folders: list[Path], tmp_path: Path) -> None:
+    first, direction = make_tensors("qwen3", seed=0), make_tensors("qwen3", seed=1)
+    tensors = {name: value + 1e-4 * direction[name] for name, value in first.items()}
+    write_checkpoint(tmp_path / "1", "qwen3", tensors=tensors)
+    found = verify([folders[0], tmp_path / "1"], engine_of(folders[0], "stale"), is_wide=False)
+    assert 1e-6 < found[1].mean < 1e-3
 
 
 def test_an_output_head_that_stays_is_found_at_the_first_update_with_the_ways_round_it(folders: list[Path]) -> None:

@@ -47,10 +47,48 @@ class ChainSumDataset:
         return len(oracle) / len(answer) if oracle in answer else 0.0
 
 
-DATASETS = {"chain_sum": (ChainSumDataset, ChainSumConfig)}
+@dataclass(kw_only=True)
+class SpellBackwardConfig:
+    """Words of ``min_word_len`` to ``max_word_len`` letters."""
+
+    min_word_len: int = 3
+    max_word_len: int = 10
+    seed: int | None = None
+    size: int = 500
+
+    def validate(self) -> None:
+        """As the package does."""
+        assert self.min_word_len >= 1, "min_word_len must be at least 1"
 
 
-def create_dataset(name: str, **settings: Any) -> ChainSumDataset:
+class SpellBackwardDataset:
+    """Words to be spelt backward; as most of the package's, it takes its ``seed`` anew for each item."""
+
+    def __init__(self, config: SpellBackwardConfig) -> None:
+        self._config = config
+        self.seed = config.seed or 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rng = Random(self.seed + index)
+        length = rng.randint(self._config.min_word_len, self._config.max_word_len)
+        word = "".join(rng.choice("abc") for _ in range(length))
+        return {"question": f"Spell backward: {word}", "answer": word[::-1], "metadata": {}}
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """The part of the letters that is right."""
+        right = entry["answer"]
+        if answer == right:
+            return 1.0
+        return 0.8 * sum(a == b for a, b in zip(answer or "", right, strict=False)) / len(right)
+
+
+DATASETS: dict[str, Any] = {
+    "chain_sum": (ChainSumDataset, ChainSumConfig),
+    "spell_backward": (SpellBackwardDataset, SpellBackwardConfig),
+}
+
+
+def create_dataset(name: str, **settings: Any) -> Any:
     """Makes a dataset of checked settings."""
     dataset, config_class = DATASETS[name]
     config = config_class(**settings)

@@ -1,0 +1,1 @@
+"""The games of the stand-in."""
