@@ -38,6 +38,15 @@ if [[ ! -f "$packages/.requirements.sha256" || "$(<"$packages/.requirements.sha2
     printf '%s\n' "$wanted" >"$packages/.requirements.sha256"
 fi
 
+# Ray is installed with what it needs: nothing there takes another way because it is found.
+wanted="$(sha256sum tests/integrations/ray_requirements.txt)"
+stamp=.venv-integrations/.ray.sha256
+if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
+    .venv-integrations/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+        -r tests/integrations/ray_requirements.txt
+    printf '%s\n' "$wanted" >"$stamp"
+fi
+
 # vLLM's CPU build is for the CPU build of torch, which is there for Python 3.11 alone. $ENGINE_PYTHON, else as above.
 engines=.venv-engines
 wanted="$(sha256sum tests/integrations/engine_requirements.txt)"

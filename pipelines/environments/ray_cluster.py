@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
@@ -49,6 +51,7 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
     names = ("PYTHONHASHSEED", *config.system_envs)
     variables = {name: environ[name] for name in names if name in environ}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
+    on_end = signal.getsignal(signal.SIGTERM)
     try:
         # Ray puts the working directory first in an actor's import path, where a module would shadow Python's own.
         with contextlib.chdir(ROOT):
@@ -58,6 +61,9 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
             f"env_workers.address: the Ray cluster at {address} takes no run of Ray {ray.__version__} and Python "
             f"{'.'.join(map(str, sys.version_info[:3]))}: {' '.join(str(error).split())}"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray would end the run with exit code 15, which names no signal to whoever waits for it.
+        signal.signal(signal.SIGTERM, on_end)
 
 
 def disconnect() -> None:

@@ -25,8 +25,10 @@ from pipelines.environments.slots import Answer, Call, CallFailure, ResetCall, S
 
 logger = logging.getLogger(__name__)
 
-# A call that ends its actor each time would never be answered; other deaths strike a call at random.
+# A call that ends its actor each time would never be answered; other deaths strike a call at random. One that strikes a
+# new actor before it is given the call says nothing of the call.
 _MAX_DEATHS = 3
+_MAX_FAILED_STARTS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,28 +69,31 @@ class RayWorker:
         """Waits for the answer to the last call; where the actor dies, a new one plays its episodes and answers.
 
         Raises:
-            EOFError: every actor that was given the call has died.
+            EOFError: every actor that was given the call has died, or none can be started.
             ConfigError: a new actor finds no room, or has other versions than this run.
             SchedulerError: an episode went otherwise when it was played again.
         """
-        for number in range(1, _MAX_DEATHS + 1):
+        deaths = failed_starts = 0
+        while True:
+            is_given = False
             try:
-                if number > 1:
+                if deaths + failed_starts:
                     self._begin_again()
                 elif not self._has_started:
                     self._await_start()
+                is_given = True
                 answer: Answer = ray.get(self._answer)
                 break
             except RayActorError as error:
+                deaths += is_given
+                failed_starts += not is_given
                 self._end = f"{self._where} died: {' '.join(str(error).split())}"
-                logger.warning(
-                    "[env workers] %s; %s", self._end, "it is replaced" if number < _MAX_DEATHS else "so have others"
-                )
-                last = error
+                if error.actor_init_failed or deaths == _MAX_DEATHS or failed_starts == _MAX_FAILED_STARTS:
+                    raise EOFError from error
+                reason = str(error).partition("\n")[0].rstrip(".")
+                logger.warning("[env workers] %s died: %s; it is replaced", self._where, reason)
             except RayError as error:
                 raise SchedulerError(f"environment worker in {self._where}: {error}") from error
-        else:
-            raise EOFError from last
         if not isinstance(answer, CallFailure):
             self._keep(answer)
         return answer
@@ -103,7 +108,7 @@ class RayWorker:
 
     def describe_end(self) -> str:
         """Says how the last of its actors died."""
-        return f"{_MAX_DEATHS} actors in turn, the last in {self._end},"
+        return f"one actor after the other, the last in {self._end},"
 
     def _ask_for_actor(self) -> Any:  # noqa: ANN401 - of a class that Ray makes
         actor = ray.remote(EnvironmentActor).options(num_cpus=self._settings.num_cpus, max_restarts=0)
@@ -136,6 +141,7 @@ class RayWorker:
     def _begin_again(self) -> None:
         """Replaces the actor; plays again what is acknowledged, then asks the last call."""
         self.hang_up()
+        self._where = "a process that had not started"
         self._actor = self._ask_for_actor()
         self._await_start()
         rounds = list(self._rounds())

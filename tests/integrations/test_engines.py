@@ -45,8 +45,8 @@ def run(root: Path, name: str, *overrides: str, checkpoint: str = "untied") -> s
         *(f"model.hf_checkpoint={root / checkpoint}", "rollout_batch_size=16", "train_env_manager.num_env_groups=2"),
         *("max_steps=2", "eval_steps=0", "sft.steps=0", "actor_infer.max_new_tokens=16", "training.lr=1.0e-3"),
         *("track_with=none", "save_steps=2", "rollout_mock.enable=true", "rollout_mock.mode=dump"),
-        *(f"rollout_mock.dump_dir={root / name}-recording", "+actor_infer.engine=vllm"),
-        *(f"+actor_infer.engine_python={ENGINES}", "+actor_infer.server.arguments=[--enforce-eager]", *overrides),
+        *(f"rollout_mock.dump_dir={root / name}-recording", "actor_infer.engine=vllm"),
+        *(f"actor_infer.engine_python={ENGINES}", "actor_infer.server.arguments=[--enforce-eager]", *overrides),
     ]
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "pipelines.agentic", *given],
@@ -93,6 +93,6 @@ def test_the_stale_output_head_of_a_tied_model_is_found_at_the_first_update(root
 
 
 def test_a_tied_model_is_sampled_by_its_own_weights_where_vllm_is_restarted(root: Path) -> None:
-    done = run(root, "tied-restart", "+actor_infer.weights_sync=restart", checkpoint="tied")
+    done = run(root, "tied-restart", "actor_infer.weights_sync=restart", checkpoint="tied")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(measured["mismatch/probe_mean"] < 2e-6 for measured in metrics(root, "tied-restart"))

@@ -19,6 +19,8 @@ class RayError(Exception):
 class RayActorError(RayError):
     """An actor that has died."""
 
+    actor_init_failed = False
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:

@@ -6,7 +6,7 @@ import sys
 
 from pipelines.agentic import main
 
-_FORBIDDEN = ("gymnasium", "reasoning_gym", "tokenizers", "transformers", "pipelines.rollout.engines")
+_FORBIDDEN = ("gymnasium", "ray", "reasoning_gym", "tokenizers", "transformers", "pipelines.rollout.engines")
 
 if __name__ == "__main__":
     exit_code = main()

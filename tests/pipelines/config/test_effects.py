@@ -178,6 +178,7 @@ NEUTRAL = {
 }
 NEUTRAL_SECTIONS = (
     *("checkpoint_config.", "rollout_mock.", "trace.", "debug.", "align.", "rollout_worker.", "val_env_manager."),
+    "env_workers.",
     "actor_infer.server.",
 )
 

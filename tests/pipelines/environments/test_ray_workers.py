@@ -108,15 +108,32 @@ def test_a_death_is_told(cluster: Cluster, expected: list[Any], caplog: pytest.L
 def test_a_call_that_every_actor_dies_of_is_named_with_its_episodes(cluster: Cluster) -> None:
     with open_actors(1) as pool:
         pool.reset_many([request(0, 30), request(1, 31)])
-        cluster.strikes = dict.fromkeys(range(cluster.num_calls, cluster.num_calls + 20), "before")
+        # What each new actor is asked: who it is, to start both episodes, the call.
+        first = cluster.num_calls
+        cluster.strikes = {first: "before", first + 3: "after", first + 6: "before"}
         with pytest.raises(SchedulerError) as caught:
             pool.step_many([(1, [2])])
         assert str(caught.value) == (
-            "environment worker 0: 3 actors in turn, the last in process 4711 of host node-3 died: the worker was "
-            "killed, while it played slot 1 (tag Hard, seed 31, split all); what it wrote to stderr says why"
+            "environment worker 0: one actor after the other, the last in process 4711 of host node-3 died: the "
+            "worker was killed, while it played slot 1 (tag Hard, seed 31, split all); what it wrote to stderr says why"
         )
         with pytest.raises(SchedulerError, match=r"^the environments are closed"):
             pool.reset_many([request(0, 1)])
+
+
+def test_actors_that_do_not_start_end_the_run_after_many(cluster: Cluster) -> None:
+    """Nineteen of them are bad luck."""
+    with open_actors(1) as pool:
+        cluster.strikes = dict.fromkeys(range(0, 38, 2), "before")
+        pool.reset_many([request(0, 30)])
+        assert cluster.num_actors == 20
+        first = cluster.num_calls
+        cluster.strikes = dict.fromkeys(range(first, first + 100), "before")
+        with pytest.raises(
+            SchedulerError, match=r"^environment worker 0: one actor after the other, the last in a pro"
+        ):
+            pool.step_many([(0, [2])])
+        assert cluster.num_actors == 40
 
 
 def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_named(
