@@ -30,7 +30,7 @@ def arguments(root: Path, name: str, *overrides: str) -> list[str]:
     recorded = ("rollout_mock.enable=true", f"rollout_mock.dump_dir={root}/recording", f"output_dir={root / name}")
     batches = ("rollout_batch_size=16", "training.global_batch_size=8", "training.micro_batch_size=4")
     envs = ("train_env_manager.num_env_groups=2", "train_env_manager.num_env_workers=1", "entropy_loss_coef=0.01")
-    small = (*batches, *envs, "max_steps=3", "sft.steps=1", "eval_steps=0", "training.lr=1e-3")
+    small = (*batches, *envs, "max_steps=3", "sft.steps=1", "sft.lr=2.0e-3", "eval_steps=0", "training.lr=1e-3")
     return [
         *("--config-path", str(ROOT / "configs"), "--config-name", "qwen3_tiny_reasoning"),
         *(*recorded, *small, f"model.hf_checkpoint={root}/tiny", "save_steps=3", "track_with=none", *overrides),
