@@ -223,7 +223,7 @@ def test_every_line_of_an_actor_comes_to_the_terminal(head: Head, tmp_path: Path
 
 def test_a_cluster_that_cannot_play_the_run_is_refused_before_a_model_is_built(head: Head, tmp_path: Path) -> None:
     full = finish(start(arguments(tmp_path / "full", *workers(5)), head.environ), code=5)
-    assert "error: env_workers: 5 workers of 1 CPUs each (num_env_workers of 1 replicas) do not fit" in full
+    assert "ConfigError: env_workers: 5 workers of 1 CPUs each (num_env_workers of 1 replicas) do not fit" in full
     assert "has room for 4 (CPUs of its nodes: 4)" in full
     gone = finish(start(arguments(tmp_path / "gone", *workers(1)), {"RAY_ADDRESS": "127.0.0.1:1"}), code=5)
     assert "no Ray cluster answers at 127.0.0.1:1" in gone
@@ -268,7 +268,7 @@ def test_the_script_starts_a_cluster_on_loopback_and_leaves_nothing(plain: Path,
     assert wait_until_gone("ray-script") == {}
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_a_script_that_is_ended_leaves_nothing(tmp_path: Path, end: signal.Signals) -> None:
     mark = f"ray-{end.name}"
     process = start_script(tmp_path / "run", mark)
@@ -276,5 +276,5 @@ def test_a_script_that_is_ended_leaves_nothing(tmp_path: Path, end: signal.Signa
         assert process.poll() is None, finish(process)
         time.sleep(0.1)
     process.send_signal(end)
-    process.wait(60)
+    process.communicate(timeout=60)  # every process that it started has the other end of this pipe
     assert wait_until_gone(mark, timeout_s=60) == {}

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -16,11 +17,12 @@ _LISTEN = "0A"
 
 def find_marked(mark: str) -> dict[int, str]:
     """The living processes with this mark in their environment, with their command lines."""
-    return {
-        int(folder.name): (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        for folder, environ in _read_all("environ")
-        if f"{MARK_VARIABLE}={mark}".encode() in environ.split(b"\0")
-    }
+    marked: dict[int, str] = {}
+    for folder, environ in _read_all("environ"):
+        if f"{MARK_VARIABLE}={mark}".encode() in environ.split(b"\0"):
+            with suppress(OSError):  # it has ended meanwhile
+                marked[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return marked
 
 
 def find_below(process_id: int) -> set[int]:
