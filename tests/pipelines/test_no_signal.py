@@ -129,7 +129,7 @@ def test_it_is_said_in_the_log(runs: Path) -> None:
     assert f"step 1: 4 {words}moments and weight decay move the weights all the same (training.on_no_signal=up" in log
 
 
-@pytest.mark.parametrize("layout", ["tensor_model", "data"])
+@pytest.mark.parametrize("layout", [pytest.param("tensor_model", marks=pytest.mark.all), "data"])
 def test_every_layout_decides_alike(runs: Path, layout: str) -> None:
     output = runs / f"rejected-{layout}"
     finished = run_cli(

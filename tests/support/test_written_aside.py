@@ -18,6 +18,7 @@ ALLOWED = {
     "mock_scheduler/alignment/extract/command.py": "a new folder, which gets its name when it is whole",
     "mock_scheduler/alignment/extract/extraction.py": "the log of a trial, in a folder of its own",
     "pipelines/megatron/checkpoint.py": "a checkpoint's new folder, which counts when its run_state.json is there",
+    "pipelines/rollout/engines/weights.py": "a version of an engine's weights, which is given to it when it is whole",
     "mock_scheduler/commands/launch.py": "a copy for the user, whose source is there",
     "mock_scheduler/api/page.py": "a page of the docs",
     "mock_scheduler/layouts/rules/table.py": "a page of the docs",

@@ -6,6 +6,7 @@ Ray is a stand-in here (``tests/pipelines/fake_ray.py``); ``tests/integrations/t
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import sys
@@ -25,6 +26,16 @@ from pipelines.environments.ray_cluster import check_cluster, connect, disconnec
 from pipelines.environments.workers import EnvironmentPool
 from tests.pipelines.environments.test_workers import CUSTOM_ENVS, open_pool, play, request, tokenizer_of
 from tests.pipelines.fake_ray import Cluster, Strike, build_ray
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_this_process() -> Iterator[None]:
+    """An actor sets the levels of its process's loggers, which is this one here."""
+    names = [None, *logging.root.manager.loggerDict]
+    before = {name: logging.getLogger(name).level for name in names}
+    yield
+    for name in [None, *logging.root.manager.loggerDict]:
+        logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
 
 
 @pytest.fixture
