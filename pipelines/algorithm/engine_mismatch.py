@@ -20,6 +20,7 @@ from mock_scheduler.correction.report.mismatch import MismatchJudge
 from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.correction.report.view import TrainingSide
 from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from pipelines.config.schema import PipelineConfig
 
 logger = logging.getLogger("pipelines.mismatch")
@@ -50,11 +51,11 @@ class EngineMismatch:
     def is_due(self, step: int) -> bool:
         """Says whether a step's rollouts are this run's own."""
         mock = self._config.rollout_mock
-        return mock.mode_of(step=step, kind="train", scheduler_id="default") != "mock"
+        return mock.mode_of(step=step, kind="train", scheduler_id=DEFAULT_SCHEDULER_ID) != "mock"
 
     def judge(self, batch: RolloutBatch, train_logprobs: torch.Tensor, *, step: int) -> dict[str, float]:
         """Judges a step and returns its metrics; train_logprobs: floating ``[M]``, before the step's first update."""
-        info = StepInfo(step=step, mode="train", scheduler_id="default", run_id="run", policy_version=step)
+        info = StepInfo(step=step, mode="train", scheduler_id=DEFAULT_SCHEDULER_ID, run_id="run", policy_version=step)
         scored = ScoredStep(info=info, batch=batch, train_logprobs=train_logprobs)
         self._judge.add(scored)
         found = self._judge.advice_of(step)

@@ -101,6 +101,9 @@ class RunCache:
                 f"you trust whoever wrote this folder, add {FLAG} (in Python: run_stored_code=True); else run "
                 "everything anew (--overwrite), or choose another folder (--output-dir)"
             )
+        loaded = load_loaded_code(run.output_dir) if isinstance(found, Reusable) else None
+        for name, digest in ({} if loaded is None else loaded.files).items():
+            self._loaded.setdefault(name, (digest, run.name))
         return found
 
     def _check_no_link(self, folder: Path | None) -> None:

@@ -91,7 +91,6 @@ class RunStore:
         for run in runs:
             found = self.cache.find(run)
             if isinstance(found, Reusable):
-                self._find_changed_code(run)  # its files are known from now on
                 outcomes[run.name] = found.elapsed_s
                 self._say(run, "taken again from an earlier alignment")
                 on_done(run, found.elapsed_s)

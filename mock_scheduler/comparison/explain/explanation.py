@@ -195,14 +195,14 @@ def _read_uses(pair: TensorPair, reader: TraceReader) -> dict[str, torch.Tensor]
     have: they may be divided by a number of tokens behind it.
     """
     key = pair.key
+    if (key.kind, key.name) != ("gradient", WORD_EMBEDDINGS):
+        return {}
     sources = [
         replace(key, kind="activation", name=FINAL_NORM),
         replace(key, kind="activation_gradient", name=OUTPUT_LAYER.removesuffix(".weight")),
     ]
     known = reader.keys(key.step)
-    if (key.kind, key.name) != ("gradient", WORD_EMBEDDINGS) or replace(key, name=OUTPUT_LAYER) in known:
-        return {}
-    if any(source not in known for source in sources):
+    if replace(key, name=OUTPUT_LAYER) in known or any(source not in known for source in sources):
         return {}
     hidden, slopes = (reader.merge(source).tensor.double() for source in sources)
     product = slopes.flatten(1).T @ hidden.flatten(1)

@@ -208,28 +208,33 @@ class EngineVerifier:
                         f"{self._restart}{untie}"
                     ),
                 )
-        left = _distance(answers.logprobs, predictions["mode"])[0]
-        if left <= EXPLAINED_SHARE * before:
-            return _Cause(
-                text=(
-                    f"the engine's log-probabilities are {self._other_mode}, which leaves {left:.3g}, and not "
-                    f"{self._mode}"
-                ),
-                remedy=(
-                    f"start the server with --logprobs-mode {self._mode}_logprobs, or set "
-                    f"actor_infer.logprobs_mode={self._other_mode}"
-                ),
-            )
-        left = _distance(answers.logprobs, predictions["likeliest"])[0]
-        if left <= EXPLAINED_SHARE * before:
-            return _Cause(
-                text=(
-                    "the engine's log-probabilities are those of the likeliest token at each place, which leaves "
-                    f"{left:.3g}, and not of the sampled one"
-                ),
-                remedy="have the server give the log-probability of the token that was sampled",
-            )
-        return self._known_cause(answers, own, before)
+        predicted = self._predicted_cause(answers, predictions, before)
+        return predicted or self._known_cause(answers, own, before)
+
+    def _predicted_cause(
+        self, answers: ProbeAnswers, predictions: dict[str, list[list[float]]], before: float
+    ) -> _Cause | None:
+        """Looks among the values that training computes for a known mistake of a server."""
+        for name, found, wanted, remedy in (
+            (
+                "mode",
+                self._other_mode,
+                self._mode,
+                f"start the server with --logprobs-mode {self._mode}_logprobs, or set "
+                f"actor_infer.logprobs_mode={self._other_mode}",
+            ),
+            (
+                "likeliest",
+                "those of the likeliest token at each place",
+                "of the sampled one",
+                "have the server give the log-probability of the token that was sampled",
+            ),
+        ):
+            left = _distance(answers.logprobs, predictions[name])[0]
+            if left <= EXPLAINED_SHARE * before:
+                text = f"the engine's log-probabilities are {found}, which leaves {left:.3g}, and not {wanted}"
+                return _Cause(text=text, remedy=remedy)
+        return None
 
     def _known_cause(self, answers: ProbeAnswers, own: list[list[float]], distance: float) -> _Cause | None:
         """Looks among the causes that recordings are searched for, too."""
