@@ -79,13 +79,14 @@ def test_the_metrics_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
 def test_a_run_that_fails_before_its_first_step_leaves_its_folder_to_the_next(
     tmp_path: Path, steps: int, resumed_at: int | None
 ) -> None:
-    with (
-        pytest.raises(ValueError, match="no engine"),
-        MetricsWriter(tmp_path, enabled=True, tensorboard=False, resumed_at=resumed_at) as writer,
-    ):
-        for step in range(steps):
-            writer.write(step, {"a": 1.0})
-        raise ValueError("no engine")
+    def fail() -> None:
+        with MetricsWriter(tmp_path, enabled=True, tensorboard=False, resumed_at=resumed_at) as writer:
+            for step in range(steps):
+                writer.write(step, {"a": 1.0})
+            raise ValueError("no engine")
+
+    with pytest.raises(ValueError, match="no engine"):
+        fail()
     assert (tmp_path / "metrics.jsonl").exists() is (steps > 0 or resumed_at is not None)
     if steps == 0 and resumed_at is None:
         prepare_output_dir(tmp_path, resume=False)

