@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-#: Faults by name. ``dead`` and ``lost`` begin with the third turn.
+#: Faults by name. ``dead`` begins with the sixth turn; ``lost`` computes each turn and breaks off once instead of
+#: answering.
 FAULTS = (
     *("stale", "stale_head", "raw", "processed", "shift", "likeliest", "other_precision", "other_model"),
     *("short", "abort", "abort_at_once", "duplicate", "exchanged", "two_choices", "too_long", "own_stop", "nan"),
-    *("dead", "flaky", "no_ids", "no_logprobs", "no_update", "no_key", "text"),
+    *("dead", "flaky", "lost", "no_ids", "no_logprobs", "no_update", "no_key", "text"),
 )
 
 
@@ -239,6 +240,11 @@ class Handler(BaseHTTPRequestHandler):
             engine._failed.add(text)
             self._say(503, {"error": "busy"})
             return
+        if "lost" in engine.faults and text not in engine._failed:
+            engine._failed.add(text)
+            engine.complete(body)
+            self.close_connection = True
+            return
         if "text" in engine.faults:
             self._answer(200, b"<html>a proxy</html>")
             return
@@ -294,6 +300,7 @@ def main() -> None:
         parser.add_argument(f"--{name}")
     parser.add_argument("--generation-config")
     parser.add_argument("--skip-tokenizer-init", action="store_true")
+    parser.add_argument("--no-enable-chunked-prefill", action="store_true")
     options = parser.parse_args()
     faults = frozenset(os.environ.get("ENGINE_FAULTS", "").split(",")) - {""}
     torch.set_num_threads(1)
@@ -301,7 +308,8 @@ def main() -> None:
     mode, named = os.stat(Path(options.uds).parent).st_mode & 0o777, os.environ
     print(
         f"socket mode {mode:o}, key {len(named.get('VLLM_API_KEY', '')) > 30}, dev mode "
-        f"{named.get('VLLM_SERVER_DEV_MODE')}, ranks {'RANK' in named}, python path {'PYTHONPATH' in named}",
+        f"{named.get('VLLM_SERVER_DEV_MODE')}, ranks {'RANK' in named}, python path {'PYTHONPATH' in named}, "
+        f"whole prompts {options.no_enable_chunked_prefill}",
         flush=True,
     )
     if "dead_at_start" in faults:

@@ -272,10 +272,11 @@ def _with_string_envs(values: object) -> dict[str, object]:
 
 
 def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
-    """Makes a function from a dotted key to the override that set it, if any."""
+    """Makes a function from a dotted key to the last override that set it, if any: it is the one in effect."""
 
     def find(key: str) -> str | None:
-        return next((override.input_line for override in overrides if _covers(override.key_or_group, key)), None)
+        covering = [override.input_line for override in overrides if _covers(override.key_or_group, key)]
+        return covering[-1] if covering else None
 
     return find
 

@@ -57,7 +57,8 @@ class MetricsWriter:
     """Writes metrics on one rank; on all others it does nothing.
 
     ``resumed_at``: the first step of a resumed run. Its log goes on from there, and logged steps from there on are
-    dropped, since this run computes them anew. ``None`` starts a new log.
+    dropped, since this run computes them anew. ``None`` starts a new log; where the run fails before its first step it
+    is removed, so that the next run may have the folder.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class MetricsWriter:
         if not enabled:
             return
         self._path = output_dir / file_name
+        self._may_be_removed = resumed_at is None
         try:
             _begin_log(self._path, resumed_at=resumed_at)
             # Closed in __exit__, which the run's with-statement guarantees.
@@ -95,6 +97,8 @@ class MetricsWriter:
         try:
             if self._file is not None:
                 self._file.close()
+                if error is not None and self._may_be_removed and not (self._path.parent / TRACE_FOLDER).exists():
+                    self._path.unlink(missing_ok=True)
         except OSError as problem:
             if error is None:  # else the run ends with what failed first
                 raise self._unsynced(problem) from problem
@@ -109,6 +113,7 @@ class MetricsWriter:
         if self._file is None:
             return
         values = {name: value if math.isfinite(value) else str(value) for name, value in sorted(metrics.items())}
+        self._may_be_removed = False
         try:
             self._file.append(json.dumps({"step": step, "metrics": values}, allow_nan=False))
         except OSError as error:

@@ -145,6 +145,11 @@ def test_all_problems_are_listed_with_the_override_that_caused_them(tmp_path: Pa
     )
 
 
+def test_of_two_overrides_of_a_key_the_one_in_effect_is_named(tmp_path: Path) -> None:
+    said = error_of(tmp_path, "exp_name: x\n", "max_steps=-1", "seed=3", "max_steps=-2")
+    assert said.splitlines()[1:] == ["  - max_steps: is -2, should be greater than 0 (given as 'max_steps=-2')"]
+
+
 def test_unknown_key_inside_dicts_and_lists_is_located(tmp_path: Path) -> None:
     text = "exp_name: x\ncustom_envs: {Lake: {env_config: {siz: 3}}}\nalign: {candidates: [{nam: a, name: b}]}\n"
     message = error_of(tmp_path, text)

@@ -31,32 +31,32 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(root: Path, name: str, *overrides: str, checkpoint: str = "untied") -> subprocess.CompletedProcess[str]:
-    """A run of the shipped configuration of text, small, with two updates."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{PACKAGES}{os.pathsep}{ROOT}",
-        "PYTHONHASHSEED": "0",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    given = [
-        *("--config-path", "configs", "--config-name", "qwen3_tiny_reasoning", f"output_dir={root / name}"),
+def settings(root: Path, checkpoint: str = "untied") -> list[str]:
+    """The shipped configuration of text, small, with two steps of rollouts; its engine is vLLM."""
+    return [
         *(f"model.hf_checkpoint={root / checkpoint}", "rollout_batch_size=16", "train_env_manager.num_env_groups=2"),
         *("max_steps=2", "eval_steps=0", "sft.steps=0", "actor_infer.max_new_tokens=16", "training.lr=1.0e-3"),
-        *("track_with=none", "save_steps=2", "rollout_mock.enable=true", "rollout_mock.mode=dump"),
-        *(f"rollout_mock.dump_dir={root / name}-recording", "actor_infer.engine=vllm"),
-        *(f"actor_infer.engine_python={ENGINES}", "actor_infer.server.arguments=[--enforce-eager]", *overrides),
+        *("track_with=none", "actor_infer.engine=vllm", "actor_infer.server.arguments=[--enforce-eager]"),
     ]
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pipelines.agentic", *given],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=2000,
-        check=False,
-    )
+
+
+def python(arguments: list[str], *packages: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS`` with these folders of packages."""
+    path = os.pathsep.join(map(str, [*packages, ROOT]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2000, check=False)
+
+
+def run(root: Path, name: str, *overrides: str, checkpoint: str = "untied") -> subprocess.CompletedProcess[str]:
+    """A recorded run."""
+    given = [
+        *("--config-path", "configs", "--config-name", "qwen3_tiny_reasoning", f"output_dir={root / name}"),
+        *("save_steps=2", "rollout_mock.enable=true", "rollout_mock.mode=dump"),
+        *(f"rollout_mock.dump_dir={root / name}-recording", f"actor_infer.engine_python={ENGINES}"),
+    ]
+    arguments = ["-m", "pipelines.agentic", *given, *settings(root, checkpoint), *overrides]
+    return python(arguments, PACKAGES, VLLM_CPU_KVCACHE_SPACE="1")
 
 
 def metrics(root: Path, name: str) -> list[dict[str, Any]]:
@@ -82,6 +82,41 @@ def test_vllm_samples_by_each_steps_weights_and_a_replay_trains_to_the_same_bits
         for name in ("sampled", "replayed")
     ]
     assert policies[0] == policies[1]
+
+
+CANDIDATES = {
+    "again": ("", "identical"),
+    "tp2": ("parallel.tensor_model_parallel_size=2", "identical (emulated)"),
+    "pp2": ("parallel.pipeline_model_parallel_size=2", "identical (emulated)"),
+    "dp2": ("parallel.data_parallel_size=2", "identical (emulated)"),
+    "micro-batches-of-8": ("training.micro_batch_size=8", "identical (emulated)"),
+    "without-entropy": ("entropy_loss_coef=0", "diverged"),
+}
+
+
+def test_layouts_are_aligned_on_what_vllm_sampled_without_it_and_without_the_packages(root: Path) -> None:
+    """The recording alone is there: no engine, no tokenizer and no task can be imported or started."""
+    if not (root / "sampled-recording").is_dir():
+        assert run(root, "sampled").returncode == 0
+    entry = "tests.pipelines.gymnasium_must_not_load"  # it fails where a client of servers was imported
+    named = [f"{{name: {name}, entry: {entry}, overrides: [{override}]}}" for name, (override, _) in CANDIDATES.items()]
+    folder = root / "aligned"
+    done = python(
+        [
+            *("-m", "mock_scheduler.cli", "align", "qwen3_tiny_reasoning", "--output-dir", str(folder)),
+            *("--recording", f"{root}/sampled-recording", *settings(root), "actor_infer.engine_python=/nowhere/python"),
+            f"align.candidates=[{', '.join(named)}]",
+        ]
+    )
+    found = json.loads((folder / "align.json").read_text(encoding="utf-8"))["candidates"]
+    verdicts = {candidate["name"]: candidate["verdict"] for candidate in found}
+    assert verdicts == {name: verdict for name, (_, verdict) in CANDIDATES.items()}, done.stdout + done.stderr
+    assert done.returncode == 1  # of the change that is none of layout
+    ledgers = list(folder.rglob("ledger.json"))
+    assert len(ledgers) > len(CANDIDATES)
+    for ledger in ledgers:
+        assert json.loads(ledger.read_text(encoding="utf-8"))["built"]["engine"] == 0
+    assert not list(folder.rglob("server.log"))
 
 
 def test_the_stale_output_head_of_a_tied_model_is_found_at_the_first_update(root: Path) -> None:

@@ -75,6 +75,23 @@ def test_the_metrics_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
     assert (folder / "metrics.jsonl").is_file()
 
 
+@pytest.mark.parametrize(("steps", "resumed_at"), [(0, None), (1, None), (0, 0)])
+def test_a_run_that_fails_before_its_first_step_leaves_its_folder_to_the_next(
+    tmp_path: Path, steps: int, resumed_at: int | None
+) -> None:
+    def fail() -> None:
+        with MetricsWriter(tmp_path, enabled=True, tensorboard=False, resumed_at=resumed_at) as writer:
+            for step in range(steps):
+                writer.write(step, {"a": 1.0})
+            raise ValueError("no engine")
+
+    with pytest.raises(ValueError, match="no engine"):
+        fail()
+    assert (tmp_path / "metrics.jsonl").exists() is (steps > 0 or resumed_at is not None)
+    if steps == 0 and resumed_at is None:
+        prepare_output_dir(tmp_path, resume=False)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("name", ["config.yaml", "run.json", "error.json", "code", "trace", "tensorboard"])
 def test_what_lies_in_the_place_of_a_file_of_the_run_is_refused(tmp_path: Path, name: str, *, resume: bool) -> None:

