@@ -1,7 +1,8 @@
-"""Trains with TRL's GRPOTrainer and recorded rollouts.
+"""Trains with TRL's GRPOTrainer and recorded rollouts, several times in one process.
 
-``python -m tests.integrations.trl_run FOLDER NAME MODE [KEY=VALUE…]`` runs in ``.venv-engines``. It writes
-``FOLDER/NAME.json``: what was logged, the digest of every parameter after the training, the calls, and the ledger.
+``python -m tests.integrations.trl_run FOLDER NAME:MODE[:KEY=VALUE]…`` runs in ``.venv-engines``. For each run it writes
+``FOLDER/NAME.json``: what was logged, the digest of every parameter after the training, the calls that were made, and
+the ledger; or the error that refused it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from mock_scheduler.adapters.trl import Rollouts
@@ -43,7 +44,7 @@ async def vowels(completions: list[str], **_columns: Any) -> list[float]:
     return [-0.1 * text.count("e") for text in completions]
 
 
-def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> None:
+def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, Any]:
     """Train for three steps."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(given.get("tokenizer", str(folder / "model")), padding_side="left")
@@ -74,10 +75,7 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> None:
         vllm_max_model_length=128,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    if mode == "mock":
-        type(model).generate = refuse  # a replay that generates is found at once
-    else:
-        count_generation(model)
+    CALLS.update(generate=0, reward=0)
     random.seed(int(given.get("seed", 1)))
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / "dumps")}
@@ -107,28 +105,27 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> None:
         key: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
         for key, value in sorted(model.state_dict().items())
     }
-    result = {"logs": logs, "weights": digests, "calls": CALLS, "ledger": rollouts.ledger.as_dict()}
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return {"logs": logs, "weights": digests, "calls": dict(CALLS), "ledger": rollouts.ledger.as_dict()}
 
 
-def refuse(*_arguments: Any, **_options: Any) -> Any:
-    """Stand for ``generate`` where nothing may be generated."""
-    raise AssertionError("generate was called")
-
-
-def count_generation(model: Any) -> None:
-    """Count the calls of ``generate``."""
-    generate = type(model).generate
+def count_generation() -> None:
+    """Count the calls of transformers' ``generate``."""
+    generate: Any = GenerationMixin.generate
 
     def counted(self: Any, *arguments: Any, **options: Any) -> Any:
         CALLS["generate"] += 1
         return generate(self, *arguments, **options)
 
-    type(model).generate = counted
+    GenerationMixin.generate = counted
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], dict(word.split("=", 1) for word in sys.argv[4:]))
-    except MockSchedulerError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    count_generation()
+    place = Path(sys.argv[1])
+    for word in sys.argv[2:]:
+        name, mode, *pairs = word.split(":")
+        try:
+            result = main(place, name, mode, dict(pair.split("=", 1) for pair in pairs))
+        except MockSchedulerError as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        (place / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
