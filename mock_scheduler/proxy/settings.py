@@ -32,6 +32,9 @@ class BuildOptions(TypedDict, total=False):
         shard: this process gets, and records, only its own rows of every batch; recording with it needs ``run_id``.
         codec: converts between the framework's batches, which the pipeline gets, and ``RolloutBatch``.
         max_row_tokens: the longest row possible; bounds the disk needed by a dump before its first step.
+        late_values: names of the values that the trainer computes from a batch after it got it, as its rewards. They
+            are recorded with the step and given back in its replay: ``late_values`` and ``add_late_values`` of the
+            scheduler.
         patience: how long to wait for steps or shards written by other processes of the run; by default 10 minutes
             (``Patience(timeout_s=600)``). A wait of more than 5 s is logged with its reason, and again every 30 s.
     """
@@ -44,6 +47,7 @@ class BuildOptions(TypedDict, total=False):
     shard: RowShard | None
     codec: BatchCodec | None
     max_row_tokens: int | None
+    late_values: Sequence[str]
     patience: Patience
 
 
@@ -63,6 +67,7 @@ class ProxySettings:
     shard: RowShard | None = None
     codec: BatchCodec | None = None
     max_row_tokens: int | None = None
+    late_values: Sequence[str] = ()
     patience: Patience = field(default_factory=Patience)
 
     @property
