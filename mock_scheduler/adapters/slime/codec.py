@@ -82,10 +82,21 @@ class SlimeCodec:
         Raises:
             BatchError: a sample contradicts itself or has a value that cannot be kept; lists the first of each kind.
         """
-        return self.build(native, version=request.policy_version, meta={})
+        return self.build(native, version=request.policy_version)
 
-    def build(self, native: Nested, *, version: int, meta: Mapping[str, JSON]) -> RolloutBatch:
-        """Gives the batch of samples; ``version``: the newest policy, where the samples say nothing newer."""
+    def build(
+        self,
+        native: Nested,
+        *,
+        version: int,
+        reads_versions: bool = False,
+        meta: Mapping[str, JSON] | None = None,
+    ) -> RolloutBatch:
+        """Gives the batch of samples, all of policy ``version``.
+
+        ``reads_versions``: a sample's own ``weight_versions`` count instead, where they are numbers up to ``version``.
+        An engine counts the weights that it was sent, and a replay sends none.
+        """
         placed = list(_walk(native, ()))
         empty = [list(path) for path, sample in placed if sample is None]
         samples = [(path, sample) for path, sample in placed if sample is not None]
@@ -95,7 +106,8 @@ class SlimeCodec:
         rows, problems = [], []
         for number, (path, sample) in enumerate(samples):
             try:
-                rows.append(self._read(sample, path, places[number], version))
+                own = _read_version(sample.get("weight_versions"), version) if reads_versions else version
+                rows.append(self._read(sample, path, places[number], own))
             except (BatchError, TypeError, ValueError, OverflowError) as error:
                 problems.append(f"sample {number} (index {sample.get('index')}): {error}")
         if problems:
@@ -109,7 +121,7 @@ class SlimeCodec:
             _without_doubles(rows),
             sampling=self._sampling,
             scheduler_id=self._scheduler_id,
-            meta={**meta, META_KEY: about},
+            meta={**(meta or {}), META_KEY: about},
             identity_fields=_IDENTITY_FIELDS,
         )
 
@@ -168,7 +180,7 @@ class SlimeCodec:
             member=place[1],
             turn=place[2],
             reward=self._read_reward(sample.get("reward")),
-            versions=_read_version(sample.get("weight_versions"), version),
+            versions=version,
             termination=TERMINATIONS.get(str(sample.get("status")), Termination.ABORTED),
             prompt_length=prompt_length if tokens else 1,
             tag=_read_tag(sample),

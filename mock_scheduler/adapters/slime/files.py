@@ -70,7 +70,7 @@ def _read_step(content: Mapping[str, Any], path: Path, named: int, mode: Mode, o
     packed, data = pack(rest, f"{path}")
     meta: dict[str, JSON] = {_FILE_KEY: {"fields": packed, "bytes": data.hex(), "order": list(content)}}
     try:
-        batch = codec.build(samples, version=version or 0, meta=meta)
+        batch = codec.build(samples, version=version or 0, reads_versions=True, meta=meta)
     except BatchError as error:
         raise BatchError(f"{path}: {error}") from error
     lacks = [*options.assumed]

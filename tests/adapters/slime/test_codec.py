@@ -159,7 +159,9 @@ def test_core_fields_are_the_samples_own() -> None:
     assert batch.rollout_logprobs.tolist() == [-0.5, -0.25, -0.75]
     assert batch.turn_rewards.tolist() == [0.0, 1.0, -2.0]
     assert batch.rewards.tolist() == [1.0, -2.0]
-    assert batch.policy_versions.tolist() == [3, 3, 7]
+    assert batch.policy_versions.tolist() == [7, 7, 7]
+    stated = CODEC.build([[first, second]], version=7, reads_versions=True)
+    assert stated.policy_versions.tolist() == [3, 3, 7]
     assert batch.prompt_lengths.tolist() == [2, 1]
     assert (batch.group_size, batch.num_groups, batch.num_trajectories) == (2, 1, 2)
 
