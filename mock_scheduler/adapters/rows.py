@@ -185,7 +185,7 @@ def _pack_native(row: ForeignRow, columns: Mapping[str, str], number: int) -> di
 def _build_row(
     row: ForeignRow, by_token: npt.NDArray[np.int32], extras: Mapping[str, RowValue], scheduler_id: str
 ) -> Trajectory:
-    mask = np.asarray(row.response_mask, dtype=np.bool_)
+    mask = np.array(row.response_mask, dtype=np.bool_)
     starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
     firsts = np.concatenate([[0], mask.cumsum()])[starts]
     rewards = np.zeros(len(starts), dtype=np.float32)
@@ -197,9 +197,9 @@ def _build_row(
         identity=SampleIdentity(
             scheduler_id=scheduler_id, group_id=row.group, episode_id=0, env_id=row.member, turn=row.turn
         ),
-        tokens=share_array(np.asarray(row.tokens, dtype=np.int32)),
+        tokens=share_array(np.array(row.tokens, dtype=np.int32)),
         response_mask=share_array(mask),
-        rollout_logprobs=share_array(np.asarray(row.rollout_logprobs, dtype=np.float32)),
+        rollout_logprobs=share_array(np.array(row.rollout_logprobs, dtype=np.float32)),
         turn_rewards=share_array(rewards),
         policy_versions=share_array(versions.astype(np.int32)),
         termination=row.termination,
@@ -233,9 +233,10 @@ def experts_fit(all_experts: Sequence[_Array | None]) -> bool:
 
 def _routing_of(row: ForeignRow, rows: Sequence[ForeignRow]) -> torch.Tensor:
     if row.routed_experts is not None:
-        return torch.from_numpy(np.ascontiguousarray(row.routed_experts))
+        # A copy: bytes out of a file cannot be written to, which torch warns of.
+        return torch.from_numpy(row.routed_experts.copy())
     some = next(other.routed_experts for other in rows if other.routed_experts is not None)
-    return torch.empty((0, *some.shape[1:]), dtype=torch.from_numpy(some[:0]).dtype)
+    return torch.empty((0, *some.shape[1:]), dtype=torch.from_numpy(some[:0].copy()).dtype)
 
 
 def experts_are_usable(experts: object, num_tokens: int) -> bool:

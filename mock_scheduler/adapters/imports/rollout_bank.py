@@ -21,7 +21,7 @@ import numpy as np
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
 from mock_scheduler.adapters.rows import ForeignRow, build_batch
 from mock_scheduler.batch import Termination
-from mock_scheduler.errors import BatchError, ForeignFileError, RecordingError
+from mock_scheduler.errors import BatchError, ForeignFileError, MockSchedulerError, RecordingError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.foreign_files import load_json, open_foreign, read_lines
 
@@ -97,6 +97,8 @@ def _read_segment(folder: Path, source: Path) -> Iterator[tuple[Mapping[str, Any
             _check_record(record, where)
             slices = {name: _read_slice(folder / file, record.get(name), source) for name, file, _ in _SIDECARS}
             _check_sum(record, slices, where)
+        except MockSchedulerError:
+            raise
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             if is_last:
                 yield None, _Turns(tokens=[], logprobs=None, masks=None)

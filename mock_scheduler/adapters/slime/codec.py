@@ -18,16 +18,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mock_scheduler.adapters.rows import (
     FROM_CORE,
     ForeignRow,
     build_batch,
-    experts_are_usable,
     experts_fit,
     unpack_rows,
+)
+from mock_scheduler.adapters.slime.sample_fields import (
+    TERMINATIONS,
+    SampleFields,
+    is_restorable,
+    read_experts,
+    read_logprobs,
+    read_mask,
+    read_support,
+    read_tag,
+    read_version,
 )
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.batch.columns import Ragged, TensorColumn
@@ -47,18 +56,9 @@ _IDENTITY_FIELDS = frozenset({_PATH, "group_index", "index", "rollout_id", "sess
 _INT32_MAX = 2**31 - 1
 _LARGEST_REWARD = float(np.finfo(np.float32).max)
 
-SampleFields: TypeAlias = Mapping[str, Any]
 #: Lists of lists of samples, at any depth.
 Nested: TypeAlias = "Sequence[Nested | SampleFields]"
 _Path = tuple[int, ...]
-
-TERMINATIONS = {
-    "completed": Termination.TERMINATED,
-    "truncated": Termination.TRUNCATED,
-    "aborted": Termination.ABORTED,
-    "failed": Termination.ABORTED,
-    "pending": Termination.ABORTED,
-}
 
 
 class SlimeCodec:
@@ -106,7 +106,7 @@ class SlimeCodec:
         rows, problems = [], []
         for number, (path, sample) in enumerate(samples):
             try:
-                own = _read_version(sample.get("weight_versions"), version) if reads_versions else version
+                own = read_version(sample.get("weight_versions"), version) if reads_versions else version
                 rows.append(self._read(sample, path, places[number], own))
             except (BatchError, TypeError, ValueError, OverflowError) as error:
                 problems.append(f"sample {number} (index {sample.get('index')}): {error}")
@@ -160,16 +160,16 @@ class SlimeCodec:
             raise BatchError(f"token ids lie from {min(tokens)} to {max(tokens)}; expected 0 to {_INT32_MAX}")
         native: dict[str, object] = {**sample, _PATH: path}
         prompt_length = len(tokens) - length
-        mask, is_core_mask = _read_mask(sample.get("loss_mask"), length)
+        mask, is_core_mask = read_mask(sample.get("loss_mask"), length)
         if tokens:
             native["tokens"] = FROM_CORE
         if is_core_mask:
             native["loss_mask"] = FROM_CORE
-        logprobs, is_core = _read_logprobs(sample.get("rollout_log_probs"), mask)
+        logprobs, is_core = read_logprobs(sample.get("rollout_log_probs"), mask)
         if is_core:
             native["rollout_log_probs"] = FROM_CORE
-        support = _read_support(sample, tokens, mask)
-        if support is not None and _is_restorable(sample, support[1], mask):
+        support = read_support(sample, tokens, mask)
+        if support is not None and is_restorable(sample, support[1], mask):
             native["rollout_top_p_token_ids"] = native["rollout_top_p_token_offsets"] = FROM_CORE
             native[_SUPPORT_KIND] = type(sample["rollout_top_p_token_ids"]).__name__
         return ForeignRow(
@@ -183,9 +183,9 @@ class SlimeCodec:
             versions=version,
             termination=TERMINATIONS.get(str(sample.get("status")), Termination.ABORTED),
             prompt_length=prompt_length if tokens else 1,
-            tag=_read_tag(sample),
+            tag=read_tag(sample),
             native=native,
-            routed_experts=_read_experts(sample.get("rollout_routed_experts"), len(tokens)),
+            routed_experts=read_experts(sample.get("rollout_routed_experts"), len(tokens)),
             support=support,
         )
 
@@ -228,94 +228,6 @@ def _member(sample: SampleFields) -> Any:  # noqa: ANN401 - of a file
 
 def _is_number(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
-
-
-def _read_mask(loss_mask: object, length: int) -> tuple[npt.NDArray[np.bool_], bool]:
-    """The mask of the response, and whether the core fields say the sample's own exactly."""
-    if loss_mask is None:
-        return np.ones(length, dtype=np.bool_), False
-    if not isinstance(loss_mask, list | torch.Tensor | np.ndarray) or len(loss_mask) != length:
-        found = len(loss_mask) if isinstance(loss_mask, list | torch.Tensor | np.ndarray) else loss_mask
-        raise BatchError(f"loss_mask has {found} entries, and response_length is {length}")
-    is_exact = isinstance(loss_mask, list) and all(type(item) is int and item in (0, 1) for item in loss_mask)
-    return np.array([bool(item) for item in loss_mask], dtype=np.bool_), is_exact
-
-
-def _read_logprobs(stated: object, mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.float32], bool]:
-    """The log-probabilities of sampled tokens, 0 where none are stated, and whether these are all that the sample says.
-
-    An engine answers in decimal digits, so most are no float32; the sample's own are kept beside them then.
-    """
-    if stated is None:
-        return np.zeros(int(mask.sum()), dtype=np.float32), False
-    if not isinstance(stated, list | torch.Tensor | np.ndarray) or len(stated) != len(mask):
-        found = len(stated) if isinstance(stated, list | torch.Tensor | np.ndarray) else stated
-        raise BatchError(f"rollout_log_probs has {found} entries, and response_length is {len(mask)}")
-    numbers = stated.double().numpy() if isinstance(stated, torch.Tensor) else np.array(stated, dtype=np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = numbers.astype(np.float32)
-    if not np.isfinite(rounded[mask]).all():
-        raise BatchError(f"rollout_log_probs is not finite: {rounded[mask][~np.isfinite(rounded[mask])][:3].tolist()}")
-    others = numbers[~mask]
-    is_exact = (
-        isinstance(stated, list)
-        and all(type(item) is float for item in stated)
-        and numbers.tobytes() == rounded.astype(np.float64).tobytes()
-        and others.tobytes() == bytes(others.nbytes)
-    )
-    return rounded[mask], is_exact
-
-
-def _read_version(stated: object, version: int) -> int:
-    """The oldest of the sample's versions; those of an engine that counts otherwise are kept beside the core alone."""
-    items = [str(item) for item in stated] if isinstance(stated, list) else []
-    numbers = [int(item) for item in items if item.isascii() and item.isdecimal()]
-    is_usable = bool(numbers) and len(numbers) == len(items) and max(numbers) <= version
-    return min(numbers) if is_usable else version
-
-
-def _read_tag(sample: SampleFields) -> str:
-    metadata = sample.get("metadata")
-    source = metadata.get("source_name", metadata.get("data_source")) if isinstance(metadata, Mapping) else None
-    return source if isinstance(source, str) else ""
-
-
-def _read_experts(stated: object, num_tokens: int) -> npt.NDArray[Any] | None:
-    experts = stated.numpy() if isinstance(stated, torch.Tensor) and stated.dtype.is_signed else stated
-    return experts if isinstance(experts, np.ndarray) and experts_are_usable(experts, num_tokens) else None
-
-
-def _read_support(
-    sample: SampleFields, tokens: Sequence[int], mask: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-    """Ids and offsets for sampled tokens alone: those of the others are cut out."""
-    ids, bounds = sample.get("rollout_top_p_token_ids"), sample.get("rollout_top_p_token_offsets")
-    if ids is None or bounds is None:
-        return None
-    all_ids, starts = (np.asarray(value, dtype=np.int64).reshape(-1) for value in (ids, bounds))
-    sizes = np.diff(starts)
-    if len(starts) != len(mask) + 1 or starts[0] != 0 or starts[-1] != len(all_ids) or (sizes < 0).any():
-        raise BatchError(
-            f"rollout_top_p_token_offsets has {len(starts)} numbers; expected {len(mask) + 1} that rise from 0 to "
-            f"{len(all_ids)}"
-        )
-    of_token = np.repeat(np.arange(len(mask)), sizes)
-    own = np.asarray(tokens[len(tokens) - len(mask) :], dtype=np.int64)
-    hits = np.bincount(of_token[all_ids == own[of_token]], minlength=len(mask))
-    is_inside = all_ids.min(initial=0) >= 0 and all_ids.max(initial=0) <= _INT32_MAX
-    if ((sizes > 0) & (hits == 0) & mask).any() or not is_inside:
-        return None
-    return all_ids[mask[of_token]], np.concatenate([[0], sizes[mask].cumsum()])
-
-
-def _is_restorable(sample: SampleFields, starts: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> bool:
-    """Whether the support of sampled tokens is all that the sample says."""
-    ids, bounds = sample["rollout_top_p_token_ids"], sample["rollout_top_p_token_offsets"]
-    if type(ids) is not type(bounds) or starts[-1] != len(ids):
-        return False
-    if isinstance(ids, torch.Tensor):
-        return bool(ids.dtype == bounds.dtype == torch.int32) and ids.dim() == bounds.dim() == 1
-    return isinstance(ids, list) and all(type(item) is int for item in (*ids, *bounds))
 
 
 def _without_doubles(rows: list[ForeignRow]) -> list[ForeignRow]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +19,12 @@ from mock_scheduler.errors import BatchError
 from mock_scheduler.recording.step.step_file import decode_step, encode_step
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import RolloutRequest
-from mock_scheduler.support.tensor_bytes import as_bytes
+from tests.adapters.bits import bits
 from tests.adapters.slime.samples import sample
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
 REQUEST = RolloutRequest(global_step=0, batch_size=8, policy_version=7)
 CODEC = SlimeCodec(sampling=SAMPLING)
-
-
-def bits(value: object) -> object:
-    """A value that is equal exactly where every type and every bit is."""
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.dtype, tuple(value.shape), as_bytes(value).tolist())
-    if isinstance(value, np.ndarray):
-        content = [bits(item) for item in value.flat] if value.dtype == object else value.tobytes()
-        return ("array", value.dtype.str, value.shape, content)
-    if isinstance(value, np.generic):
-        return ("scalar", value.dtype.str, value.tobytes())
-    if isinstance(value, float):
-        return ("float", struct.pack(">d", value))
-    if isinstance(value, Mapping):
-        return ("dict", [(bits(key), bits(item)) for key, item in value.items()])
-    if isinstance(value, list | tuple):
-        return (type(value).__name__, [bits(item) for item in value])
-    return (type(value).__name__, value)
 
 
 def check(samples: list[Any]) -> RolloutBatch:
