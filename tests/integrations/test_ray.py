@@ -60,13 +60,17 @@ def head() -> Iterator[Head]:
         options = ("--port=0", "--ray-client-server-port=23456", "--include-dashboard=false", "--num-cpus=4")
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
         command += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
-        with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **TURN_OFF}) as process:
+        # Without one of its own a cluster takes the token of this user's home, which another may renew meanwhile.
+        token = Path(folder) / "token"
+        token.write_text("0123456789abcdef" * 4, encoding="utf-8")
+        joins = {**TURN_OFF, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+        with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **joins}) as process:
             place = Path(folder) / "ray_current_cluster"
             ends_s = time.monotonic() + 120
             while not place.is_file() and time.monotonic() < ends_s:
                 time.sleep(0.1)
             time.sleep(3)  # the address is there before the node has joined
-            yield Head(process.pid, {**TURN_OFF, "RAY_ADDRESS": place.read_text(encoding="utf-8")})
+            yield Head(process.pid, {**joins, "RAY_ADDRESS": place.read_text(encoding="utf-8")})
             process.terminate()
             process.wait(60)
 
