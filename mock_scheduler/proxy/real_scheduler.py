@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from mock_scheduler.adapters.ray import as_scheduler
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.ledger import Ledger
@@ -80,7 +81,7 @@ class RealScheduler:
 
     def _catch_up(self, coming: str | None) -> Flow[None]:
         if self._methods is None:
-            self._methods = scheduler_methods((yield Build(self._make_real)))
+            self._methods = scheduler_methods(as_scheduler((yield Build(self._make_real))))
             self._ledger.count("built", "scheduler")
         state = self.state
         if state:
@@ -112,6 +113,11 @@ class HeldCalls:
     def hold(self, name: str, arguments: tuple[object, ...]) -> None:
         """Keep a call until the kind of the next answer is known."""
         self._held.append((name, arguments))
+
+    def missed(self, version: int) -> None:
+        """Note that the weights are of ``version``, of which only a process before this one was told."""
+        if version and not any(name == "update_weights" for name, _ in self._held):
+            self._missed_version = version
 
     def suppress(self) -> list[str]:
         """Drop all held calls, since the next answer is replayed; returns their names."""
