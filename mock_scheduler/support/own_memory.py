@@ -11,8 +11,9 @@ import mmap
 import os
 import re
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,22 +35,21 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def own_memory(contents: Sequence[Bytes]) -> list[Bytes]:
     """Returns bytes that may be written to: those that may be already as they are, and all others anew."""
     foreign = [content for content in contents if not content.flags.writeable]
-    files: list[_SharedFile] = []
+    shared: list[_Shared] = []
     if sum(content.nbytes for content in foreign) >= _LEAST_LOOKED_FOR and sys.platform == "linux":
         with suppress(OSError):  # no /proc
-            files = _find_shared_files()
-    return [content if content.flags.writeable else _as_own(content, files) for content in contents]
+            shared = _list_shared()
+    return [content if content.flags.writeable else _as_own(content, shared) for content in contents]
 
 
 @dataclass(frozen=True, slots=True)
-class _SharedFile:
+class _Shared:
     """Shared memory from ``start`` to ``stop``: a file, by device and inode, from ``offset`` on."""
 
     start: int
     stop: int
     offset: int
     key: tuple[int, int]
-    descriptor: int
 
 
 class _Region:
@@ -61,25 +61,23 @@ class _Region:
         self._end.atexit = False  # a tensor may outlive it there
 
 
-def _as_own(content: Bytes, files: Sequence[_SharedFile]) -> Bytes:
+def _as_own(content: Bytes, shared: Sequence[_Shared]) -> Bytes:
     start, stop = content.ctypes.data, content.ctypes.data + content.nbytes
     if content.nbytes >= _LEAST_MAPPED and content.flags.c_contiguous:
-        for file in files:
-            if file.start <= start and stop <= file.stop:
-                with suppress(OSError):  # pages of another size, or too many mappings
-                    return _map_again(content, file)
+        for one in shared:
+            if one.start <= start and stop <= one.stop:
+                with suppress(OSError):  # no file, pages of another size, or too many mappings
+                    return _map_again(content, one, {other.key for other in shared})
     return content.copy()
 
 
-def _map_again(content: Bytes, file: _SharedFile) -> Bytes:
+def _map_again(content: Bytes, shared: _Shared, mapped: Collection[tuple[int, int]]) -> Bytes:
     """The bytes in a mapping of their own. Raises ``OSError``."""
-    offset = file.offset + content.ctypes.data - file.start
+    offset = shared.offset + content.ctypes.data - shared.start
     before = offset % mmap.ALLOCATIONGRANULARITY
     size = before + content.nbytes
-    descriptor = os.dup(file.descriptor)  # whose number may be another file's by now
+    descriptor = _files().open(shared.key, mapped)
     try:
-        if _key_of(descriptor) != file.key:
-            raise OSError("the file was closed")
         rights = mmap.PROT_READ | mmap.PROT_WRITE
         start = _libc().mmap(None, size, rights, mmap.MAP_PRIVATE, descriptor, offset - before)
     finally:
@@ -89,24 +87,72 @@ def _map_again(content: Bytes, file: _SharedFile) -> Bytes:
     return np.asarray(_Region(start, size, address=start + before, source=content))
 
 
-def _find_shared_files() -> list[_SharedFile]:
-    """Lists this process's shared memory whose file it still has open."""
+def _list_shared() -> list[_Shared]:
     with open("/proc/self/maps", "rb") as maps:
-        found = [[int(number, 16) for number in line[:5]] + [int(line[5])] for line in _SHARED.findall(maps.read())]
-    descriptors: dict[tuple[int, int], int] = {}
-    for name in os.listdir("/proc/self/fd") if found else ():
-        with suppress(OSError):  # closed meanwhile, as that of the listing itself
-            descriptors[_key_of(int(name))] = int(name)
+        found = _SHARED.findall(maps.read())
+    numbers = [[int(number, 16) for number in line[:5]] + [int(line[5])] for line in found]
     return [
-        _SharedFile(start, stop, offset, key, descriptors[key])
-        for start, stop, offset, major, minor, inode in found
-        if (key := (os.makedev(major, minor), inode)) in descriptors
+        _Shared(start, stop, offset, (os.makedev(major, minor), inode))
+        for start, stop, offset, major, minor, inode in numbers
     ]
 
 
-def _key_of(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+class _Files:
+    """The files of shared memory, which this process may have closed once they were mapped, as Ray does.
+
+    A process of this user that has one open lends it: the store's own. A file is looked for once.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[tuple[int, int], int | None] = {}
+        self._lock = threading.Lock()
+
+    def open(self, key: tuple[int, int], mapped: Collection[tuple[int, int]]) -> int:
+        """A new descriptor. ``mapped``: all that are mapped still. Raises ``OSError`` where nobody lends the file."""
+        with self._lock:
+            if key not in self._descriptors:
+                # An open file keeps its memory, so one whose store is gone is closed.
+                for gone in self._descriptors.keys() - mapped:
+                    self._close(self._descriptors.pop(gone))
+                self._descriptors[key] = _borrow(key)
+            kept = self._descriptors[key]
+            if kept is None:
+                raise OSError("nobody has the file open")
+            descriptor = os.dup(kept)
+        if _key_of(os.fstat(descriptor)) != key:  # the program has closed it, and its number is another file's
+            os.close(descriptor)
+            raise OSError("the file was closed")
+        return descriptor
+
+    @staticmethod
+    def _close(descriptor: int | None) -> None:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _borrow(key: tuple[int, int]) -> int | None:
+    """A descriptor of a file that a process of this user has open; None where none has."""
+    others = [name for name in os.listdir("/proc") if name.isdigit()]
+    for process in ("self", str(os.getppid()), *others):
+        with suppress(OSError):  # it has ended, or is another user's
+            for name in os.listdir(f"/proc/{process}/fd"):
+                path = f"/proc/{process}/fd/{name}"
+                with suppress(OSError):  # closed meanwhile, as that of the listing itself
+                    if _key_of(os.stat(path)) == key:
+                        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                        if _key_of(os.fstat(descriptor)) == key:
+                            return descriptor
+                        os.close(descriptor)
+    return None
+
+
+def _key_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
+
+
+@lru_cache(maxsize=1)
+def _files() -> _Files:
+    return _Files()
 
 
 @lru_cache(maxsize=1)
