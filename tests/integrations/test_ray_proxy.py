@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,28 +25,22 @@ from mock_scheduler import (
 from mock_scheduler.adapters.ray import ActorScheduler, AsyncActorScheduler, as_scheduler
 from mock_scheduler.batch import SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.recording.reading.reader import RecordingReader
+from tests.integrations.ray_head import ROOT, start_head
 from tests.proxy.players import AsyncPlayer, Player, batch_of, request
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).parents[2]
 CONTRACT = {"tokenizer": "toy"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
-    """Ray, with a cluster of this process's own on loopback."""
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token into this user's home
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=200_000_000,
-            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-            _node_ip_address="127.0.0.1",
-        )
+    """Ray, connected to a cluster."""
+    with start_head() as head, pytest.MonkeyPatch.context() as patch:
+        for name, value in head.environ.items():  # some are read as Ray is imported
+            patch.setenv(name, value)
+        ray = pytest.importorskip("ray")
+        ray.init(runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
         yield ray
         ray.shutdown()
 
@@ -132,9 +127,9 @@ def test_an_error_of_the_actor_is_raised_as_it_was(ray: Any) -> None:
     """Through two actors as well; Ray's own class is both, and its text a report."""
     failing = start(ray, Failing)
     for handle in (failing, start(ray, Calling, failing)):
-        with build_scheduler({"enable": False}, lambda handle=handle: handle, CONTRACT) as scheduler:
-            with pytest.raises(StepNotFoundError) as caught:
-                scheduler.get_batch(request(7))
+        scheduler = build_scheduler({"enable": False}, lambda handle=handle: handle, CONTRACT)
+        with scheduler, pytest.raises(StepNotFoundError) as caught:
+            scheduler.get_batch(request(7))
         assert type(caught.value) is StepNotFoundError
         assert str(caught.value) == "no step 7 in s3://user:***@bucket"
         assert "Failing.get_batch()" in str(caught.value.__cause__)
@@ -194,13 +189,9 @@ def test_a_proxy_within_an_actor_records_and_replays(ray: Any, tmp_path: Path, k
         found = ray.get([handle.get_batch.remote(request(step)) for step in range(3)])
         assert [batch.digest() for batch in found] == [batch_of(request(step)).digest() for step in range(3)]
         if mode == "mock":
-            with pytest.raises(StepNotFoundError, match=r"^\[Rollout Mock\] .*step 9"):
-                ActorScheduler(handle if kind is Rollouts else as_sync(ray, handle)).get_batch(request(9))
+            with pytest.raises(StepNotFoundError, match=r"^\[Rollout Mock\] Mock file not found: .*step_000009"):
+                ActorScheduler(handle).get_batch(request(9))
         ray.get(handle.close.remote())
-
-
-def as_sync(ray: Any, handle: Any) -> Any:
-    return start(ray, Calling, handle)
 
 
 def test_a_relative_folder_is_the_drivers_whatever_directory_the_actor_has(
@@ -209,7 +200,9 @@ def test_a_relative_folder_is_the_drivers_whatever_directory_the_actor_has(
     """Ray gives an actor the directory where its node was started, or a copy of files that it removes at the end."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "files").mkdir()
-    for number, environment in enumerate(({}, {"working_dir": str(tmp_path / "files")})):
+    (tmp_path / "files" / "data.txt").touch()
+    files = shutil.make_archive(str(tmp_path / "files"), "zip", tmp_path / "files")
+    for number, environment in enumerate(({}, {"working_dir": f"file://{files}"})):
         environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, **environment}
         handle = start(ray, Rollouts, section(f"dumps/{number}", "dump"), runtime_env=environment)
         ray.get(handle.get_batch.remote(request(0)))
