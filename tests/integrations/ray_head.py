@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,9 @@ def command_line(process_id: int) -> str:
 def start_head() -> Iterator[Head]:
     """Starts it, and ends it."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        options = ("--port=0", "--ray-client-server-port=23456", "--include-dashboard=false", "--num-cpus=4")
+        with socket.create_server(("127.0.0.1", 0)) as free:  # two heads on one machine want two
+            client_port = free.getsockname()[1]
+        options = ("--port=0", f"--ray-client-server-port={client_port}", "--include-dashboard=false", "--num-cpus=4")
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
         command += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
         # Without one of its own a cluster takes the token of this user's home, which another may renew meanwhile.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -300,3 +303,23 @@ def test_a_batch_is_not_copied_out_of_the_store_and_no_reader_changes_it(ray: An
     own.tokens[0] = 99
     assert ray.get(reference).is_identical(batch)
     assert own.copy().tokens[0] == 99
+
+
+def test_the_example_of_the_page_runs(ray: Any, tmp_path: Path) -> None:
+    """Its second actor is killed, and goes on where it was."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "example.py").write_text(block, encoding="utf-8")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error::FutureWarning", "example.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    batches = re.findall(r"^(dump|mock): 3 batches, (\w{8})$", said, re.MULTILINE)
+    assert [mode for mode, _ in batches] == ["dump", "mock"]
+    assert len({digest for _, digest in batches}) == 1
+    assert re.findall(r"schedulers built: (\d)", said) == ["1", "0"]
+    assert "went on with prompt 16: {'next_prompt': 32}" in said
+    assert re.search(r"\(Rollouts pid=\d+\).* \[Rollout Mock\] Dumped step 1: " + re.escape(str(tmp_path)), said)
+    assert "[Rollout Mock] Ray started this actor again: it goes on with its recording in" in said
+    assert "refused: [Rollout Mock] Mock file not found" in said
+    assert sorted(path.name for path in tmp_path.glob("dumps/*")) == ["before", "within"]
