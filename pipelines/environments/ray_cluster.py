@@ -21,6 +21,8 @@ from pipelines.config.schema import PipelineConfig
 
 _ADDRESS = "RAY_ADDRESS"
 _CONNECT_S = 5.0
+# Ray ends a process whose head has ended, with exit code 1 and after a minute, of which a long step has more than one.
+_RECONNECT = ("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
 # A head that is busy may miss one.
 _NUM_CHECKS, _BETWEEN_CHECKS_S = 3, 1.0
 # As long as Ray itself waits at the end of a driver: an actor's last lines come by the cluster's log monitor.
@@ -46,6 +48,7 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
     # No dashboard, no statistics for Ray's authors; equal lines of two actors are two lines.
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"})
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    os.environ.setdefault(*_RECONNECT)
     import ray
 
     if ray.is_initialized():
@@ -69,10 +72,7 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
 
 
 def check_goes_on() -> None:
-    """Raises ``SchedulerError``, with the place of its logs, where the cluster's head has ended.
-
-    Ray itself ends this process, with exit code 1, a minute after that.
-    """
+    """Raises ``SchedulerError``, with the place of its logs, where the cluster's head has ended."""
     for _ in range(_NUM_CHECKS - 1):
         if _find_end() is None:
             return

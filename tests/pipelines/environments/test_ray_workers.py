@@ -29,6 +29,13 @@ from tests.pipelines.environments.test_workers import CUSTOM_ENVS, open_pool, pl
 from tests.pipelines.fake_ray import Cluster, Strike, build_ray
 
 
+#: What a run that connects sets in its own environment.
+TURNED = (
+    *("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"),
+    "RAY_gcs_rpc_server_reconnect_timeout_s",
+)
+
+
 @pytest.fixture(autouse=True)
 def _levels_of_this_process() -> Iterator[None]:
     """An actor sets the levels of its process's loggers, which is this one here."""
@@ -55,7 +62,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, head: socket.socket) -> Cluster:
     monkeypatch.setitem(sys.modules, "ray._private", ray._private)
     monkeypatch.delitem(sys.modules, "pipelines.environments.ray_workers", raising=False)
     monkeypatch.setattr(EnvironmentActor, "identify", lambda _: identity(built))
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX", "RAY_ADDRESS"):
+    for name in (*TURNED, "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return built
