@@ -16,7 +16,7 @@ from mock_scheduler.proxy.checks import BatchReports
 from mock_scheduler.proxy.routing import Route, Router, request_stand_in
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording.inspection.diff import compare_batches
-from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.paths import format_present, parse_folder
 from mock_scheduler.recording.reading.reader import RecordedStep, RecordingReader
 from mock_scheduler.recording.step.step_info import GeneratorStates, StepInfo, info_differences
 from mock_scheduler.recording.writing.opening import RecordingWriter, WrittenStep
@@ -64,6 +64,17 @@ class RecordingAccess:
             *(request.mode, request.global_step, route.replayed_step, self._settings.config.missing_step),
         )
         return step
+
+    def last_trained(self, request: RolloutRequest | None) -> StepInfo | None:
+        """What was recorded with the last training step before ``request``; None where there is none."""
+        found = self.router.last_trained(request)
+        if found is None:
+            return None
+        folder, step = found
+        parsed = parse_folder(folder)
+        assert parsed is not None  # a folder that was listed
+        source = RolloutRequest(global_step=step, batch_size=1, scheduler_id=parsed[1])
+        return self._open_reader().open_step(source).info_of(self._settings.shard)
 
     def _reader_of(self, source: RolloutRequest) -> RecordingReader:
         """Return the reader, once a step of this run itself is on disk, written by this process or by another."""

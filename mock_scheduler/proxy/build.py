@@ -23,6 +23,7 @@ from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
 from mock_scheduler.proxy.checks import as_contract, as_names, as_plan, check_make_real, check_run_id, share_of
 from mock_scheduler.proxy.core import ProxyCore
+from mock_scheduler.proxy.in_actor import settle_in_actor
 from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key, request_stand_in
 from mock_scheduler.proxy.settings import BuildOptions, ProxySettings
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
@@ -108,9 +109,11 @@ def _build_core(
         make_real=make_real,
         contract=as_contract(contract),
         ledger=Ledger() if ledger is None else ledger,
+        is_restarted=False,
         **options,
     )
     _check_shard(settings)
+    settings = settle_in_actor(settings)
     core = ProxyCore(settings, open_access(settings), is_async=is_async)
     if settings.is_logging:
         _log_enabled(settings.config)

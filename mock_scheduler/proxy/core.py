@@ -31,6 +31,7 @@ from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
 from mock_scheduler.proxy.run_state import ProxyState
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.proxy.step_recorder import StepRecorder
+from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import (
     NativeBatch,
     RolloutRequest,
@@ -60,6 +61,7 @@ class ProxyCore:
         self._last: Answer | None = None
         self._taken = TakenBatches()
         self._recorded: set[RequestKey] = set()
+        self._is_heir = settings.is_restarted
         self._is_closed = False
 
     def get_batch(self, request: RolloutRequest) -> Flow[NativeBatch]:
@@ -69,6 +71,16 @@ class ProxyCore:
         # A second call for the step, made while the first is at work, waits for its end.
         native: NativeBatch = yield Guarded(request_key(request), self._answer(request))
         return native
+
+    def _take_over(self, request: RolloutRequest | None) -> Flow[None]:
+        """In a process that was started again: go on from the last step of the one before it, once."""
+        if not self._is_heir:  # another call has meanwhile
+            return
+        last = yield Work(lambda: self._access.last_trained(request))
+        self._is_heir = False
+        if last is not None:
+            self._run_state.take_over(step_folder("train", last.scheduler_id), last.step, last.policy_version)
+            self._real.state, self._is_state_recorded = last.scheduler_state, False
 
     def _answer(self, request: RolloutRequest) -> Flow[NativeBatch]:
         route = self._router.route(request)
@@ -154,6 +166,8 @@ class ProxyCore:
         if self._access.writer is not None:
             # A checkpoint must not continue after a step that is not on the disk.
             yield Work(self._access.writer.flush)
+        if self._is_heir:
+            yield Guarded("prepare", self._take_over(None))
         if self._real.state is None and (self._real.is_built or self._router.outlook is Outlook.LIVE):
             if not self._real.is_built:
                 yield from self._real.prepare(None)
@@ -167,6 +181,7 @@ class ProxyCore:
         """Go on from a state of any mode; the real scheduler has its part before its next answer."""
         self._refuse_where_closed("load_state_dict")
         scheduler_state = self._run_state.load(state)
+        self._is_heir = False
         self._taken.clear()
         self._recorder.late.clear()
         self._recorded.clear()  # the writer compares steps that are played again
@@ -238,6 +253,9 @@ class ProxyCore:
         return answer, step.info.scheduler_state
 
     def _play(self, request: RolloutRequest, route: Route) -> Flow[Answer]:
+        if self._settings.is_restarted and not self._real.is_built:
+            yield Guarded("prepare", self._take_over(request))
+            self._real.calls.missed(request.policy_version)
         if self._taken.find(request) is None:
             yield from self._real.prepare("get_batch")
         flow = self._play_prepared(request, route)

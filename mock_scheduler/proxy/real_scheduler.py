@@ -26,6 +26,7 @@ from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.checks import read_metrics, read_state
 from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded
 from mock_scheduler.proxy.random_states import GeneratorWatch
+from mock_scheduler.proxy.ray_calls import as_scheduler
 from mock_scheduler.proxy.routing import RequestKey, request_key
 from mock_scheduler.recording.step.step_info import GeneratorStates
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest, SchedulerMethod, SchedulerMethods, scheduler_methods
@@ -85,7 +86,7 @@ class RealScheduler:
     def _catch_up(self, coming: str | None) -> Flow[None]:
         if self._methods is None:
             with self.watch.live_call():
-                self._methods = scheduler_methods((yield Build(self._make_real)))
+                self._methods = scheduler_methods(as_scheduler((yield Build(self._make_real))))
             self._ledger.count("built", "scheduler")
         state = self.state
         if state:
@@ -117,6 +118,11 @@ class HeldCalls:
     def hold(self, name: str, arguments: tuple[object, ...]) -> None:
         """Keep a call until the kind of the next answer is known."""
         self._held.append((name, arguments))
+
+    def missed(self, version: int) -> None:
+        """Note that the weights are of ``version``, of which only a process before this one was told."""
+        if version and not any(name == "update_weights" for name, _ in self._held):
+            self._missed_version = version
 
     def suppress(self) -> list[str]:
         """Drop all held calls, since the next answer is replayed; returns their names."""

@@ -53,12 +53,16 @@ class BuildOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxySettings:
-    """The arguments of ``build_scheduler``, checked; ``BuildOptions`` describes those that have a default here."""
+    """The arguments of ``build_scheduler``, checked; ``BuildOptions`` describes those that have a default here.
+
+    ``is_restarted``: this process goes on for one that died (``in_actor``).
+    """
 
     config: RolloutMockConfig
     make_real: Callable[[], object]
     contract: Contract
     ledger: Ledger
+    is_restarted: bool
     plan: Sequence[RolloutRequest] = ()
     is_writer: bool = True
     provenance: Mapping[str, JSON] | None = None

@@ -44,12 +44,14 @@ def test_importing_the_package_imports_no_torch_and_lists_its_names() -> None:
     code = (
         "import sys, mock_scheduler as ms\n"
         "assert 'compare' in dir(ms)\n"
-        "heavy = [name for name in ('torch', 'hydra', 'pydantic', 'numpy') if name in sys.modules]\n"
+        "heavy = [name for name in ('torch', 'hydra', 'pydantic', 'numpy', 'ray') if name in sys.modules]\n"
         "ms.ConfigError, ms.ExitCode\n"
-        "print(heavy, 'torch' in sys.modules)"
+        "is_early = 'torch' in sys.modules\n"
+        "ms.build_scheduler({'enable': False}, object, {})\n"
+        "print(heavy, is_early, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[] False\n"
+    assert done.stdout == "[] False False\n"
 
 
 def test_a_name_that_is_not_public_says_where_the_others_are() -> None:

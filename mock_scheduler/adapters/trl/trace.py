@@ -1,6 +1,6 @@
 """The weights of a Trainer of transformers, traced through its own callbacks, by the model's own names.
 
-It serves every trainer of TRL: they are all transformers' ``Trainer``. transformers is imported when a callback is made.
+It serves every trainer of TRL: all are transformers' ``Trainer``. transformers is imported when a callback is made.
 """
 
 from __future__ import annotations
