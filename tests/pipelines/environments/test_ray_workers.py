@@ -28,7 +28,6 @@ from pipelines.environments.workers import EnvironmentPool
 from tests.pipelines.environments.test_workers import CUSTOM_ENVS, open_pool, play, request, tokenizer_of
 from tests.pipelines.fake_ray import Cluster, Strike, build_ray
 
-
 #: What a run that connects sets in its own environment.
 TURNED = (
     *("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"),
