@@ -81,6 +81,7 @@ class ProxyCore:
         if last is not None:
             self._run_state.take_over(step_folder("train", last.scheduler_id), last.step, last.policy_version)
             self._real.state, self._is_state_recorded = last.scheduler_state, False
+            self._access.warn(f"The real scheduler goes on from the state recorded with train step {last.step}")
 
     def _answer(self, request: RolloutRequest) -> Flow[NativeBatch]:
         route = self._router.route(request)

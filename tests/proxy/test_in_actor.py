@@ -76,7 +76,7 @@ def test_an_actor_records_under_its_own_id_unless_it_is_given_another(tmp_path: 
     assert run_id(tmp_path) == f"ray-actor-{PLACE.actor_id}"
 
 
-def test_a_restarted_actor_goes_on_where_it_was(dead: Path) -> None:
+def test_a_restarted_actor_goes_on_where_it_was(dead: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its scheduler has the recorded state and the weights' version, of which only the dead one was told."""
     player = Player()
     with build(dead, player) as scheduler:
@@ -90,6 +90,10 @@ def test_a_restarted_actor_goes_on_where_it_was(dead: Path) -> None:
         ("update_weights", 3),
         ("get_batch", "train", 3),
         "close",
+    ]
+    assert [one.removeprefix("[Rollout Mock] ").partition(" in ")[0] for one in caplog.messages][:2] == [
+        "Ray started this actor again: it goes on with its recording",
+        "The real scheduler goes on from the state recorded with train step 1",
     ]
     replayed = build(dead, Player(), "mock")
     assert [replayed.get_batch(request(step)).digest() for step in range(4)] == [
