@@ -144,7 +144,7 @@ def _own_files(packages: set[str]) -> set[Path]:
 
 
 class _RealPaths:
-    """Resolves the links of many files' paths, and those of each folder once."""
+    """Resolves the links in the paths of many files, and looks at each folder once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
@@ -152,8 +152,10 @@ class _RealPaths:
     def __call__(self, path: str) -> str:
         """Returns what ``os.path.realpath`` does."""
         folder, name = os.path.split(path)
+        if not folder or name in ("", ".", ".."):
+            return os.path.realpath(path)
         if folder not in self._folders:
-            self._folders[folder] = os.path.realpath(folder)
+            self._folders[folder] = self(folder)
         found = os.path.join(self._folders[folder], name)
         return os.path.realpath(found) if os.path.islink(found) else found
 
