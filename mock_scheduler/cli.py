@@ -450,7 +450,7 @@ def export_hf(
 def import_rollouts(
     format_name: FormatName,
     source: Annotated[Path, typer.Argument(help="a file, or the folder of files", show_default=False)],
-    dump_dir: Annotated[Path, typer.Argument(help="folder to make: an ordinary recording", show_default=False)],
+    dump_dir: Annotated[Path, typer.Argument(help="folder to make: a recording, or a trace", show_default=False)],
     temperature: Annotated[float | None, typer.Option("--temperature", help="state how tokens were sampled")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="0: off")] = None,
@@ -467,7 +467,7 @@ def import_rollouts(
     ] = None,
     shift: Annotated[int, typer.Option("--shift", help="added to each step, as in -1 where steps count from 1")] = 0,
 ) -> None:
-    """Make an ordinary recording of the rollout files that another framework wrote; no code in them is run."""
+    """Make an ordinary recording, or trace, of files that another framework wrote; no code in them is run."""
     from mock_scheduler.adapters.imports.steps import ImportOptions, state_sampling  # imports torch: not for --help
     from mock_scheduler.commands.foreign import ImportCommand, run_import
 

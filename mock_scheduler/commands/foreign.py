@@ -1,7 +1,7 @@
-"""``import`` and ``export``: rollout files of other frameworks become an ordinary recording, and one becomes files.
+"""``import`` and ``export``: files of other frameworks become an ordinary recording or trace, and one becomes files.
 
-Contract: a recording appears whole, in a folder that was not there, or not at all. What the files do not say is listed
-in its provenance and in each batch.
+Contract: a recording or trace appears whole, in a folder that was not there, or not at all. What rollout files do not
+say is listed in the recording's provenance and in each batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.adapters.formats import RolloutFormat, find_format
+from mock_scheduler.adapters.formats import ForeignFormat, find_format
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.display.console import Console
@@ -63,10 +63,12 @@ def run_import(
         BatchError: its rows contradict themselves.
     """
     chosen = find_format(format_name)
-    if not chosen.reader:
+    if not chosen.reader and not chosen.tracer:
         raise ConfigError(f"{source}: files of {chosen.framework} are not read: {chosen.refusal}")
     if dump_dir.exists():
         raise RecordingError(f"{dump_dir} is there already: give a new folder for the recording")
+    if chosen.tracer:
+        return _import_trace(chosen, source, dump_dir, console or build_console())
     contract = Contract.of(_load_contract(command.contract))
     aside = dump_dir.parent / f".{dump_dir.name}.{os.getpid()}.importing"
     read: Read = _load(chosen.reader)
@@ -81,10 +83,23 @@ def run_import(
     return int(ExitCode.ALIGNED)
 
 
+def _import_trace(chosen: ForeignFormat, source: Path, folder: Path, console: Console) -> int:
+    aside = folder.parent / f".{folder.name}.{os.getpid()}.importing"
+    write: Callable[[Path, Path], list[int]] = _load(chosen.tracer)
+    try:
+        steps = write(source, aside)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    text = f"wrote {in_prose(str(folder))}: a trace of {count_of(len(steps), 'step')}; mock-scheduler compare opens it"
+    console.print(text, markup=False, highlight=False)
+    return int(ExitCode.ALIGNED)
+
+
 def _write(
     steps: Iterator[ForeignStep],
     folder: Path,
-    chosen: RolloutFormat,
+    chosen: ForeignFormat,
     source: Path,
     contract: Contract,
     shift: int,

@@ -10,7 +10,6 @@ together, each counted wherever it stands, are no more than the file's size allo
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.support.pickled_arrays import (
+    NO_BYTES,
+    ArrayProblemError,
+    read_bytes,
+    read_dtype,
+    read_numbers,
+    shape_array,
+)
 from mock_scheduler.support.pickled_data import Name, PickledDataError, Record, read_pickled_data
 from mock_scheduler.support.tensor_bytes import DTYPES, find_dtype, from_bytes
 from mock_scheduler.support.text import shorten
@@ -48,13 +55,8 @@ _STORAGES = {
 }
 _ARRAY_MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _FROM_BUFFER = ("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer")
-#: Numbers of one to sixteen bytes, bools and texts; never objects of a class, records or dates.
-_ARRAY_DTYPE = re.compile(r"[biuf](?:1|2|4|8)|c(?:8|16)|[US]\d{1,6}|O8")
 _TYPED_TENSOR = "torch._tensor._rebuild_from_type_v2"
 _NESTED = "torch.nested._internal.nested_tensor"
-
-#: As which protocol 2 writes no bytes at all.
-_NO_BYTES = frozenset({"__builtin__.bytes", "builtins.bytes"})
 
 #: Every global that a pickle of values may name.
 VALUE_NAMES = frozenset(
@@ -68,12 +70,9 @@ VALUE_NAMES = frozenset(
         *("torch._dynamo.decorators._DimRange", "__builtin__.set", "builtins.set"),
         *("numpy.dtype", "numpy.ndarray", *_FROM_BUFFER),
         *(f"{module}.{name}" for module in _ARRAY_MODULES for name in ("_reconstruct", "scalar")),
-        *("_codecs.encode", "collections.OrderedDict", *_NO_BYTES),
+        *("_codecs.encode", "collections.OrderedDict", *NO_BYTES),
     }
 )
-#: As which protocol 2 writes no bytes at all.
-_NO_BYTES = frozenset({"__builtin__.bytes", "builtins.bytes"})
-
 #: The bytes of a file's storages by their keys.
 Storages = Mapping[str, npt.NDArray[np.uint8]]
 
@@ -180,17 +179,25 @@ class _Builder:
         if kind == "collections.OrderedDict":
             return self._build_dict(record.entries)
         if kind == "torch.Size":
-            return self._numbers(record.arguments[0] if record.arguments else (), "a size"), 1
+            return self._size_of(record), 1
         maker = _MAKERS.get(kind)
         if maker is None:
             raise self._problem(f"makes an object of {kind}; expected tensors, arrays and plain data")
         try:
             return maker(self, record)
+        except ArrayProblemError as error:
+            raise self._problem(str(error)) from None
+        except PickledDataError:
+            raise
         # What a description that contradicts itself makes torch and NumPy raise.
         except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
-            if isinstance(error, PickledDataError):
-                raise
             raise self._problem(f"has a {kind} that contradicts itself: {shorten(str(error), 120)}") from error
+
+    def _size_of(self, record: Record) -> tuple[int, ...]:
+        try:
+            return read_numbers(record.arguments[0] if record.arguments else (), "a size")
+        except ArrayProblemError as error:
+            raise self._problem(str(error)) from None
 
     def _build_kept(self, record: Record) -> tuple[Record, int]:
         with self._at(f"<{record.kind.text}>"):
@@ -221,8 +228,8 @@ class _Builder:
     def _place_tensor(
         self, content: npt.NDArray[np.uint8], dtype: torch.dtype, offset: object, size: object, strides: object
     ) -> tuple[torch.Tensor, int]:
-        sizes, steps = self._numbers(size, "a size"), self._numbers(strides, "strides")
-        (start,) = self._numbers((offset,), "an offset")
+        sizes, steps = read_numbers(size, "a size"), read_numbers(strides, "strides")
+        (start,) = read_numbers((offset,), "an offset")
         if len(sizes) != len(steps):
             raise self._problem(f"has a tensor of size {list(sizes)} and strides {list(steps)}")
         numel, stored = math.prod(sizes), len(content) // dtype.itemsize
@@ -283,55 +290,18 @@ class _Builder:
         array, weight = self._shape_array(content, described, (1,), "C")
         return array[0], weight
 
-    def make_bytes(self, record: Record) -> tuple[bytes, int]:
-        """``_codecs.encode``, as which protocol 2 writes bytes."""
-        content = self._bytes(record)
-        return content, len(content)
-
     def _shape_array(
         self, content: object, described: object, shape: object, order: str
     ) -> tuple[npt.NDArray[Any], int]:
-        dtype, sizes = self._array_dtype(described), self._numbers(shape, "a shape")
-        numel = math.prod(sizes)
-        if dtype.kind == "O":
-            if not isinstance(content, list) or len(content) != numel:
-                raise self._problem(f"has an array {list(sizes)} of objects with other content")
-            items, weight = self.build(content)
-            array: npt.NDArray[Any] = np.empty(numel, dtype=object)
-            for number, item in enumerate(items):  # by number: NumPy would take lists apart
-                array[number] = item
-            return array.reshape(sizes, order="F" if order == "F" else "C"), weight
-        stored = self._bytes(content)
-        if len(stored) != numel * dtype.itemsize:
-            raise self._problem(
-                f"holds an array {dtype} {list(sizes)}, of which it stores {len(stored)} bytes: the others are claimed"
-            )
-        flat = np.frombuffer(bytearray(stored), dtype=dtype) if stored else np.empty(0, dtype=dtype)
-        return flat.reshape(sizes, order="F" if order == "F" else "C"), 1 + len(stored)
+        dtype = read_dtype(described)
+        items, weight = self.build(content) if dtype.kind == "O" else (content, 0)
+        array = shape_array(items, dtype, shape, order)
+        return array, 1 + (weight if dtype.kind == "O" else array.nbytes)
 
-    def _array_dtype(self, described: object) -> np.dtype[Any]:
-        code = described.arguments[0] if isinstance(described, Record) and described.arguments else None
-        if not isinstance(described, Record) or described.kind.text != "numpy.dtype" or not isinstance(code, str):
-            raise self._problem("has an array without a dtype")
-        if not _ARRAY_DTYPE.fullmatch(code):
-            raise self._problem(f"has an array of dtype {shorten(code, 20)!r}; expected numbers, bools, texts, objects")
-        state = described.state
-        is_swapped = isinstance(state, tuple) and len(state) > 1 and state[1] == ">"
-        if isinstance(state, tuple) and any(part is not None for part in state[2:5]):
-            raise self._problem("has an array of records; expected numbers, bools, texts, objects")
-        return np.dtype(object) if code == "O8" else np.dtype(code).newbyteorder(">" if is_swapped else "=")
-
-    def _bytes(self, content: object) -> bytes:
-        if isinstance(content, bytes | bytearray):
-            return bytes(content)
-        if isinstance(content, Record) and content.kind.text in _NO_BYTES and not content.arguments:
-            return b""
-        if isinstance(content, Record) and content.kind.text == "_codecs.encode" and len(content.arguments) == 2:
-            text, encoding = content.arguments
-            # No other encoding gives a byte for each character.
-            if isinstance(text, str) and encoding == "latin1":
-                return text.encode("latin-1")
-        raise self._problem("calls a function that makes large values: it is refused")
+    def make_bytes(self, record: Record) -> tuple[bytes, int]:
+        """``_codecs.encode``, as which protocol 2 writes bytes."""
+        content = read_bytes(record)
+        return content, len(content)
 
     def _read_storage(self, storage: object) -> tuple[str, str, int]:
         if isinstance(storage, tuple) and len(storage) == 5 and storage[0] == "storage":
@@ -342,12 +312,6 @@ class _Builder:
 
     def _dtype(self, name: Name) -> torch.dtype:
         return find_dtype(name.text.removeprefix("torch."))
-
-    def _numbers(self, values: object, what: str) -> tuple[int, ...]:
-        values = values.arguments[0] if isinstance(values, Record) and values.kind.text == "torch.Size" else values
-        if not isinstance(values, list | tuple) or any(type(number) is not int or number < 0 for number in values):
-            raise self._problem(f"has {what} {shorten(str(values), 60)}; expected whole numbers of at least 0")
-        return tuple(values)
 
     @contextmanager
     def _at(self, place: str) -> Iterator[None]:
@@ -370,7 +334,7 @@ _MAKERS: Mapping[str, Callable[[_Builder, Record], tuple[Any, int]]] = {
     "torch._utils._rebuild_nested_tensor": _Builder.make_nested,
     _TYPED_TENSOR: _Builder.make_typed_tensor,
     f"{_NESTED}._rebuild_njt": _Builder.make_jagged,
-    **dict.fromkeys(("_codecs.encode", *_NO_BYTES), _Builder.make_bytes),
+    **dict.fromkeys(("_codecs.encode", *NO_BYTES), _Builder.make_bytes),
     **dict.fromkeys(_FROM_BUFFER, _Builder.make_array_of_buffer),
     **{f"{module}._reconstruct": _Builder.make_array for module in _ARRAY_MODULES},
     **{f"{module}.scalar": _Builder.make_scalar for module in _ARRAY_MODULES},

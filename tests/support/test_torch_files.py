@@ -41,9 +41,12 @@ def pickled(value: object, protocol: int = 4, *, size_bytes: int | None = None, 
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3), st.binary(min_size=1024, max_size=1024)
+    st.sampled_from(sorted(DTYPES.keys() - {"complex32"})),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.binary(min_size=1024, max_size=1024),
 )
 def test_a_tensor_of_any_dtype_comes_out_to_the_bit(name: str, shape: list[int], content: bytes) -> None:
+    """Of all but complex32, which torch warns of whenever one is made."""
     dtype = DTYPES[name]
     numel = int(np.prod(shape, dtype=int))
     raw = torch.frombuffer(bytearray(content), dtype=torch.uint8)[: numel * dtype.itemsize]

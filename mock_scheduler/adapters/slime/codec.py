@@ -152,7 +152,7 @@ class SlimeCodec:
 
     def _read(self, sample: SampleFields, path: _Path, place: tuple[int, int, int], version: int) -> ForeignRow:
         tokens, length = sample.get("tokens"), sample.get("response_length", 0)
-        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
             raise BatchError(f"tokens is a {type(tokens).__name__}; expected a list of ints")
         if type(length) is not int or not 0 <= length <= len(tokens):
             raise BatchError(f"response_length is {length!r}, and it has {len(tokens)} tokens")

@@ -154,8 +154,8 @@ class RolloutFunction:
         if not isinstance(after, Mapping) or not before or after.keys() != before.keys():
             return
         drawn = after.get("sample_group_index", 0) - before.get("sample_group_index", 0)
-        if drawn > 0:
-            self.data_source.get_samples(drawn)
+        for _ in range(drawn):  # one by one: a source passes one end of an epoch at a time
+            self.data_source.get_samples(1)
         now = self.read_cursor()
         if now != dict(after):
             raise SchedulerError(

@@ -38,7 +38,7 @@ def read_mask(loss_mask: object, length: int) -> tuple[npt.NDArray[np.bool_], bo
     if not isinstance(loss_mask, list | torch.Tensor | np.ndarray) or len(loss_mask) != length:
         found = len(loss_mask) if isinstance(loss_mask, list | torch.Tensor | np.ndarray) else loss_mask
         raise BatchError(f"loss_mask has {found} entries, and response_length is {length}")
-    is_exact = isinstance(loss_mask, list) and all(type(item) is int and item in (0, 1) for item in loss_mask)
+    is_exact = isinstance(loss_mask, list) and set(map(type, loss_mask)) <= {int} and set(loss_mask) <= {0, 1}
     return np.array([bool(item) for item in loss_mask], dtype=np.bool_), is_exact
 
 
@@ -60,7 +60,7 @@ def read_logprobs(stated: object, mask: npt.NDArray[np.bool_]) -> tuple[npt.NDAr
     others = numbers[~mask]
     is_exact = (
         isinstance(stated, list)
-        and all(type(item) is float for item in stated)
+        and set(map(type, stated)) <= {float}
         and numbers.tobytes() == rounded.astype(np.float64).tobytes()
         and others.tobytes() == bytes(others.nbytes)
     )

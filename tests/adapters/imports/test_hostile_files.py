@@ -65,7 +65,9 @@ def test_leaves_outside_of_their_storage_are_refused(tmp_path: Path, changes: di
 def test_a_format_that_cannot_be_read_safely_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"SkyRL: trainer\.dump_data_batch are not read: it is a pickle of classes"):
         imported("skyrl", tmp_path)
-    with pytest.raises(ConfigError, match=r"'slim' is no format of rollout files \(do you mean slime\?\); known are"):
+    with pytest.raises(
+        ConfigError, match=r"'slim' is no format of files that are read \(do you mean slime\?\); known are"
+    ):
         find_format("slim")
     with pytest.raises(ConfigError, match="files of NexRL: debug dump are not written; slime's are"):
         run_export("nexrl", "x", tmp_path, steps=None)

@@ -3,6 +3,7 @@ live rollout does."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from mock_scheduler import read_recording
-from mock_scheduler.adapters.slime import trace
+from mock_scheduler.adapters.slime import rollouts, trace
 from mock_scheduler.adapters.slime.rollouts import RolloutFunction, generate_rollout
 from mock_scheduler.adapters.slime.settings import SlimeSettings, load_settings
 from mock_scheduler.errors import ConfigError, ContractError, RecordingError, SchedulerError, StepNotFoundError
@@ -22,8 +23,23 @@ FAMILY = "tests.adapters.slime.family"
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No call is counted yet, and every function that a test makes is closed in its end."""
     playing.calls.clear()
+    made: list[RolloutFunction] = []
+    init = RolloutFunction.__init__
+
+    def noted(self: RolloutFunction, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        init(self, *arguments, **options)
+
+    monkeypatch.setattr(RolloutFunction, "__init__", noted)
+    rollouts._function_of_process.cache_clear()
+    yield
+    rollouts._function_of_process.cache_clear()
+    for function in made:
+        if hasattr(function, "ledger"):
+            function.close()
 
 
 def arguments(**fields: Any) -> SimpleNamespace:
