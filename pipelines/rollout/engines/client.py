@@ -232,6 +232,11 @@ class EngineClient:
                 f"the engine at {self._address.name} has no {path}, by which it gets new weights (status {status}): "
                 "start vLLM with VLLM_SERVER_DEV_MODE=1, on an address that only this run can reach"
             )
+        if status == HTTPStatus.NOT_FOUND and path == _MODELS:
+            raise EngineError(
+                f"{self._address.name} has no {path} (status {status}), so it is no server with the OpenAI API: set "
+                "actor_infer.server.base_url to the address of one"
+            )
         if status != HTTPStatus.OK:
             raise EngineError(
                 f"the engine at {self._address.name} refuses {path} (status {status}): {shorten(text, _SHOWN)}"

@@ -221,6 +221,16 @@ def test_a_model_that_the_server_lacks_is_told_with_those_it_has(folders: list[P
             client.choose_model("other")
 
 
+def test_an_address_of_another_server_is_told(folders: list[Path]) -> None:
+    with (
+        client_of(engine_of(folders[0], "website")) as client,
+        pytest.raises(
+            EngineError, match=r"has no /v1/models \(status 404\), so it is no server with the OpenAI API: set"
+        ),
+    ):
+        client.choose_model(None)
+
+
 def test_a_server_without_updates_is_told_how_to_start_it(folders: list[Path]) -> None:
     with (
         client_of(engine_of(folders[0], "no_update")) as client,
