@@ -105,6 +105,7 @@ class Engine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     reloads: list[str] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)
     _head: torch.Tensor | None = None
     _last: dict[str, Any] | None = None
     _failed: set[str] = field(default_factory=set)
@@ -216,6 +217,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         body, engine = json.loads(text), self.engine
+        engine.connections.add(self.client_address)
         if self.path in ("/collective_rpc", "/reset_prefix_cache"):
             if "no_update" in engine.faults:
                 self._say(404, {"detail": "Not Found"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,6 +187,17 @@ def test_a_lost_answer_is_asked_for_again_and_gives_one_row_or_is_named(
     assert caplog.text.count("asking again") == 1  # of requests that fail alike, the first is told
     said = answer_error(folders[0], "lost")
     assert "asked 1 times, the last answer was RemoteProtocolError: Server disconnected without sending" in said
+
+
+def test_a_connection_that_was_idle_is_not_used_again(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server closes it after some seconds, just when the next step's requests come."""
+    monkeypatch.setattr("pipelines.rollout.engines.client._IDLE_S", 0.05)
+    engine = engine_of(folders[0])
+    with client_of(engine) as client:
+        client.sample(ORDER)
+        time.sleep(0.1)
+        client.sample(ORDER)
+    assert len(engine.connections) == 2
 
 
 def test_a_server_that_dies_is_told_with_its_address_and_last_answer(folders: list[Path]) -> None:
