@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 FAULTS = (
     *("stale", "stale_head", "raw", "processed", "shift", "likeliest", "other_precision", "other_model"),
     *("short", "abort", "abort_at_once", "duplicate", "exchanged", "two_choices", "too_long", "own_stop", "nan"),
-    *("dead", "flaky", "lost", "no_ids", "no_logprobs", "no_update", "no_key", "text"),
+    *("dead", "flaky", "lost", "no_ids", "no_logprobs", "no_update", "text", "website"),
 )
 
 
@@ -105,6 +105,7 @@ class Engine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     reloads: list[str] = field(default_factory=list)
+    connections: set[Any] = field(default_factory=set)
     _head: torch.Tensor | None = None
     _last: dict[str, Any] | None = None
     _failed: set[str] = field(default_factory=set)
@@ -210,11 +211,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._answer(200, b"")
         elif self._may_pass():
-            self._say(200, {"data": [{"id": "policy"}]} if self.path == "/v1/models" else {})
+            is_known = self.path == "/v1/models" and "website" not in self.engine.faults
+            self._say(200 if is_known else 404, {"data": [{"id": "policy"}]} if is_known else {})
 
     def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         body, engine = json.loads(text), self.engine
+        engine.connections.add(self.client_address)
         if self.path in ("/collective_rpc", "/reset_prefix_cache"):
             if "no_update" in engine.faults:
                 self._say(404, {"detail": "Not Found"})

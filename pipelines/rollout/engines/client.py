@@ -31,6 +31,9 @@ _MODELS = "/v1/models"
 _CALL = "/collective_rpc"
 _RESET = "/reset_prefix_cache"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+# uvicorn, vLLM's server, closes a connection that was idle for 5 s; a request that is sent on it just then is lost, and
+# waited for until its time is up.
+_IDLE_S = 1.0
 _SHOWN = 400
 _FINISHES = ("stop", "length", "abort")
 _TOKEN_IDS = (
@@ -111,7 +114,7 @@ class EngineClient:
             transport=httpx.HTTPTransport(
                 uds=address.socket,
                 verify=address.url.startswith("https:"),
-                limits=httpx.Limits(max_connections=connections + 1),
+                limits=httpx.Limits(max_connections=connections + 1, keepalive_expiry=_IDLE_S),
             ),
         )
 
@@ -231,6 +234,11 @@ class EngineClient:
             raise EngineError(
                 f"the engine at {self._address.name} has no {path}, by which it gets new weights (status {status}): "
                 "start vLLM with VLLM_SERVER_DEV_MODE=1, on an address that only this run can reach"
+            )
+        if status == HTTPStatus.NOT_FOUND and path == _MODELS:
+            raise EngineError(
+                f"{self._address.name} has no {path} (status {status}), so it is no server with the OpenAI API: set "
+                "actor_infer.server.base_url to the address of one"
             )
         if status != HTTPStatus.OK:
             raise EngineError(

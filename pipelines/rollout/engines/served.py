@@ -42,6 +42,9 @@ from pipelines.rollout.engines.verification import (
 from pipelines.rollout.engines.weights import EngineWeights
 from pipelines.rollout.turns import OpenTurn, SampledTurn, TurnRules, TurnSampler
 
+_OF_OTHERS = (
+    "; look whether it runs and what its log says, and whether actor_infer.server.base_url is its address from here"
+)
 _ALIVE = ForwardPass(kept=None, starts=[0], tokens=[[0]], uniforms=[0.0])
 
 
@@ -156,7 +159,7 @@ class ServedEngine:
             timeout_s=self._engine.server.timeout_s,
             retries=self._engine.server.retries,
             connections=self._engine.rows_per_forward,
-            explain=(lambda: "") if self._server is None else self._server.explain,
+            explain=(lambda: _OF_OTHERS) if self._server is None else self._server.explain,
         )
         is_own = self._engine.engine == "vllm"
         folder = str(self._weights.folder(self._weights.newest))

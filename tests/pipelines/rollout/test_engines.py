@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,6 +189,17 @@ def test_a_lost_answer_is_asked_for_again_and_gives_one_row_or_is_named(
     assert "asked 1 times, the last answer was RemoteProtocolError: Server disconnected without sending" in said
 
 
+def test_a_connection_that_was_idle_is_not_used_again(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server closes it after some seconds, just when the next step's requests come."""
+    monkeypatch.setattr("pipelines.rollout.engines.client._IDLE_S", 0.05)
+    engine = engine_of(folders[0])
+    with client_of(engine) as client:
+        client.sample(ORDER)
+        time.sleep(0.1)
+        client.sample(ORDER)
+    assert len(engine.connections) == 2
+
+
 def test_a_server_that_dies_is_told_with_its_address_and_last_answer(folders: list[Path]) -> None:
     with client_of(engine_of(folders[0], "dead"), retries=1) as client:
         for seed in range(6):
@@ -219,6 +231,16 @@ def test_a_model_that_the_server_lacks_is_told_with_those_it_has(folders: list[P
         client.choose_model("policy")
         with pytest.raises(EngineError, match="has no model 'other' to take: it has policy; set"):
             client.choose_model("other")
+
+
+def test_an_address_of_another_server_is_told(folders: list[Path]) -> None:
+    with (
+        client_of(engine_of(folders[0], "website")) as client,
+        pytest.raises(
+            EngineError, match=r"has no /v1/models \(status 404\), so it is no server with the OpenAI API: set"
+        ),
+    ):
+        client.choose_model(None)
 
 
 def test_a_server_without_updates_is_told_how_to_start_it(folders: list[Path]) -> None:
