@@ -22,7 +22,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 from trl import GRPOConfig, GRPOTrainer
 
-from mock_scheduler.adapters.trl import Rollouts
+from mock_scheduler.adapters.trl import Rollouts, trace_callback
 from mock_scheduler.errors import MockSchedulerError
 
 PROMPTS = ["Left Right", "what is 12 plus 30?", "the quick", "Up Down Up"]
@@ -95,17 +95,32 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
             eval_dataset=data.select(range(4)) if "evaluate" in given else None,
             processing_class=tokenizer,
         )
+        if "trace" in given:
+            trainer.add_callback(trace_callback(folder / f"{name}-trace"))
         trainer.train()
-    timed = ("runtime", "per_second", "step_time", "total_flos", "profiling")
-    logs = [
+    return {
+        "logs": lasting_logs(trainer),
+        "weights": digest_weights(model),
+        "calls": dict(CALLS),
+        "ledger": rollouts.ledger.as_dict(),
+    }
+
+
+def lasting_logs(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged, without what is measured in seconds."""
+    timed = ("runtime", "per_second", "step_time", "total_flos", "profiling", "perf/", "_s", "tok", "mfu", "queue")
+    return [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}
         for line in trainer.state.log_history
     ]
-    digests = {
+
+
+def digest_weights(model: Any) -> dict[str, str]:
+    """The digest of every parameter."""
+    return {
         key: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
         for key, value in sorted(model.state_dict().items())
     }
-    return {"logs": logs, "weights": digests, "calls": dict(CALLS), "ledger": rollouts.ledger.as_dict()}
 
 
 def count_generation() -> None:
