@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from mock_scheduler.api.compare import compare
+from mock_scheduler.verdict.verdict import VerdictKind
+
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +72,26 @@ def test_grpo_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert mock["weights"] == verify["weights"] == dump["weights"]
     assert mock["logs"] == verify["logs"] == dump["logs"]
     assert len(dump["weights"]) > 20
-    compared = run(["-m", "mock_scheduler.cli", "compare", "dump-trace", "mock-trace"], root)
-    assert "identical" in compared
+    assert compare(root / "dump-trace", root / "mock-trace").kind is VerdictKind.IDENTICAL
     prompt, generations, tokenizer = (result["error"] for result in results(root, "prompt", "generations", "tokenizer"))
     assert "8 of 16 prompts are not those of the batch: row" in prompt
     assert "is now 'Right now'" in prompt
     assert "trl.num_generations: recorded 4, current 8" in generations
     assert "trl.tokenizer: recorded" in tokenizer
+
+
+def test_vllm_samples_for_the_recording_and_is_not_there_in_the_replay(root: Path) -> None:
+    run(["-m", "tests.integrations.trl_run", str(root), "vdump:dump:vllm=1"], root)
+    run(["-m", "tests.integrations.trl_run", str(root), "vmock:mock:vllm=1"], root)
+    dump, mock = results(root, "vdump", "vmock")
+    assert dump["calls"]["generate"] == 3
+    assert dump["has_engine"]
+    assert mock["calls"] == {"generate": 0, "reward": 0}
+    assert not mock["has_engine"]
+    assert mock["ledger"]["suppressed"] == {"engine": 1, "sync_weights": 3, "close": 1}
+    assert mock["weights"] == dump["weights"]
+    assert mock["logs"] == dump["logs"]
+    assert any("importance_sampling_ratio" in key for key in dump["logs"][0])
 
 
 def test_the_asynchronous_trainer_trains_on_a_recording_to_the_same_bits(root: Path) -> None:
@@ -95,4 +111,4 @@ def test_the_pages_example_runs(root: Path, tmp_path: Path) -> None:
     printed = run([str(ROOT / "docs" / "examples" / "trl_grpo.py"), str(root / "model")], tmp_path)
     assert "  schedulers built: 0\n" in printed
     assert "equal in every bit: " in printed
-    assert "identical" in run(["-m", "mock_scheduler.cli", "compare", "traces/dump", "traces/mock"], tmp_path)
+    assert compare(tmp_path / "traces" / "dump", tmp_path / "traces" / "mock").kind is VerdictKind.IDENTICAL

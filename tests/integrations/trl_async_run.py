@@ -63,6 +63,7 @@ class LiveWorker:
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
+            top_k=0,
             max_new_tokens=8,
             return_dict_in_generate=True,
             output_scores=True,
@@ -70,7 +71,7 @@ class LiveWorker:
         )
         completions = played.sequences[:, ids.shape[1] :]
         logprobs = torch.stack(played.scores, 1).log_softmax(-1).gather(-1, completions[..., None])[..., 0]
-        rewards = [len(set(row.tolist())) / 8 for row in completions]
+        rewards = [float(row.sum()) / 1000 for row in completions]
         mean = sum(rewards) / len(rewards)
         for row, reward in enumerate(rewards):
             self._num_samples += 1
@@ -85,7 +86,7 @@ class LiveWorker:
                     advantage=reward - mean,
                     model_version=0 if is_old else self._version,
                     group_id=self._num_groups,
-                    metrics={"reward": reward, "reward_std": 0.1, "rewards/variety": reward},
+                    metrics={"reward": reward, "reward_std": 0.1, "rewards/size": reward},
                     enqueued_at=time.time(),
                 )
             )

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from mock_scheduler.adapters.trl import Rollouts, trace_callback
 from mock_scheduler.errors import MockSchedulerError
@@ -78,7 +80,7 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
     CALLS.update(generate=0, reward=0)
     random.seed(int(given.get("seed", 1)))
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / "dumps")}
+    config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / ("vllm_dumps" if is_vllm else "dumps"))}
     with Rollouts(
         config if mode != "real" else {"enable": False},
         args=args,
@@ -103,7 +105,50 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         "weights": digest_weights(model),
         "calls": dict(CALLS),
         "ledger": rollouts.ledger.as_dict(),
+        "has_engine": "vllm" in sys.modules,
     }
+
+
+class HostEngine:
+    """vLLM on the CPU in the place of TRL's ``VLLMGeneration``, whose weights and memory are a GPU's."""
+
+    def __init__(self, *, model: Any, processing_class: Any, max_completion_length: int, **_options: Any) -> None:
+        from vllm import LLM
+
+        self._model, self._length, self._num_played = model, max_completion_length, 0
+        self._folder = tempfile.mkdtemp()
+        processing_class.save_pretrained(self._folder)
+        model.save_pretrained(self._folder)
+        self._llm = LLM(
+            model=self._folder,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            seed=0,
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=False,
+        )
+
+    def sync_weights(self) -> None:
+        self._model.save_pretrained(self._folder)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": self._folder})
+
+    def generate(self, *, prompts: list[list[int]], **_options: Any) -> tuple[Any, ...]:
+        from vllm import SamplingParams
+
+        CALLS["generate"] += 1
+        sampling = []
+        for _ in prompts:
+            self._num_played += 1
+            sampling.append(SamplingParams(max_tokens=self._length, logprobs=0, seed=self._num_played))
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = [output.outputs[0] for output in self._llm.generate(asked, sampling, use_tqdm=False)]
+        completions = [list(output.token_ids) for output in outputs]
+        logprobs = [
+            [[found[token].logprob] for token, found in zip(ids, output.logprobs, strict=True)]
+            for ids, output in zip(completions, outputs, strict=True)
+        ]
+        return prompts, completions, logprobs, None
 
 
 def lasting_logs(trainer: Any) -> list[dict[str, Any]]:
@@ -136,6 +181,8 @@ def count_generation() -> None:
 
 if __name__ == "__main__":
     count_generation()
+    if any("vllm=" in word and ":mock:" not in word for word in sys.argv):
+        grpo_trainer.VLLMGeneration = HostEngine
     place = Path(sys.argv[1])
     for word in sys.argv[2:]:
         name, mode, *pairs = word.split(":")
