@@ -64,8 +64,8 @@ def test_grpo_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     ]
     run(["-m", "tests.integrations.trl_run", str(root), *runs], root)
     dump, mock, verify = results(root, "dump", "mock", "verify")
-    assert dump["calls"] == {"generate": 7, "reward": 14}
-    assert mock["calls"] == {"generate": 0, "reward": 0}
+    assert dump["calls"] == {"engine": 0, "generate": 7, "reward": 14}
+    assert mock["calls"] == {"engine": 0, "generate": 0, "reward": 0}
     assert mock["ledger"]["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
     assert mock["ledger"]["answered"] == {"get_batch": 7, "late_values": 14}
     assert verify["ledger"]["recording"] == {"verified_steps": 7}
@@ -84,21 +84,22 @@ def test_vllm_samples_for_the_recording_and_is_not_there_in_the_replay(root: Pat
     run(["-m", "tests.integrations.trl_run", str(root), "vdump:dump:vllm=1"], root)
     run(["-m", "tests.integrations.trl_run", str(root), "vmock:mock:vllm=1"], root)
     dump, mock = results(root, "vdump", "vmock")
-    assert dump["calls"]["generate"] == 3
-    assert dump["has_engine"]
-    assert mock["calls"] == {"generate": 0, "reward": 0}
-    assert not mock["has_engine"]
+    assert dump["calls"] == {"engine": 1, "generate": 3, "reward": 6}
+    assert len(dump["children"]) == 1
+    assert mock["calls"] == {"engine": 0, "generate": 0, "reward": 0}
+    assert mock["children"] == []
     assert mock["ledger"]["suppressed"] == {"engine": 1, "sync_weights": 3, "close": 1}
     assert mock["weights"] == dump["weights"]
     assert mock["logs"] == dump["logs"]
-    assert any("importance_sampling_ratio" in key for key in dump["logs"][0])
+    # Logged where TRL corrects for the engine's log-probabilities.
+    assert dump["logs"][0]["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 def test_the_asynchronous_trainer_trains_on_a_recording_to_the_same_bits(root: Path) -> None:
     run(["-m", "tests.integrations.trl_async_run", str(root), "adump:dump", "amock:mock", "other:mock:batch=8"], root)
     dump, mock, other = results(root, "adump", "amock", "other")
     assert dump["calls"]["generate"] > 3
-    assert mock["calls"] == {"generate": 0, "reward": 0}
+    assert mock["calls"] == {"engine": 0, "generate": 0, "reward": 0}
     assert mock["weights"] == dump["weights"]
     assert mock["logs"] == dump["logs"]
     assert any(line.get("sample/dropped_stale_total") for line in dump["logs"])

@@ -136,7 +136,7 @@ def attend(  # as flash_attn_varlen_func of FlashAttention 3
 def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, Any]:
     """Train for three steps."""
     torch.set_num_threads(1)
-    CALLS.update(generate=0, reward=0)
+    CALLS.update(engine=0, generate=0, reward=0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     args = AsyncGRPOConfig(
         output_dir=str(folder / name),

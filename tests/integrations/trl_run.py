@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -28,7 +29,7 @@ from mock_scheduler.adapters.trl import Rollouts, trace_callback
 from mock_scheduler.errors import MockSchedulerError
 
 PROMPTS = ["Left Right", "what is 12 plus 30?", "the quick", "Up Down Up"]
-CALLS = {"generate": 0, "reward": 0}
+CALLS = {"engine": 0, "generate": 0, "reward": 0}
 
 
 def shortness(completions: list[str], log_metric: Any, log_extra: Any, **_columns: Any) -> list[float | None]:
@@ -77,7 +78,7 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         vllm_max_model_length=128,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    CALLS.update(generate=0, reward=0)
+    CALLS.update(engine=0, generate=0, reward=0)
     random.seed(int(given.get("seed", 1)))
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / ("vllm_dumps" if is_vllm else "dumps"))}
@@ -105,7 +106,7 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         "weights": digest_weights(model),
         "calls": dict(CALLS),
         "ledger": rollouts.ledger.as_dict(),
-        "has_engine": "vllm" in sys.modules,
+        "children": [process.name for process in multiprocessing.active_children()],
     }
 
 
@@ -115,6 +116,7 @@ class HostEngine:
     def __init__(self, *, model: Any, processing_class: Any, max_completion_length: int, **_options: Any) -> None:
         from vllm import LLM
 
+        CALLS["engine"] += 1
         self._model, self._length, self._num_played = model, max_completion_length, 0
         self._folder = tempfile.mkdtemp()
         processing_class.save_pretrained(self._folder)
@@ -153,7 +155,7 @@ class HostEngine:
 
 def lasting_logs(trainer: Any) -> list[dict[str, Any]]:
     """What was logged, without what is measured in seconds."""
-    timed = ("runtime", "per_second", "step_time", "total_flos", "profiling", "perf/", "_s", "tok", "mfu", "queue")
+    timed = ("runtime", "per_second", "step_time", "total_flos", "profiling", "perf/", "queue")
     return [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}
         for line in trainer.state.log_history
