@@ -504,6 +504,14 @@ def plot(
 
 
 @app.command()
+def frameworks(json_path: JsonOutput = None) -> None:
+    """List the training frameworks with an adapter: what is installed, what was tried, what is missing."""
+    from mock_scheduler.commands.frameworks import list_frameworks  # imports rich: not for --help
+
+    raise typer.Exit(list_frameworks(json_path=json_path))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(VERSION)

@@ -8,12 +8,11 @@ layout whose place cannot be told is refused, since a trace with it would be of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
@@ -83,13 +82,23 @@ def _piece(name: str, tensor: torch.Tensor) -> Iterator[tuple[ShardSpec, torch.T
         )
     local: Any = tensor.to_local()
     shape = tuple(tensor.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     if not local.numel():  # more ranks than rows
         return
-    splits = tuple(
-        Split(dim=dim, blocks=(Block(local_start=0, global_start=offsets[dim], length=sizes[dim]),))
-        for dim in sorted(sharded)
-        if sizes[dim] < shape[dim]
-    )
-    spec = ShardSpec(name=name, global_shape=shape, local_shape=tuple(local.shape), splits=splits)
+    splits = []
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard) and local.shape[placement.dim] < shape[placement.dim]:
+            # torch.chunk: all parts but the last ones have one size.
+            part = -(-shape[placement.dim] // tensor.device_mesh.size(axis))
+            start = part * coordinate[axis]
+            length = min(part, shape[placement.dim] - start)
+            if length != local.shape[placement.dim]:
+                raise TraceError(
+                    f"{name}: this rank has {local.shape[placement.dim]} of {shape[placement.dim]} indices of "
+                    f"dimension {placement.dim}; expected {length}, as torch.chunk gives"
+                )
+            blocks = (Block(local_start=0, global_start=start, length=length),)
+            splits.append(Split(dim=placement.dim, blocks=blocks))
+    splits.sort(key=lambda split: split.dim)
+    spec = ShardSpec(name=name, global_shape=shape, local_shape=tuple(local.shape), splits=tuple(splits))
     yield spec, local.detach()

@@ -1,6 +1,6 @@
 """Writes what a training in plain torch does to its weights, step by step: ``trace_training``.
 
-    tracing = trace_training(model, optimizer, output_dir="runs/a")
+    tracing = trace_training(model, optimizer, trace_dir="traces/a")
 
 Contract: the model is observed at ``optimizer.step``, by torch's own hooks: gradients as the optimizer gets them, after
 the reduction over ranks and after clipping, then parameters and moments as it leaves them. ``gradients_are_ready``
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.errors import ConfigError, TraceError
 from mock_scheduler.plain_torch.state import StateKind, read_state
-from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry, TraceSink
 from mock_scheduler.trace.selection import TraceSelection, describe_unmatched, open_sink
 from mock_scheduler.trace.shards import whole
@@ -33,11 +32,11 @@ def trace_training(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    output_dir: str | Path,
+    trace_dir: str | Path,
     trace: TraceConfig | Mapping[str, Any] | None = None,
     first_step: int = 0,
 ) -> TorchTracing:
-    """Trace a training to ``{output_dir}/trace`` from its next update on; ``close`` ends it.
+    """Trace a training from its next update on; ``close`` ends it. ``mock-scheduler compare`` takes two such folders.
 
     ``trace``: as the section ``trace`` of a configuration; by default whole tensors of initial parameters, gradients,
     parameters and the optimizer's state, at every step.
@@ -54,7 +53,7 @@ def trace_training(
         raise ConfigError(
             f"trace.kinds: {', '.join(beyond)} cannot be seen at an optimizer; known are {', '.join(KINDS)}"
         )
-    return TorchTracing(model, optimizer, config, Path(output_dir) / TRACE_FOLDER, first_step=first_step)
+    return TorchTracing(model, optimizer, config, Path(trace_dir), first_step=first_step)
 
 
 class TorchTracing:
@@ -163,9 +162,7 @@ class TorchTracing:
 def unwrap_optimizer(optimizer: object) -> torch.optim.Optimizer:
     """Return torch's own optimizer within wrappers, as accelerate's ``AcceleratedOptimizer``."""
     inner: Any = optimizer
-    while not type(inner).__module__.startswith("torch.") and isinstance(
-        getattr(inner, "optimizer", None), torch.optim.Optimizer
-    ):
+    while not type(inner).__module__.startswith("torch.") and hasattr(inner, "optimizer"):
         inner = inner.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is a {type(inner).__name__}; expected one of torch.optim")

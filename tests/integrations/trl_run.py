@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
 
-from mock_scheduler.adapters.trl import Rollouts
+from mock_scheduler.adapters.trl import Rollouts, trace_callback
 from mock_scheduler.errors import MockSchedulerError
 
 PROMPTS = ["Left Right", "what is 12 plus 30?", "the quick", "Up Down Up"]
-CALLS = {"generate": 0, "reward": 0}
+CALLS = {"engine": 0, "generate": 0, "reward": 0}
 
 
 def shortness(completions: list[str], log_metric: Any, log_extra: Any, **_columns: Any) -> list[float | None]:
@@ -75,10 +78,10 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         vllm_max_model_length=128,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    CALLS.update(generate=0, reward=0)
+    CALLS.update(engine=0, generate=0, reward=0)
     random.seed(int(given.get("seed", 1)))
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / "dumps")}
+    config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / ("vllm_dumps" if is_vllm else "dumps"))}
     with Rollouts(
         config if mode != "real" else {"enable": False},
         args=args,
@@ -95,17 +98,76 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
             eval_dataset=data.select(range(4)) if "evaluate" in given else None,
             processing_class=tokenizer,
         )
+        if "trace" in given:
+            trainer.add_callback(trace_callback(folder / f"{name}-trace"))
         trainer.train()
-    timed = ("runtime", "per_second", "step_time", "total_flos", "profiling")
-    logs = [
+    return {
+        "logs": lasting_logs(trainer),
+        "weights": digest_weights(model),
+        "calls": dict(CALLS),
+        "ledger": rollouts.ledger.as_dict(),
+        "children": [process.name for process in multiprocessing.active_children()],
+    }
+
+
+class HostEngine:
+    """vLLM on the CPU in the place of TRL's ``VLLMGeneration``, whose weights and memory are a GPU's."""
+
+    def __init__(self, *, model: Any, processing_class: Any, max_completion_length: int, **_options: Any) -> None:
+        from vllm import LLM
+
+        CALLS["engine"] += 1
+        self._model, self._length, self._num_played = model, max_completion_length, 0
+        self._folder = tempfile.mkdtemp()
+        processing_class.save_pretrained(self._folder)
+        model.save_pretrained(self._folder)
+        self._llm = LLM(
+            model=self._folder,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            seed=0,
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=False,
+        )
+
+    def sync_weights(self) -> None:
+        self._model.save_pretrained(self._folder)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": self._folder})
+
+    def generate(self, *, prompts: list[list[int]], **_options: Any) -> tuple[Any, ...]:
+        from vllm import SamplingParams
+
+        CALLS["generate"] += 1
+        sampling = []
+        for _ in prompts:
+            self._num_played += 1
+            sampling.append(SamplingParams(max_tokens=self._length, logprobs=0, seed=self._num_played))
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = [output.outputs[0] for output in self._llm.generate(asked, sampling, use_tqdm=False)]
+        completions = [list(output.token_ids) for output in outputs]
+        logprobs = [
+            [[found[token].logprob] for token, found in zip(ids, output.logprobs, strict=True)]
+            for ids, output in zip(completions, outputs, strict=True)
+        ]
+        return prompts, completions, logprobs, None
+
+
+def lasting_logs(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged, without what is measured in seconds."""
+    timed = ("runtime", "per_second", "step_time", "total_flos", "profiling", "perf/", "queue")
+    return [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}
         for line in trainer.state.log_history
     ]
-    digests = {
+
+
+def digest_weights(model: Any) -> dict[str, str]:
+    """The digest of every parameter."""
+    return {
         key: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
         for key, value in sorted(model.state_dict().items())
     }
-    return {"logs": logs, "weights": digests, "calls": dict(CALLS), "ledger": rollouts.ledger.as_dict()}
 
 
 def count_generation() -> None:
@@ -121,6 +183,8 @@ def count_generation() -> None:
 
 if __name__ == "__main__":
     count_generation()
+    if any("vllm=" in word and ":mock:" not in word for word in sys.argv):
+        grpo_trainer.VLLMGeneration = HostEngine
     place = Path(sys.argv[1])
     for word in sys.argv[2:]:
         name, mode, *pairs = word.split(":")

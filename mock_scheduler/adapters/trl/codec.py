@@ -33,6 +33,8 @@ _NATIVE = "native/"
 _TOKENS = ("prompt_ids", "completion_ids")
 _CORE = (*_TOKENS, "logprobs", "env_mask")
 _INT32_MAX = 2**31 - 1
+#: A larger log-probability is none, and would be infinite in a batch.
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUM_SHOWN = 3
 
 #: What ``rollout_func`` returns.
@@ -92,7 +94,8 @@ class TrlCodec:
         valid = [False] * len(completion)
         if native["logprobs"] is not None:
             given = native["logprobs"][row]
-            valid = [type(value) in (float, int) and math.isfinite(value) for value in given]
+            # NaN and infinities compare as False, too.
+            valid = [type(value) in (float, int) and abs(value) <= FLOAT32_MAX for value in given]
             # What is no number is 0 in the batch, which says so in ``valid``.
             logprobs = [
                 float(np.float32(value)) if is_valid else 0.0 for value, is_valid in zip(given, valid, strict=True)
@@ -190,7 +193,8 @@ def _problems(native: object) -> list[str]:
     for name in present:
         value = native[name]
         if type(value) is not list or any(type(row) is not list for row in value):
-            problems.append(f"{name} is {shown(value)}; expected a list of lists (tensors: .tolist())")
+            kinds = sorted({type(row).__name__ for row in value}) if type(value) is list else [type(value).__name__]
+            problems.append(f"{name} has {', '.join(kinds)}; expected a list of lists (tensors: .tolist())")
         elif len(value) != len(native["prompt_ids"]):
             problems.append(f"{name} has {len(value)} rows, prompt_ids {len(native['prompt_ids'])}")
     if problems:

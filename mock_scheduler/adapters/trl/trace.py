@@ -1,6 +1,6 @@
 """The weights of a Trainer of transformers, traced through its own callbacks, by the model's own names.
 
-It serves every trainer of TRL: all are transformers' ``Trainer``. transformers is imported when a callback is made.
+It serves every trainer of TRL: each is a ``Trainer`` of transformers, which is imported when a callback is made.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from mock_scheduler.config.instruments import TraceConfig
 from mock_scheduler.plain_torch.tracing import TorchTracing, trace_training
 
 
-def trace_callback(output_dir: str | Path, trace: TraceConfig | Mapping[str, Any] | None = None) -> TrlObject:
-    """Make a ``TrainerCallback`` that traces each update to ``{output_dir}/trace``.
+def trace_callback(trace_dir: str | Path, trace: TraceConfig | Mapping[str, Any] | None = None) -> TrlObject:
+    """Make a ``TrainerCallback`` that traces each update to ``trace_dir``.
 
     Step numbers are the trainer's: the update that leads from global step 3 to 4 is step 3. ``trace``: as
     ``trace_training`` has it.
@@ -30,7 +30,7 @@ def trace_callback(output_dir: str | Path, trace: TraceConfig | Mapping[str, Any
 
         def on_train_begin(self, args: TrlObject, state: TrlObject, control: TrlObject, **given: TrlObject) -> None:
             self._tracing = trace_training(
-                given["model"], given["optimizer"], output_dir=output_dir, trace=trace, first_step=state.global_step
+                given["model"], given["optimizer"], trace_dir=trace_dir, trace=trace, first_step=state.global_step
             )
 
         def on_train_end(self, args: TrlObject, state: TrlObject, control: TrlObject, **given: TrlObject) -> None:

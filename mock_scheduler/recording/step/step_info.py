@@ -97,7 +97,7 @@ class StepInfo:
     def from_json(cls, value: Mapping[str, Any]) -> StepInfo:
         """The info from ``as_json``; raises ``TypeError`` or ``ValueError`` where it is none."""
         try:
-            found = {name: value[name] for name in _GENERATOR_FIELDS if value.get(name) is not None}
+            found = {name: value[name] for name in _GENERATOR_FIELDS if name in value and value[name] is not None}
             states = {name: {key: tuple(pair) for key, pair in dict(pairs).items()} for name, pairs in found.items()}
             return cls(**{**value, "shard": value["shard"] and tuple(value["shard"]), **states})
         except RecordingError as error:
