@@ -25,5 +25,5 @@ def _start_fault_too(
 
 
 if __name__ == "__main__":
-    WarmStarts.start = _start_fault_too  # type: ignore[method-assign]
+    WarmStarts.start = _start_fault_too  # type: ignore[method-assign, assignment]
     sys.exit(main())
