@@ -21,7 +21,7 @@ def list_frameworks(*, json_path: str | None = None, console: Console | None = N
             table.add_row(
                 framework.name,
                 state.installed or "–",
-                "\n".join((*framework.tried, *framework.tried_parts)) or "–",
+                ", ".join((*framework.tried, *framework.tried_parts)) or "–",
                 state.status,
                 framework.suppressed,
                 framework.page,
