@@ -51,7 +51,6 @@ def start_head() -> Iterator[Head]:
         token.write_text("0123456789abcdef" * 4, encoding="utf-8")
         environ = {
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "120",  # 30 are too few on a busy machine
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
