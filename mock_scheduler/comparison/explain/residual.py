@@ -69,10 +69,8 @@ def classify_residual(
         present: bool, as of ``compute_figures``; elements that count.
         layout: Numbers a ratio may be, as ``{"tp": 2, "micro-batches": 4}``.
         previous: The baseline's tensor of the update before.
-        parts: Contributions of ranks to the sum, each of the same shape.
-        part_names: Their names; without them they are numbered.
-        dims: What each dimension counts.
-        holders: By dimension, what the candidate's ranks hold.
+        parts, part_names: Contributions of ranks to the sum, each of the same shape; without names they are numbered.
+        dims, holders: What each dimension counts, and what the candidate's ranks hold of it.
         bound: Of ||a - b|| / ||a||, of noise.
         common: The ratio of the gradients of the update.
         start: Where both sides are changes by an update, the baseline's parameter before it.
