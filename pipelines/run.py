@@ -15,6 +15,7 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mock_scheduler.adapters.nexrl.rollouts import DumpedRollouts
 from mock_scheduler.batch import RolloutBatch
@@ -124,13 +125,7 @@ class AgenticPipeline:
             ledger=self._ledger,
             plan=self._plan,
             is_writer=runtime.is_writer,
-            provenance={
-                "settings": dict(settings),
-                "node": read_node_values(os.environ),
-                "facts": [fact.describe() for fact in facts],
-                # Not where a tokenizer of text would be loaded for it alone.
-                "vocabulary": list(tokenizer.display_texts) if can_show(config, tokenizer) else [],
-            },
+            provenance=self._provenance(settings) | {"facts": [fact.describe() for fact in facts]},
             resume=self._is_resumed,
             # A run that goes on is the same run: its recordings have one run id.
             run_id=resumed.recording.run_id if resumed is not None and resumed.recording is not None else None,
@@ -139,6 +134,14 @@ class AgenticPipeline:
         self._training.build(resumed)
         if resumed is not None:
             self._scheduler.load_state_dict(dict(resumed.scheduler))
+
+    def _provenance(self, settings: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "settings": dict(settings),
+            "node": read_node_values(os.environ),
+            # Not where a tokenizer of text would be loaded for it alone.
+            "vocabulary": list(self._tokenizer.display_texts) if can_show(self._config, self._tokenizer) else [],
+        }
 
     def _make_real(self) -> AgenticRolloutScheduler | DumpedRollouts:
         """The real scheduler; called by the proxy at its first use, and never in mock."""

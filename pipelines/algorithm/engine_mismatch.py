@@ -32,14 +32,13 @@ class EngineMismatch:
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
         engine = config.actor_infer
-        rounds = "bfloat16" in (engine.weights_precision, config.precision)
         side = TrainingSide(
             source="the run",
             temperature=engine.generating_args.temperature,
             restricts_vocabulary=engine.only_action_tokens,
             correction=None,
             precision=config.precision,
-            rollout_precision="bfloat16" if rounds else config.precision,
+            rollout_precision=config.engine_dtype,
         )
         self._judge = MismatchJudge(side, wide_bound=ENGINE_FLOAT32)
 

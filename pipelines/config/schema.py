@@ -149,6 +149,11 @@ class PipelineConfig(ConfigSection):
         return not replays and not self.rollout_worker.reads_dump and self.training_service.url is None
 
     @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The type that an engine of rollouts computes in: the one that its weights are rounded to, else training's."""
+        return "bfloat16" if "bfloat16" in (self.actor_infer.weights_precision, self.precision) else "float32"
+
+    @property
     def tags_in_use(self) -> list[str]:
         """The tags of training and validation, each once, sorted."""
         return sorted({*self.train_env_manager.tags, *self.val_env_manager.tags})

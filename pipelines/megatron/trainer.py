@@ -203,19 +203,7 @@ class PolicyTrainer:
         compute_loss = compute_policy_loss if is_supervised else self._choose_loss()
 
         def compute(batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> PolicyLossOutput:
-            inputs = PolicyLossInputs(
-                new_logprobs=values["new_logprobs"],
-                entropy=values["entropy"],
-                old_logprobs=values["old_logprobs"],
-                ref_logprobs=values.get("ref_logprobs"),
-                advantages=batch.advantages,
-                response_mask=batch.response_mask,
-                weights=batch.weights,
-                kept_mask=batch.kept_mask,
-                loss_weights=batch.loss_weights,
-                rollout_logprobs=batch.rollout_logprobs,
-            )
-            return compute_loss(inputs, loss_config)
+            return compute_loss(_loss_inputs(batch, values), loss_config)
 
         def loss(own: OwnBatch, logits: torch.Tensor) -> LossSums:
             index = own.batch.index
@@ -278,3 +266,18 @@ class PolicyTrainer:
         weight = router_weight(micro_batches, self.config.training, num_tokens=num_tokens)
         router = merge_router_sums(self.router_ledger, self.config.model, self.runtime, total_weight=weight)
         return means | router | {"num_response_tokens": named["response_tokens"]}
+
+
+def _loss_inputs(batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> PolicyLossInputs:
+    return PolicyLossInputs(
+        new_logprobs=values["new_logprobs"],
+        entropy=values["entropy"],
+        old_logprobs=values["old_logprobs"],
+        ref_logprobs=values.get("ref_logprobs"),
+        advantages=batch.advantages,
+        response_mask=batch.response_mask,
+        weights=batch.weights,
+        kept_mask=batch.kept_mask,
+        loss_weights=batch.loss_weights,
+        rollout_logprobs=batch.rollout_logprobs,
+    )

@@ -12,7 +12,8 @@ import zlib
 from pathlib import Path
 
 _OBJECT = re.compile(rb"(?<!\d)(\d+) 0 obj\b(.*?)endobj", re.DOTALL)
-_STREAM = re.compile(rb"stream\r?\n(.*?)\r?\nendstream", re.DOTALL)
+_LENGTH = re.compile(rb"/Length (\d+)")
+_STREAM = re.compile(rb"stream\r?\n")
 _SHOWN = re.compile(rb"/F(\d+) [\d.]+ Tf|<([0-9A-Fa-f]+)> Tj|\[((?:<[0-9A-Fa-f]+>|[-\d. ]|\s)*)\] TJ")
 
 
@@ -33,10 +34,12 @@ def read_pdf_text(path: Path) -> str:
 
 
 def _content(body: bytes) -> bytes:
-    found = _STREAM.search(body)
-    if found is None:
+    begin, length = _STREAM.search(body), _LENGTH.search(body)
+    if begin is None or length is None:
         return b""
-    return zlib.decompress(found[1]) if b"/FlateDecode" in body[: found.start()] else found[1]
+    # By its length: the last byte of what was compressed may be the \r that another writer puts before "endstream".
+    content = body[begin.end() : begin.end() + int(length[1])]
+    return zlib.decompress(content) if b"/FlateDecode" in body[: begin.start()] else content
 
 
 def _read_map(content: bytes) -> dict[int, str]:

@@ -100,15 +100,19 @@ def classify_residual(
         # Of a shard: ranks keep the sum of their own one there, and their own part of the others'.
         lambda: _find_left_over(pair, before, least=LEFT_OVER, below=MOST_OF_IT),
     )
-    slight: tuple[Callable[[], Residual | None], ...] = (lambda: _find_zeros(pair), lambda: ratio_of({}))
-    for test in slight if is_slight else tests:
+    for test in (lambda: _find_zeros(pair), lambda: ratio_of({})) if is_slight else tests:
         if (found := test()) is not None:
             return replace(found, sample=pair.sample)
     if is_slight or figures.num_elements < FEWEST_ELEMENTS:
         return None
     # Orders are tried last, since they cost a pass over the tensor each.
-    degrees = [int(number) for number in (layout or {}).values() if float(number).is_integer()]
-    return find_move(baseline, candidate, present=present, degrees=degrees, dims=dims, enough=ENOUGH, holders=holders)
+    return find_move(
+        baseline, candidate, present=present, degrees=_whole(layout), dims=dims, enough=ENOUGH, holders=holders
+    )
+
+
+def _whole(layout: Mapping[str, float] | None) -> list[int]:
+    return [int(number) for number in (layout or {}).values() if float(number).is_integer()]
 
 
 def _find_narrowed(

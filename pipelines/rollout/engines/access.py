@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from mock_scheduler.errors import ConfigError
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.hf_export import describe_own
 from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.engines.installed import find_vllm
-
-
-def engine_dtype(config: PipelineConfig) -> Literal["float32", "bfloat16"]:
-    """The type that the engine computes in: the one that its weights are rounded to, else training's."""
-    return "bfloat16" if "bfloat16" in (config.actor_infer.weights_precision, config.precision) else "float32"
 
 
 def check_engine(config: PipelineConfig, environ: Mapping[str, str], *, vocab_size: int) -> None:
@@ -27,7 +21,7 @@ def check_engine(config: PipelineConfig, environ: Mapping[str, str], *, vocab_si
     engine = config.actor_infer
     if config.model.hf_checkpoint is None:
         model = config.model.model_copy(update={"vocab_size": vocab_size})
-        describe_own(model, dtype=DTYPES[engine_dtype(config)], positions=config.sequence_length)
+        describe_own(model, dtype=DTYPES[config.engine_dtype], positions=config.sequence_length)
     if engine.engine == "openai":
         read_key(engine.server.api_key_variable, environ)
         return

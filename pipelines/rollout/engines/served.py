@@ -27,7 +27,7 @@ from pipelines.megatron.transformer_config import DTYPES
 from pipelines.rollout.cached_policy import ForwardPass, ReplicaChannel
 from pipelines.rollout.changed_weights import other_head
 from pipelines.rollout.engine import PolicyEngine, TokenScores
-from pipelines.rollout.engines.access import engine_dtype, read_key
+from pipelines.rollout.engines.access import read_key
 from pipelines.rollout.engines.client import EngineAddress, EngineClient, TurnAnswer, TurnOrder
 from pipelines.rollout.engines.first_rank import on_first_rank
 from pipelines.rollout.engines.server import MODEL, VllmServer
@@ -70,7 +70,7 @@ class ServedEngine:
         self._trainer = trainer
         self._vocab_size = len(trainer.allowed)
         self._stop_ids = [token for token in range(tokenizer.vocab_size) if tokenizer.ends_turn(token)]
-        self._weights = EngineWeights(trainer, ranks, source=source, dtype=DTYPES[engine_dtype(config)])
+        self._weights = EngineWeights(trainer, ranks, source=source, dtype=DTYPES[config.engine_dtype])
         self._probes = make_probes(
             seed=config.seed, vocab_size=self._vocab_size, sequence_length=config.sequence_length
         )
@@ -91,7 +91,7 @@ class ServedEngine:
         return VllmServer(
             self._engine,
             folder=self._weights.root,
-            dtype=engine_dtype(self._config),
+            dtype=self._config.engine_dtype,
             max_length=self._config.sequence_length,
             seed=self._config.seed,
         )
@@ -181,7 +181,7 @@ class ServedEngine:
                 self._score,
                 self._ranks,
                 where=str(self._engine.server.base_url or "this run's vLLM"),
-                is_wide=engine_dtype(self._config) == "float32",
+                is_wide=self._config.engine_dtype == "float32",
                 logprobs_mode=self._engine.logprobs_mode,
                 can_restart=self._engine.engine == "vllm",
                 has_tied_head=self._weights.has_tied_head,
