@@ -1,7 +1,4 @@
-"""vLLM itself as the engine of a run: in step with the trainer, replayed without it, and its stale head found.
-
-These figures are behind ``ENGINE_FLOAT32`` and ``ENGINE_MOVED`` of ``comparison/thresholds.py``.
-"""
+"""vLLM itself as the engine of a run: in step with the trainer, replayed and aligned without it, its stale head found."""
 
 from __future__ import annotations
 
