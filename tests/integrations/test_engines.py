@@ -1,4 +1,4 @@
-"""vLLM itself as the engine of a run: in step with the trainer, replayed and aligned without it, its stale head found."""
+"""vLLM itself as a run's engine: in step with the trainer, replayed and aligned without it, its stale head found."""
 
 from __future__ import annotations
 
