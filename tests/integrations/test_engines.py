@@ -96,7 +96,10 @@ def test_layouts_are_aligned_on_what_vllm_sampled_without_it_and_without_the_pac
     if not (root / "sampled-recording").is_dir():
         assert run(root, "sampled").returncode == 0
     entry = "tests.pipelines.gymnasium_must_not_load"  # it fails where a client of servers was imported
-    named = [f"{{name: {name}, entry: {entry}, overrides: [{override}]}}" for name, (override, _) in CANDIDATES.items()]
+    named = [
+        f"{{name: {name}, entry: {entry}, overrides: [{repr(override) if override else ''}]}}"
+        for name, (override, _) in CANDIDATES.items()
+    ]
     folder = root / "aligned"
     done = python(
         [
@@ -105,10 +108,10 @@ def test_layouts_are_aligned_on_what_vllm_sampled_without_it_and_without_the_pac
             f"align.candidates=[{', '.join(named)}]",
         ]
     )
+    assert done.returncode == 1, done.stdout + done.stderr  # of the change that is none of layout
     found = json.loads((folder / "align.json").read_text(encoding="utf-8"))["candidates"]
     verdicts = {candidate["name"]: candidate["verdict"] for candidate in found}
     assert verdicts == {name: verdict for name, (_, verdict) in CANDIDATES.items()}, done.stdout + done.stderr
-    assert done.returncode == 1  # of the change that is none of layout
     ledgers = list(folder.rglob("ledger.json"))
     assert len(ledgers) > len(CANDIDATES)
     for ledger in ledgers:
