@@ -85,7 +85,7 @@ CANDIDATES = {
     "again": ([], "identical"),
     "tp2": (["parallel.tensor_model_parallel_size=2"], "identical (emulated)"),
     "pp2": (["parallel.pipeline_model_parallel_size=2"], "identical (emulated)"),
-    "dp2": (["parallel.data_parallel_size=2", "training.micro_batch_size=8"], "identical (emulated)"),
+    "dp2": (["parallel.data_parallel_size=2", "training.micro_batch_size=8"], "rounding"),
     "without-entropy": (["entropy_loss_coef=0"], "diverged"),
 }
 
