@@ -48,6 +48,7 @@ setup(
         "zstd": ["zstandard>=0.22"],
         "text": ["transformers>=5.3,<6", "reasoning-gym==0.1.25", "textarena==0.7.4"],
         "ray": ["ray==2.60.0"],
+        "parquet": ["pyarrow>=17"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [
             "hypothesis>=6.100",

@@ -26,6 +26,7 @@ os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[1:]])' "$@"
 
 folder="" head="" run=""
 end_all() {
+    trap '' TERM INT HUP  # a second one must not leave what the first began to end
     for process in "$run" "$head"; do
         if [[ -n "$process" ]]; then
             kill -TERM "$process" 2>/dev/null || true
@@ -72,4 +73,8 @@ start_bound mock_scheduler.cli launch "$@" ++env_workers.type=ray &
 run=$!
 wait "$run" || code=$?
 run=""
+if [[ -n "$head" ]] && ! kill -0 "$head" 2>/dev/null; then
+    echo "the Ray cluster of this run has ended by itself; its logs are kept in $folder" >&2
+    folder=""
+fi
 exit "$code"

@@ -36,6 +36,9 @@ if [[ ${#selection[@]} -eq 0 && ${#marker[@]} -eq 0 ]]; then
     # One more than cores, since tests wait for processes that they start.
     workers=(--numprocesses "$(($(getconf _NPROCESSORS_ONLN) + 1))" --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1  # the workers fill the cores
+    # Megatron's import wraps functions for torch's compiler, whose own import is a third of all that a process pays to
+    # start; of those functions the tests call integer sums alone. The long proofs have the compiler.
+    export TORCHDYNAMO_DISABLE=1
 fi
 
 .venv/bin/ruff format --check .

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests with programs that others wrote (tests/integrations), in .venv-integrations: Python 3.12, since the wheel of
 # megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there,
-# and TransformerEngine's and Megatron-Bridge's Python 0.2 GB. vLLM has .venv-engines, of Python 3.11: 3 GB, 5 minutes.
+# and TransformerEngine's and Megatron-Bridge's Python 0.2 GB. vLLM and TRL have .venv-engines, of Python 3.11: 3.4 GB
+# (vLLM alone took 5 minutes).
 #   launch/test.sh --integrations            all of them
 #   launch/test.sh --integrations ARGS...    arguments go to pytest
 set -euo pipefail

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer.exceptions import TyperException
 
+from mock_scheduler.adapters.formats import FORMAT_NAMES
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import printable, printable_message
@@ -60,6 +61,8 @@ RunStoredCode = Annotated[
     bool,
     typer.Option("--run-stored-code", help="run the code that a config.yaml left by a run names; shown either way"),
 ]
+
+FormatName = Annotated[str, typer.Argument(help=f"one of {', '.join(FORMAT_NAMES)}", show_default=False)]
 
 _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
 _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
@@ -443,6 +446,50 @@ def export_hf(
     raise typer.Exit(run_export_hf(checkpoint, folder))
 
 
+@app.command(name="import")
+def import_rollouts(
+    format_name: FormatName,
+    source: Annotated[Path, typer.Argument(help="a file, or the folder of files", show_default=False)],
+    dump_dir: Annotated[Path, typer.Argument(help="folder to make: a recording, or a trace", show_default=False)],
+    temperature: Annotated[float | None, typer.Option("--temperature", help="state how tokens were sampled")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="0: off")] = None,
+    logprobs_mode: Annotated[
+        Literal["processed", "raw"] | None,
+        typer.Option("--logprobs-mode", help="processed: of the sampled distribution; raw: of the logits"),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", min=1, help="rows of a group, where files have no groups")
+    ] = None,
+    reward_key: Annotated[str | None, typer.Option("--reward-key", help="entry of a dict of rewards")] = None,
+    contract: Annotated[
+        Path | None, typer.Option("--contract", help="JSON of names and values that a replay must match")
+    ] = None,
+    shift: Annotated[int, typer.Option("--shift", help="added to each step, as in -1 where steps count from 1")] = 0,
+) -> None:
+    """Make an ordinary recording, or trace, of files that another framework wrote; no code in them is run."""
+    from mock_scheduler.adapters.imports.steps import ImportOptions, state_sampling  # imports torch: not for --help
+    from mock_scheduler.commands.foreign import ImportCommand, run_import
+
+    sampling, stated = state_sampling(temperature=temperature, top_p=top_p, top_k=top_k, logprobs_mode=logprobs_mode)
+    rollouts = ImportOptions(sampling=sampling, stated=stated, group_size=group_size, reward_key=reward_key)
+    command = ImportCommand(rollouts=rollouts, contract=contract, shift=shift)
+    raise typer.Exit(run_import(format_name, source, dump_dir, command))
+
+
+@app.command(name="export")
+def export_rollouts(
+    format_name: FormatName,
+    recording: RecordingDir,
+    folder: Annotated[Path, typer.Argument(help="folder for the files", show_default=False)],
+    steps: Steps = None,
+) -> None:
+    """Write a recording as files that another framework replays: slime, for --load-debug-rollout-data."""
+    from mock_scheduler.commands.foreign import run_export  # imports torch: not for --help
+
+    raise typer.Exit(run_export(format_name, recording, folder, steps=steps))
+
+
 @app.command()
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(help="output_dir of each run", show_default=False)],
@@ -454,6 +501,14 @@ def plot(
 
     plot_runs(run_dirs, metric, output)
     typer.echo(f"wrote {printable(str(output))}")
+
+
+@app.command()
+def frameworks(json_path: JsonOutput = None) -> None:
+    """List the training frameworks with an adapter: what is installed, what was tried, what is missing."""
+    from mock_scheduler.commands.frameworks import list_frameworks  # imports rich: not for --help
+
+    raise typer.Exit(list_frameworks(json_path=json_path))
 
 
 @app.command()

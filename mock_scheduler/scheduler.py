@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from mock_scheduler.batch import RolloutBatch
@@ -56,7 +56,9 @@ class RolloutRequest:
     recording of another policy version or cursor is refused. ``prompt_digests``: of the prompts the pipeline
     is about to ask for (as in ``RolloutBatch.prompt_digests``), in any order: ``batch_size`` of them, one for each
     trajectory (its first row's), or one for each group, whose trajectories then all have it. A batch of other
-    prompts, live or recorded, is refused. None: not checked.
+    prompts, live or recorded, is refused. None: not checked. ``prompts``: the prompts themselves, as the pipeline
+    drew them, for the real scheduler: any object, never recorded nor compared. A codec with ``prompt_problems``
+    refuses a batch of other prompts, live or recorded.
 
     Whole numbers of NumPy or torch are held as plain ints. Raises ``SchedulerError`` listing every wrong field.
     """
@@ -69,6 +71,7 @@ class RolloutRequest:
     group_size: int | None = None
     data_cursor: JSON = None
     prompt_digests: tuple[str, ...] | None = None
+    prompts: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -130,7 +133,11 @@ NativeBatch: TypeAlias = Any
 
 
 class BatchCodec(Protocol):
-    """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit."""
+    """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit.
+
+    A codec may also have ``prompt_problems(batch, request)``, which lists the differences between the prompts of a
+    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some.
+    """
 
     def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:
         """The recorded form of a framework's batch; the batch stays as it was; raises ``BatchError``."""

@@ -23,6 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mock_scheduler.launch import ranks
+from mock_scheduler.launch.ranks import Place, ranks_command
+
 ROOT = Path(__file__).parents[1]
 
 #: What the launcher exports to a run of one process.
@@ -50,6 +53,23 @@ def run_program(
         return subprocess.CompletedProcess(
             [module, *arguments], exit_code, told.read_text(encoding="utf-8"), failed.read_text(encoding="utf-8")
         )
+
+
+def run_ranks(
+    num_ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    told_to: Path,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """Runs the ranks of a module as the launcher does, by ``launch.ranks``; where one fails, the others are ended.
+
+    ``told_to``: the folder of the run, for ``error.json``.
+    """
+    argv = ranks_command("python", ("-m", module, *arguments), told_to=told_to, place=Place(num_local=num_ranks))
+    return run_program(ranks.MODULE, argv[argv.index(ranks.MODULE) + 1 :], environ=environ, cwd=cwd)
 
 
 def _ask(request: Mapping[str, object]) -> int:

@@ -29,6 +29,8 @@ def test_help_imports_no_more_than_the_command_line() -> None:
     modules = done.stdout.splitlines()[-1].split()
     assert [name for name in modules if name.partition(".")[0] == "mock_scheduler"] == [
         "mock_scheduler",
+        "mock_scheduler.adapters",
+        "mock_scheduler.adapters.formats",
         "mock_scheduler.cli",
         "mock_scheduler.errors",
         "mock_scheduler.support",
@@ -40,7 +42,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
     assert {name.partition(".")[0] for name in modules} & slow == set()
     names = (
         *("launch", "align", "compare", "env", "config", "inspect", "verify", "diff", "show", "plot", "version"),
-        *("doctor", "replay-actions", "minimise", "extract"),
+        *("doctor", "replay-actions", "minimise", "extract", "import", "export"),
     )
     assert [name for name in names if f"│ {name} " not in done.stdout] == []
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import run_program, run_ranks
 
 PROGRAM = """\
 import atexit, os, sys, threading
@@ -32,6 +32,17 @@ def test_a_program_has_its_arguments_variables_and_folder_and_no_others_state(fo
         assert (done.returncode, done.stderr) == (0, "")
         assert first == f"__main__ ['{number}'] here {folder} False"
         assert sorted(others) == ["at exit", "from a thread"]
+
+
+def test_ranks_have_their_places_and_end_with_one_that_fails(folder: Path) -> None:
+    (folder / "ranks.py").write_text(
+        "import os, sys, time\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        "if sys.argv[1:]: sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)\n",
+        encoding="utf-8",
+    )
+    done = run_ranks(2, "ranks", [], told_to=folder, cwd=folder)
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, ["0 2", "1 2"], "")
+    assert run_ranks(2, "ranks", ["fail"], told_to=folder, cwd=folder).returncode == 7
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.batch.pickled import PickledByBuffers
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON, canonical_json, check_json
 from mock_scheduler.support.tensor_bytes import (
@@ -34,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ragged:
+class Ragged(PickledByBuffers):
     """A row's part of a ragged column: ``values`` ``[n, *shape]`` with any ``n``, 0 included."""
 
     values: torch.Tensor
@@ -45,7 +46,7 @@ RowValue: TypeAlias = "torch.Tensor | Ragged | JSON"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TensorColumn:
+class TensorColumn(PickledByBuffers):
     """``values`` ``[B, *shape]`` where ``offsets`` is None (dense; a scalar per row has shape ``[B]``), else ragged:
     ``[sum n, *shape]``, row i from ``offsets[i]`` to ``offsets[i + 1]`` (int64 ``[B + 1]``)."""
 

@@ -31,6 +31,7 @@ from mock_scheduler.batch.checks import (
 )
 from mock_scheduler.batch.columns import Column, TensorColumn, copy_json
 from mock_scheduler.batch.engine_columns import RowSizes, engine_column_problems
+from mock_scheduler.batch.pickled import PickledByBuffers
 from mock_scheduler.batch.rows import (
     compute_offsets,
     compute_prompt_digests,
@@ -46,6 +47,7 @@ from mock_scheduler.batch.trajectory import (
     SamplingParams,
     Termination,
     Trajectory,
+    build_identities,
     count_groups,
     partial_group_problems,
     sampling_as_json,
@@ -70,7 +72,7 @@ class PaddedBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RolloutBatch:
+class RolloutBatch(PickledByBuffers):
     """B rows in strictly increasing identity order; row i is ``tokens[row_offsets[i]:row_offsets[i + 1]]``.
 
     ``tokens`` int32 and ``response_mask`` bool ``[sum T]``; ``rollout_logprobs`` float32 ``[sum R]``, on response
@@ -117,6 +119,16 @@ class RolloutBatch:
             response_tokens=self.tokens.numpy()[self.response_mask.numpy()],
         )
         return engine_column_problems(self.extras, sizes, self.meta)
+
+    def _to_pickle(self) -> dict[str, Any]:
+        numbers = np.array([identity.numbers for identity in self.identities], dtype=np.int64).reshape(-1, 4)
+        rows = [identity.scheduler_id for identity in self.identities], numbers
+        return {**PickledByBuffers._to_pickle(self), "identities": rows}
+
+    @classmethod
+    def _from_pickle(cls, carried: Mapping[str, Any]) -> RolloutBatch:
+        # Objects by the thousand would take longer than all tensors.
+        return cls._unchecked(**{**carried, "identities": build_identities(*carried["identities"])})
 
     @classmethod
     def _unchecked(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class

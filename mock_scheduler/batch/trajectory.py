@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch.columns import RowValue
+from mock_scheduler.batch.pickled import PickledByBuffers
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON
 
@@ -159,7 +160,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Trajectory:
+class Trajectory(PickledByBuffers):
     """One row, as an engine or environment manager hands it in.
 
     ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens the policy sampled;

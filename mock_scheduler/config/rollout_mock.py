@@ -9,7 +9,7 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,8 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.support.text import bullet_list
 
 KINDS: tuple[Mode, ...] = ("train", "val")
+#: Whose states are recorded after a live rollout: the random generators that it moved, all, or none.
+RandomStates: TypeAlias = Literal["moved", "all", "none"]
 _READING: tuple[RolloutMode, ...] = ("mock", "cache", "verify")
 #: Keys that judge the answers of every run, recorded or not, and a permission: an alignment enables the section itself.
 _ALWAYS = frozenset({"allow_nondeterministic", "on_duplicate_rows", "on_partial_groups", "on_implausible_rows"})
@@ -28,7 +30,7 @@ _EFFECTIVE_IN: Mapping[str, tuple[RolloutMode, ...]] = {
     "on_mismatch": ("mock", "verify"),
     "on_difference": ("verify",),
     "dump_dir": (*_WRITING, "mock", "verify"),
-    "allow_nondeterministic": (*_WRITING, "mock", "verify"),
+    **dict.fromkeys(("allow_nondeterministic", "random_states"), (*_WRITING, "mock", "verify")),
 }
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 
@@ -81,6 +83,9 @@ class RolloutMockConfig(ConfigSection):
     (``repeat``) the nearest earlier step, else a later one, or (``repeat_last``) the last step.
     ``on_implausible_rows``: of a live answer and of its request, ``error`` refuses data that cannot be true and reports
     data that may be, ``strict`` refuses both, ``report`` reports both (``mock_scheduler.batch.plausibility``).
+    ``random_states``: of the global random generators after a live rollout: those it ``moved`` or ``all`` are recorded
+    with the step and set after it is replayed, so that what a trainer draws next is equal; ``none`` are. None:
+    ``moved`` for a synchronous trainer, ``none`` for an asynchronous one (``mock_scheduler.proxy.random_states``).
     ``origin``: the foreign section from which this was made, if any.
     """
 
@@ -101,6 +106,7 @@ class RolloutMockConfig(ConfigSection):
     on_implausible_rows: Literal["strict", "error", "report", "ignore"] = "error"
     on_low_disk: Literal["error", "warn"] = "error"
     retention: RetentionConfig = RetentionConfig()
+    random_states: RandomStates | None = None
     compression: Literal["none", "zstd"] = "none"
     background: bool = True
     allow_nondeterministic: bool = False

@@ -39,7 +39,8 @@ from mock_scheduler.support.text import bullet_list
 
 # What another launcher around this one may have left in the environment; a run must not take it for its own.
 _RANK_VARIABLES = RANK_VARIABLES | {"TORCHELASTIC_RUN_ID", STORE_VARIABLE, LISTENER_VARIABLE}
-_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+# Of every run, so that those of one rank and of several can be forked from one process (``launch.warm_start``).
+_OWN = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 # The supervisor gives its ranks less before it kills them itself.
 _GRACE_S = GRACE_S + 10.0
 
@@ -154,8 +155,8 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
     thread each where nobody chose, as torchrun gives them.
     """
     inherited = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
-    several = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} if plan.world_size > 1 else {}
-    return {**_QUIET, **several, **inherited, **plan.env}
+    several = {"OMP_NUM_THREADS": "1"} if plan.world_size > 1 else {}
+    return {**_OWN, **several, **inherited, **plan.env}
 
 
 def run_plan(

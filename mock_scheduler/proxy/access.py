@@ -16,9 +16,9 @@ from mock_scheduler.proxy.checks import BatchReports
 from mock_scheduler.proxy.routing import Route, Router, request_stand_in
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording.inspection.diff import compare_batches
-from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.paths import format_present, parse_folder
 from mock_scheduler.recording.reading.reader import RecordedStep, RecordingReader
-from mock_scheduler.recording.step.step_info import StepInfo, info_differences
+from mock_scheduler.recording.step.step_info import GeneratorStates, StepInfo, info_differences
 from mock_scheduler.recording.writing.opening import RecordingWriter, WrittenStep
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -65,6 +65,17 @@ class RecordingAccess:
         )
         return step
 
+    def last_trained(self, request: RolloutRequest | None) -> StepInfo | None:
+        """What was recorded with the last training step before ``request``; None where there is none."""
+        found = self.router.last_trained(request)
+        if found is None:
+            return None
+        folder, step = found
+        parsed = parse_folder(folder)
+        assert parsed is not None  # a folder that was listed
+        source = RolloutRequest(global_step=step, batch_size=1, scheduler_id=parsed[1])
+        return self._open_reader().open_step(source).info_of(self._settings.shard)
+
     def _reader_of(self, source: RolloutRequest) -> RecordingReader:
         """Return the reader, once a step of this run itself is on disk, written by this process or by another."""
         if self.router.is_own(source):
@@ -101,24 +112,40 @@ class RecordingAccess:
             for line in lines:
                 self._log(level, "[Rollout Mock] Step %d: %s", request.global_step, line)
 
-    def warn(self, line: str) -> None:
-        """Log a line of a call that may be wrong."""
-        self._log(logging.WARNING, "[Rollout Mock] %s", line)
+    def warn(self, line: str, *, once: str = "") -> None:
+        """Log a line of a call that may be wrong; ``once``: what names its kind, of which only the first is logged."""
+        if once:
+            self._log_once(logging.WARNING, "[Rollout Mock] %s", line, key=once)
+        else:
+            self._log(logging.WARNING, "[Rollout Mock] %s", line)
 
     def verify(
-        self, request: RolloutRequest, route: Route, played: RolloutBatch, *, scheduler_state: Mapping[str, JSON]
+        self,
+        request: RolloutRequest,
+        route: Route,
+        played: RolloutBatch,
+        *,
+        scheduler_state: Mapping[str, JSON],
+        random_states: GeneratorStates | None = None,
+        late_random_states: GeneratorStates | None = None,
     ) -> None:
-        """Compare a live batch, and the real scheduler's state after it, with the recorded ones.
+        """Compare a live batch, and the states of scheduler and random generators after it, with the recorded ones.
 
-        Raises ``ContractError``, or warns, where any bit differs, and as ``load`` does. The state is compared only with
-        one recorded by a process with the same rows.
+        Raises ``ContractError``, or warns, where any bit differs, and as ``load`` does. States are compared only with
+        those recorded by a process with the same rows.
         """
         # Bits decide; no tolerance is applied to a rollout.
         step = self.load(request, route)
         differences = compare_batches(step.batch, played, limit=_NUM_ROWS_SHOWN)
         lines = [] if differences.is_identical else [differences.describe(("recorded", "played"))]
         if step.is_as_recorded:
-            lines += info_differences(step.info, replace(step.info, scheduler_state=scheduler_state))
+            info = replace(
+                step.info,
+                scheduler_state=scheduler_state,
+                random_states=random_states,
+                late_random_states=late_random_states,
+            )
+            lines += info_differences(step.info, info)
         ledger = self._settings.ledger
         if not lines:
             ledger.count("recording", "verified_steps")
@@ -147,6 +174,8 @@ class RecordingAccess:
         *,
         metrics: Mapping[str, float],
         scheduler_state: Mapping[str, JSON],
+        random_states: GeneratorStates | None = None,
+        late_random_states: GeneratorStates | None = None,
     ) -> None:
         """Hand a batch to the writer; raises its errors, also of earlier batches.
 
@@ -169,6 +198,8 @@ class RecordingAccess:
             data_cursor=request.data_cursor,
             shard=None if shard is None else (shard.index, shard.count),
             group_size=None if shard is None else request.group_size,
+            random_states=random_states,
+            late_random_states=late_random_states,
         )
         self.writer.submit(batch, info)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
+from mock_scheduler.batch.columns import RowValue
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
@@ -56,6 +58,14 @@ class AsyncProxyScheduler:
         an equal request gets it.
         """
         return await self._run(self._core.get_batch(request))
+
+    async def late_values(self, request: RolloutRequest, name: str) -> list[RowValue] | None:
+        """Return recorded values of a step just replayed, as ``ProxyScheduler.late_values`` does."""
+        return self._core.late_values(request, name)
+
+    async def add_late_values(self, request: RolloutRequest, name: str, values: Sequence[RowValue]) -> None:
+        """Record values computed from a batch just played, as ``ProxyScheduler.add_late_values`` does."""
+        await self._run(self._core.add_late_values(request, name, values))
 
     async def suspend(self) -> None:
         """Stop generating: the weights are about to change."""
@@ -109,12 +119,13 @@ class AsyncProxyScheduler:
 
     async def _run(self, flow: Flow[T]) -> T:
         result: object = None
-        while True:
-            try:
-                effect = flow.send(result)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]  # a generator's return value
-            result = await self._perform(effect)
+        with closing(flow):  # where an effect fails, what the flow holds open ends with it
+            while True:
+                try:
+                    effect = flow.send(result)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]  # a generator's return value
+                result = await self._perform(effect)
 
     async def _perform(self, effect: Effect) -> object:
         match effect:

@@ -21,8 +21,9 @@ from mock_scheduler.errors import ConfigError, StepNotFoundError, redact
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.access import RecordingAccess, format_megabytes
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
-from mock_scheduler.proxy.checks import as_contract, as_plan, check_make_real, check_run_id, share_of
+from mock_scheduler.proxy.checks import as_contract, as_names, as_plan, check_make_real, check_run_id, share_of
 from mock_scheduler.proxy.core import ProxyCore
+from mock_scheduler.proxy.in_actor import settle_in_actor
 from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key, request_stand_in
 from mock_scheduler.proxy.settings import BuildOptions, ProxySettings
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
@@ -87,7 +88,7 @@ def build_async_scheduler(
     ``make_real`` is called on the event loop, and may be ``async`` itself; a synchronous real scheduler is called in
     threads.
     """
-    return AsyncProxyScheduler(_build_core(config, make_real, contract, ledger=ledger, options=options))
+    return AsyncProxyScheduler(_build_core(config, make_real, contract, ledger=ledger, options=options, is_async=True))
 
 
 def _build_core(
@@ -97,19 +98,23 @@ def _build_core(
     *,
     ledger: Ledger | None,
     options: BuildOptions,
+    is_async: bool = False,
 ) -> ProxyCore:
     check_make_real(make_real)
     check_run_id(options.get("run_id"))
+    options["late_values"] = as_names(options.get("late_values", ()))
     options["plan"] = as_plan(options.get("plan", ()))
     settings = ProxySettings(
         config=config if isinstance(config, RolloutMockConfig) else read_config(config),
         make_real=make_real,
         contract=as_contract(contract),
         ledger=Ledger() if ledger is None else ledger,
+        is_restarted=False,
         **options,
     )
     _check_shard(settings)
-    core = ProxyCore(settings, open_access(settings))
+    settings = settle_in_actor(settings)
+    core = ProxyCore(settings, open_access(settings), is_async=is_async)
     if settings.is_logging:
         _log_enabled(settings.config)
     return core

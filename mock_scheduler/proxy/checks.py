@@ -16,9 +16,10 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.plausibility import Finding, find_impossible, find_unlikely
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import BatchError, ConfigError, SchedulerError
+from mock_scheduler.proxy.random_states import RecordedStates
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.reading.open_step import compare_prompts, prompts_of
-from mock_scheduler.scheduler import NativeBatch, RolloutRequest, RowShard, shown
+from mock_scheduler.scheduler import BatchCodec, NativeBatch, RolloutRequest, RowShard, shown
 from mock_scheduler.support.digests import JSON
 
 _NUM_SHOWN = 5
@@ -36,13 +37,17 @@ class BatchReports:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """An answer for the pipeline. ``mode``: how it came about. ``metrics`` None: the real scheduler has them."""
+    """An answer for the pipeline. ``mode``: how it came about. ``metrics`` None: the real scheduler has them.
+
+    ``random_states``: to be set once the pipeline has the answer.
+    """
 
     request: RolloutRequest
     native: NativeBatch
     mode: str
     metrics: Mapping[str, float] | None = None
     is_replayed: bool = False
+    random_states: RecordedStates | None = None
 
 
 def share_of(request: RolloutRequest, shard: RowShard | None) -> int:
@@ -75,6 +80,7 @@ def judge_batch(
     shard: RowShard | None,
     is_reporting: bool,
     latest_version: int,
+    codec: BatchCodec | None = None,
     is_replayed: bool = False,
 ) -> BatchReports:
     """Refuse a batch other than the requested one, and return the lines to report of an accepted one.
@@ -89,6 +95,7 @@ def judge_batch(
         *_count_problems(batch, request, shard),
         *_scheduler_problems(batch, request),
         *_prompt_problems(batch, request, shard),
+        *_codec_problems(batch, request, codec),
     ]
     reports: list[str] = []
     warnings: list[str] = []
@@ -189,6 +196,14 @@ def _prompt_problems(batch: RolloutBatch, request: RolloutRequest, shard: RowSha
     ]
 
 
+def _codec_problems(batch: RolloutBatch, request: RolloutRequest, codec: BatchCodec | None) -> Sequence[str]:
+    find_problems = getattr(codec, "prompt_problems", None)
+    if request.prompts is None or find_problems is None:
+        return []
+    problems: Sequence[str] = find_problems(batch, request)
+    return problems
+
+
 def _first(items: Sequence[str]) -> str:
     more = f" (and {len(items) - _NUM_SHOWN} more)" if len(items) > _NUM_SHOWN else ""
     return "; ".join(items[:_NUM_SHOWN]) + more
@@ -276,6 +291,14 @@ def as_plan(plan: object) -> tuple[RolloutRequest, ...]:
     for index, request in enumerate(plan):
         check_request(request, f"plan[{index}]")
     return tuple(plan)
+
+
+def as_names(names: object) -> tuple[str, ...]:
+    """Return the names of late values; raises ``SchedulerError`` for anything else."""
+    found = tuple(names) if isinstance(names, Sequence) and not isinstance(names, str) else None
+    if found is None or any(type(name) is not str or not name for name in found) or len(set(found)) < len(found):
+        raise SchedulerError(f"late_values is {shown(names)}; expected a list of different names")
+    return found
 
 
 def check_request(request: object, what: str) -> None:

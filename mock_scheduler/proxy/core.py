@@ -7,11 +7,12 @@ scheduler is kept until the pipeline has it. After ``close`` every call is refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.columns import RowValue
 from mock_scheduler.errors import BatchError, SchedulerError
 from mock_scheduler.proxy.access import RecordingAccess
 from mock_scheduler.proxy.checks import (
@@ -24,10 +25,13 @@ from mock_scheduler.proxy.checks import (
     version_fall,
 )
 from mock_scheduler.proxy.effects import Flow, Guarded, Work, is_async
+from mock_scheduler.proxy.random_states import GeneratorWatch
 from mock_scheduler.proxy.real_scheduler import RealScheduler, Taken, TakenBatches
 from mock_scheduler.proxy.routing import Outlook, RequestKey, Route, request_key
 from mock_scheduler.proxy.run_state import ProxyState
 from mock_scheduler.proxy.settings import ProxySettings
+from mock_scheduler.proxy.step_recorder import StepRecorder
+from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import (
     NativeBatch,
     RolloutRequest,
@@ -41,17 +45,23 @@ RECORDED_PREFIX = "recorded/"
 class ProxyCore:
     """One real scheduler, or none, and one recording, or none; see ``build_scheduler``."""
 
-    def __init__(self, settings: ProxySettings, access: RecordingAccess) -> None:
+    def __init__(self, settings: ProxySettings, access: RecordingAccess, *, is_async: bool = False) -> None:
         self._settings = settings
         self._access = access
         self._router = access.router
         self.ledger = settings.ledger
         self._run_state = ProxyState(settings.config.effective_mode)
-        self._real = RealScheduler(settings.make_real, settings.ledger)
+        modes = settings.config.modes_in_use
+        watch = GeneratorWatch(
+            settings.config.random_states, is_async=is_async, is_watching=bool(modes & {"dump", "cache", "verify"})
+        )
+        self._real = RealScheduler(settings.make_real, settings.ledger, watch)
+        self._recorder = StepRecorder(settings, access, self._real)
         self._is_state_recorded = True
         self._last: Answer | None = None
         self._taken = TakenBatches()
         self._recorded: set[RequestKey] = set()
+        self._is_heir = settings.is_restarted
         self._is_closed = False
 
     def get_batch(self, request: RolloutRequest) -> Flow[NativeBatch]:
@@ -61,6 +71,17 @@ class ProxyCore:
         # A second call for the step, made while the first is at work, waits for its end.
         native: NativeBatch = yield Guarded(request_key(request), self._answer(request))
         return native
+
+    def _take_over(self, request: RolloutRequest | None) -> Flow[None]:
+        """In a process that was started again: go on from the last step of the one before it, once."""
+        if not self._is_heir:  # another call has meanwhile
+            return
+        last = yield Work(lambda: self._access.last_trained(request))
+        self._is_heir = False
+        if last is not None:
+            self._run_state.take_over(step_folder("train", last.scheduler_id), last.step, last.policy_version)
+            self._real.state, self._is_state_recorded = last.scheduler_state, False
+            self._access.warn(f"The real scheduler goes on from the state recorded with train step {last.step}")
 
     def _answer(self, request: RolloutRequest) -> Flow[NativeBatch]:
         route = self._router.route(request)
@@ -72,9 +93,13 @@ class ProxyCore:
         what = f"{request.mode} step {request.global_step}"
         earlier = self._run_state.earlier_request(request)
         self._judge_version(what, request.policy_version, earlier, is_live=route.is_live)
+        self._recorder.late.refuse_waiting("get_batch", request)
         answer: Answer
         answer = yield from self._play(request, route) if route.is_live else self._replay(request, route)
+        if answer.random_states is not None:
+            answer.random_states.restore(self._access.warn)
         # From here on nothing can fail: the step is answered as a whole.
+        self._real.watch.reset()
         self._taken.drop(request)
         self._run_state.advance(request, answer.mode)
         self._last = replace(answer, native=None)  # the batch itself is the pipeline's alone
@@ -84,6 +109,16 @@ class ProxyCore:
         if route.mode == "cache":
             self.ledger.count("recording", "cache_misses" if route.is_live else "cache_hits")
         return answer.native
+
+    def late_values(self, request: RolloutRequest, name: str) -> list[RowValue] | None:
+        """Return the recorded late values of a replayed step, one per row; None where it was played live."""
+        self._refuse_where_closed("late_values")
+        return self._recorder.late_values(request, name)
+
+    def add_late_values(self, request: RolloutRequest, name: str, values: Sequence[RowValue]) -> Flow[None]:
+        """Record values computed from a live batch; the step is written, or compared, once it has them all."""
+        self._refuse_where_closed("add_late_values")
+        yield from self._recorder.add_late_values(request, name, values)
 
     def suspend(self) -> Flow[None]:
         """Reach a generating real scheduler at once: it must not go on while the weights change."""
@@ -128,9 +163,12 @@ class ProxyCore:
     def state_dict(self) -> Flow[dict[str, JSON]]:
         """Return the state, once all recorded steps are on disk: a checkpoint never claims more."""
         self._refuse_where_closed("state_dict")
+        self._recorder.late.refuse_waiting("state_dict")
         if self._access.writer is not None:
             # A checkpoint must not continue after a step that is not on the disk.
             yield Work(self._access.writer.flush)
+        if self._is_heir:
+            yield Guarded("prepare", self._take_over(None))
         if self._real.state is None and (self._real.is_built or self._router.outlook is Outlook.LIVE):
             if not self._real.is_built:
                 yield from self._real.prepare(None)
@@ -144,7 +182,9 @@ class ProxyCore:
         """Go on from a state of any mode; the real scheduler has its part before its next answer."""
         self._refuse_where_closed("load_state_dict")
         scheduler_state = self._run_state.load(state)
+        self._is_heir = False
         self._taken.clear()
+        self._recorder.late.clear()
         self._recorded.clear()  # the writer compares steps that are played again
         if self._router.outlook is Outlook.LIVE and not scheduler_state:
             return  # a real scheduler without state, or a run without one, leaves nothing to load
@@ -167,6 +207,9 @@ class ProxyCore:
             return
         self._is_closed = True
         self._taken.clear()
+        waiting = self._recorder.late.problem()
+        if waiting is not None:  # not an error: a run that ends by one has one already
+            self._access.warn(f"close: {waiting}: it is not recorded")
         self._real.suppress_held()
         if not self._real.is_built:
             self.ledger.count("suppressed", "close")
@@ -194,15 +237,26 @@ class ProxyCore:
 
     def _load(self, request: RolloutRequest, route: Route) -> tuple[Answer, Mapping[str, JSON]]:
         step = self._access.load(request, route)
-        self._check(step.batch, request, is_replayed=True)
+        batch = self._recorder.late.take_out(step.batch, request, step.path)
+        self._check(batch, request, is_replayed=True)
         codec = self._settings.codec
-        native = step.batch if codec is None else codec.decode(step.batch)
+        native = batch if codec is None else codec.decode(batch)
         self._access.log_loaded(request, step)
         metrics = {f"{RECORDED_PREFIX}{name}": value for name, value in step.info.metrics.items()}
-        answer = Answer(request=request, native=native, mode="mock", metrics=metrics, is_replayed=True)
+        answer = Answer(
+            request=request,
+            native=native,
+            mode="mock",
+            metrics=metrics,
+            is_replayed=True,
+            random_states=self._recorder.states_to_restore(step, request),
+        )
         return answer, step.info.scheduler_state
 
     def _play(self, request: RolloutRequest, route: Route) -> Flow[Answer]:
+        if self._settings.is_restarted and not self._real.is_built:
+            yield Guarded("prepare", self._take_over(request))
+            self._real.calls.missed(request.policy_version)
         if self._taken.find(request) is None:
             yield from self._real.prepare("get_batch")
         flow = self._play_prepared(request, route)
@@ -217,15 +271,15 @@ class ProxyCore:
             yield from self._real.call("get_batch", request, note=partial(self._take, request))
             taken = self._taken.find(request)
         assert taken is not None  # no other call for this step runs beside this one
+        # Encoded only where it is recorded or compared.
         if self._settings.codec is not None and not (route.is_recorded or route.is_verified):
-            return Answer(
-                request=request, native=taken.native, mode="real"
-            )  # encoded only where it is recorded or compared
+            return Answer(request=request, native=taken.native, mode="real")
         yield Work(lambda: self._examine(taken))
         if route.is_recorded:
-            return (yield from self._record(taken))
+            metrics = yield from self._recorder.record(taken, route)
+            return Answer(request=request, native=taken.native, mode="dump", metrics=metrics)
         if route.is_verified:
-            yield from self._verify(taken, route)
+            yield from self._recorder.verify(taken, route)
         return Answer(request=request, native=taken.native, mode="verify" if route.is_verified else "real")
 
     def _take(self, request: RolloutRequest, native: NativeBatch) -> None:
@@ -247,34 +301,6 @@ class ProxyCore:
             raise
         taken.batch = batch
 
-    def _verify(self, taken: Taken, route: Route) -> Flow[None]:
-        yield from self._ask_for_state(taken)
-        batch, state = taken.batch, taken.scheduler_state
-        assert batch is not None
-        assert state is not None
-        yield Work(lambda: self._access.verify(taken.request, route, batch, scheduler_state=state))
-
-    def _record(self, taken: Taken) -> Flow[Answer]:
-        # Asked for once per batch, on every rank: real schedulers may reset their metrics when asked.
-        if taken.measured is None:
-            yield from self._real.call("collect_metrics", note=partial(taken.note_metrics, self._real.owner))
-        yield from self._ask_for_state(taken)
-        assert taken.measured is not None
-        metrics = dict(taken.measured)
-        if self._settings.is_writer and not taken.is_submitted:
-            yield Work(lambda: self._submit(taken, metrics))
-        return Answer(request=taken.request, native=taken.native, mode="dump", metrics=metrics)
-
-    def _ask_for_state(self, taken: Taken) -> Flow[None]:
-        if taken.scheduler_state is None:
-            yield from self._real.call("state_dict", note=partial(taken.note_state, self._real.owner))
-
-    def _submit(self, taken: Taken, metrics: Mapping[str, float]) -> None:
-        assert taken.batch is not None
-        assert taken.scheduler_state is not None
-        self._access.submit(taken.batch, taken.request, metrics=metrics, scheduler_state=dict(taken.scheduler_state))
-        taken.is_submitted = True
-
     def _check(self, batch: RolloutBatch, request: RolloutRequest, *, is_replayed: bool = False) -> None:
         settings = self._settings
         reports = judge_batch(
@@ -284,6 +310,7 @@ class ProxyCore:
             shard=settings.shard,
             is_reporting=settings.is_logging,
             latest_version=self._run_state.policy_version,
+            codec=settings.codec,
             is_replayed=is_replayed,
         )
         self._access.report(request, reports)

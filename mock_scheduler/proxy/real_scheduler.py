@@ -25,7 +25,10 @@ from mock_scheduler.errors import SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.checks import read_metrics, read_state
 from mock_scheduler.proxy.effects import Build, Call, Flow, Guarded
+from mock_scheduler.proxy.random_states import GeneratorWatch
+from mock_scheduler.proxy.ray_calls import as_scheduler
 from mock_scheduler.proxy.routing import RequestKey, request_key
+from mock_scheduler.recording.step.step_info import GeneratorStates
 from mock_scheduler.scheduler import NativeBatch, RolloutRequest, SchedulerMethod, SchedulerMethods, scheduler_methods
 from mock_scheduler.support.digests import JSON
 
@@ -36,12 +39,13 @@ class RealScheduler:
     """The real scheduler, once built, with everything due to it.
 
     ``state``: the state to load before its next answer, out of a recording or a checkpoint; None where its own counts.
-    ``calls``: calls of the pipeline that have not reached it.
+    ``calls``: calls of the pipeline that have not reached it. ``watch``: sees what it does to random generators.
     """
 
-    def __init__(self, make_real: Callable[[], object], ledger: Ledger) -> None:
+    def __init__(self, make_real: Callable[[], object], ledger: Ledger, watch: GeneratorWatch) -> None:
         self._make_real = make_real
         self._ledger = ledger
+        self.watch = watch
         self._methods: SchedulerMethods | None = None
         self.calls = HeldCalls()
         self.state: Mapping[str, JSON] | None = None
@@ -66,7 +70,8 @@ class RealScheduler:
         method = self.method(name)
         if self._methods is not None and name in self._methods.own:
             self._ledger.count("called", name)
-        return (yield Call(method, arguments, note))
+        with self.watch.live_call():
+            return (yield Call(method, arguments, note))
 
     def method(self, name: str) -> SchedulerMethod:
         """Return one of its methods by name, once it is prepared."""
@@ -80,7 +85,8 @@ class RealScheduler:
 
     def _catch_up(self, coming: str | None) -> Flow[None]:
         if self._methods is None:
-            self._methods = scheduler_methods((yield Build(self._make_real)))
+            with self.watch.live_call():
+                self._methods = scheduler_methods(as_scheduler((yield Build(self._make_real))))
             self._ledger.count("built", "scheduler")
         state = self.state
         if state:
@@ -112,6 +118,11 @@ class HeldCalls:
     def hold(self, name: str, arguments: tuple[object, ...]) -> None:
         """Keep a call until the kind of the next answer is known."""
         self._held.append((name, arguments))
+
+    def missed(self, version: int) -> None:
+        """Note that the weights are of ``version``, of which only a process before this one was told."""
+        if version and not any(name == "update_weights" for name, _ in self._held):
+            self._missed_version = version
 
     def suppress(self) -> list[str]:
         """Drop all held calls, since the next answer is replayed; returns their names."""
@@ -163,7 +174,8 @@ class Taken:
     """One batch of the real scheduler, and how far it has come on its way to the pipeline.
 
     ``batch``: its recorded form, once examined. ``measured``, ``scheduler_state``: the real scheduler's metrics and
-    state right after it, once asked for. ``is_submitted``: whether the writer has it.
+    state right after it, once asked for. ``random_states``: those of the random generators then, as they are recorded.
+    ``is_submitted``: whether the writer has it.
     """
 
     request: RolloutRequest
@@ -171,6 +183,7 @@ class Taken:
     batch: RolloutBatch | None = None
     measured: Mapping[str, float] | None = None
     scheduler_state: Mapping[str, JSON] | None = None
+    random_states: GeneratorStates | None = None
     is_submitted: bool = False
 
     def note_metrics(self, owner: str, value: object) -> None:
@@ -216,6 +229,6 @@ class TakenBatches:
 
 
 def _differences(played: RolloutRequest, asked: RolloutRequest) -> str:
-    names = [field.name for field in fields(RolloutRequest)]
+    names = [field.name for field in fields(RolloutRequest) if field.compare]
     pairs = [(name, getattr(played, name), getattr(asked, name)) for name in names]
     return "; ".join(f"{name} was {before!r}, now {now!r}" for name, before, now in pairs if before != now)

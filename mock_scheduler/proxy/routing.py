@@ -17,6 +17,7 @@ from mock_scheduler.config.base import RolloutMode
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.recording.paths import step_folder
+from mock_scheduler.recording.retention import is_train
 from mock_scheduler.scheduler import RolloutRequest
 
 RequestKey: TypeAlias = tuple[str, int]
@@ -107,6 +108,29 @@ class Router:
 
     def _present_steps(self, request: RolloutRequest) -> Sequence[int]:
         return self._present.get(step_folder(request.mode, request.scheduler_id), ())
+
+    def last_trained(self, request: RolloutRequest | None) -> tuple[str, int] | None:
+        """The last training step present that came before ``request``, or before any, with its folder.
+
+        Raises ``SchedulerError`` where that is not known, since several schedulers recorded.
+        """
+        folders = [folder for folder in self._present if is_train(folder)]
+        if request is not None:
+            folders = [step_folder("train", request.scheduler_id)]
+        if len(folders) > 1:
+            raise SchedulerError(
+                f"state_dict: this process was started again, and it is not known which of the schedulers in "
+                f"{', '.join(sorted(folders))} it was: ask it for a batch first"
+            )
+        # A validation of a step comes before or after its training.
+        is_before = None if request is None else request.global_step + (request.mode == "val")
+        steps = [
+            (folder, step)
+            for folder in folders
+            for step in self._present.get(folder, ())
+            if is_before is None or step < is_before
+        ]
+        return max(steps, key=lambda one: one[1], default=None)
 
     def is_own(self, request: RolloutRequest) -> bool:
         """Whether this run itself records the step, by its plan."""

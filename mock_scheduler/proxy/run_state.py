@@ -47,6 +47,11 @@ class ProxyState:
         if request.policy_version >= self._newest.get(folder, (0, 0))[1]:
             self._newest[folder] = (request.global_step, request.policy_version)
 
+    def take_over(self, folder: str, step: int, version: int) -> None:
+        """Note the last step of a folder that a process before this one answered."""
+        self._last_steps.setdefault(folder, step)
+        self.policy_version = max(self.policy_version, version)
+
     @property
     def last_train_step(self) -> int | None:
         """The latest training step given to the pipeline; None before the first."""

@@ -32,6 +32,9 @@ class BuildOptions(TypedDict, total=False):
         shard: this process gets, and records, only its own rows of every batch; recording with it needs ``run_id``.
         codec: converts between the framework's batches, which the pipeline gets, and ``RolloutBatch``.
         max_row_tokens: the longest row possible; bounds the disk needed by a dump before its first step.
+        late_values: names of the values that the trainer computes from a batch after it got it, as its rewards. They
+            are recorded with the step and given back in its replay: ``late_values`` and ``add_late_values`` of the
+            scheduler.
         patience: how long to wait for steps or shards written by other processes of the run; by default 10 minutes
             (``Patience(timeout_s=600)``). A wait of more than 5 s is logged with its reason, and again every 30 s.
     """
@@ -44,17 +47,22 @@ class BuildOptions(TypedDict, total=False):
     shard: RowShard | None
     codec: BatchCodec | None
     max_row_tokens: int | None
+    late_values: Sequence[str]
     patience: Patience
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProxySettings:
-    """The arguments of ``build_scheduler``, checked; ``BuildOptions`` describes those that have a default here."""
+    """The arguments of ``build_scheduler``, checked; ``BuildOptions`` describes those that have a default here.
+
+    ``is_restarted``: this process goes on for one that died (``in_actor``).
+    """
 
     config: RolloutMockConfig
     make_real: Callable[[], object]
     contract: Contract
     ledger: Ledger
+    is_restarted: bool
     plan: Sequence[RolloutRequest] = ()
     is_writer: bool = True
     provenance: Mapping[str, JSON] | None = None
@@ -63,6 +71,7 @@ class ProxySettings:
     shard: RowShard | None = None
     codec: BatchCodec | None = None
     max_row_tokens: int | None = None
+    late_values: Sequence[str] = ()
     patience: Patience = field(default_factory=Patience)
 
     @property

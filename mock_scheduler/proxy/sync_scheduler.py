@@ -7,12 +7,13 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from types import TracebackType
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from mock_scheduler.batch.columns import RowValue
 from mock_scheduler.errors import RecordingError, SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.core import ProxyCore
@@ -53,6 +54,24 @@ class ProxyScheduler:
                 failed. A real scheduler's own exception passes unchanged.
         """
         return self._run(self._core.get_batch(request))
+
+    def late_values(self, request: RolloutRequest, name: str) -> list[RowValue] | None:
+        """Return the recorded values ``name`` of a step just replayed, one per row of its batch, in identity order.
+
+        None where the step was played live: compute them, and give them to ``add_late_values``. Raises
+        ``SchedulerError`` where ``build_scheduler(late_values=...)`` does not name them.
+        """
+        return self._core.late_values(request, name)
+
+    def add_late_values(self, request: RolloutRequest, name: str, values: Sequence[RowValue]) -> None:
+        """Record values computed from the batch of a step just played, one per row, in identity order.
+
+        The step is written, or in mode verify compared, once all values named in ``build_scheduler(late_values=...)``
+        have come, and before the next step of its kind is asked for. Nothing is done where the step is not recorded.
+        Raises ``SchedulerError`` where they came before or the step was replayed, ``BatchError`` where they do not fit
+        the batch, and as ``get_batch`` where writing or comparing fails.
+        """
+        self._run(self._core.add_late_values(request, name, values))
 
     def suspend(self) -> None:
         """Stop generating: the weights are about to change."""
@@ -121,12 +140,13 @@ class ProxyScheduler:
 
     def _run(self, flow: Flow[T]) -> T:
         result: object = None
-        while True:
-            try:
-                effect = flow.send(result)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]  # a generator's return value
-            result = self._perform(effect)
+        with closing(flow):  # where an effect fails, what the flow holds open ends with it
+            while True:
+                try:
+                    effect = flow.send(result)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]  # a generator's return value
+                result = self._perform(effect)
 
     def _perform(self, effect: Effect) -> object:
         match effect:

@@ -129,6 +129,7 @@ def compare_with_disk(loaded: LoadedCode) -> dict[str, Literal["is gone", "canno
 def _own_files(packages: set[str]) -> set[Path]:
     """Finds the sources of loaded modules that are neither Python's, nor installed, nor of these packages."""
     installed = installed_folders()
+    real_path = _RealPaths()
     found = set()
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
@@ -136,10 +137,27 @@ def _own_files(packages: set[str]) -> set[Path]:
         top = (spec.name if spec is not None and name == "__main__" else name).partition(".")[0]
         if not isinstance(origin, str) or top in packages:
             continue
-        path = Path(os.path.realpath(origin))
-        if path.is_file() and not str(path).startswith(installed):
-            found.add(path)
+        path = real_path(origin)
+        if not path.startswith(installed) and os.path.isfile(path):
+            found.add(Path(path))
     return found
+
+
+class _RealPaths:
+    """Resolves the links in the paths of many files, and looks at each folder once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def __call__(self, path: str) -> str:
+        """Returns what ``os.path.realpath`` does."""
+        folder, name = os.path.split(path)
+        if not folder or name in ("", ".", ".."):
+            return os.path.realpath(path)
+        if folder not in self._folders:
+            self._folders[folder] = self(folder)
+        found = os.path.join(self._folders[folder], name)
+        return os.path.realpath(found) if os.path.islink(found) else found
 
 
 def _shown(path: Path) -> str:

@@ -1,25 +1,38 @@
 """Reads the data of a pickle without unpickling it: no class is looked up, nothing is called, nothing is imported.
 
-Contract: the opcodes of a closed list are followed; any other refuses the file. Numbers, texts, bytes, lists, tuples
-and dicts come out as they are. A global of the caller's closed list becomes a ``Name``, and what a pickle would build
-of it by a call or a state becomes a ``Record``: inert data. Everything that comes out is proportional to the file: an
-opcode makes one object, and a key of a dict is a text, a number, bytes or a ``Record``, so that no hash runs through
-nested data.
+Contract: the opcodes of a closed list are followed; any other refuses the file, with its place. Numbers, texts, bytes,
+lists, tuples and dicts come out as they are. A global of the caller's closed list becomes a ``Name``, and what a pickle
+would build of it by a call or a state becomes a ``Record``: inert data. Everything that comes out is proportional to
+the file: an opcode makes one object, and a key of a dict is a text, a number, bytes or a ``Record``, so that no hash
+runs through nested data.
 """
 
 from __future__ import annotations
 
+import io
 import pickletools
+import re
+import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: No more is read: a description of tensors has some hundred bytes for each.
+#: No more is read where a caller states no other limit: a description of tensors has some hundred bytes for each.
 MAX_PICKLE_BYTES = 64 * 2**20
+
+#: Numbers one after another, as lists of token ids and log-probabilities have: read together, twenty times as fast.
+_NUMBER_RUN = re.compile(rb"(?:K.|M..|J....|G.{8}){8,}", re.DOTALL)
+_NUMBER = re.compile(rb"K.|M..|J....|G.{8}", re.DOTALL)
+_FLOAT = struct.Struct(">xd")
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 
 
 class PickledDataError(ValueError):
     """A pickle has an opcode, a global or a form outside the closed lists; the text goes on from the file's name."""
+
+
+class UnlistedNameError(PickledDataError):
+    """A pickle names a global outside the caller's closed list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +61,16 @@ class Record:
         return self.state[name]
 
 
-def read_pickled_data(data: bytes, *, names: Collection[str], has_persistent_ids: bool = False) -> Any:  # noqa: ANN401 - data of any kind
+def read_pickled_data(
+    data: bytes, *, names: Collection[str], has_persistent_ids: bool = False, max_bytes: int = MAX_PICKLE_BYTES
+) -> Any:  # noqa: ANN401
     """Reads one pickle of protocol 2 or later.
 
     Args:
         data: the whole pickle.
         names: the globals that may occur, as ``module.name``.
         has_persistent_ids: let persistent ids of the file's own data stand for objects, as torch's storages do.
+        max_bytes: the largest pickle that is read.
 
     Returns:
         The data, with ``Name`` and ``Record`` for globals and objects; a persistent id is its tuple.
@@ -62,20 +78,51 @@ def read_pickled_data(data: bytes, *, names: Collection[str], has_persistent_ids
     Raises:
         PickledDataError: the file is no such pickle.
     """
-    if len(data) > MAX_PICKLE_BYTES:
-        raise PickledDataError(f"is a pickle of {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read")
+    if len(data) > max_bytes:
+        raise PickledDataError(f"is a pickle of {len(data)} bytes; at most {max_bytes} are read")
     machine = _Machine(names=frozenset(names), has_persistent_ids=has_persistent_ids)
-    try:
-        for opcode, argument, position in pickletools.genops(data):
-            if opcode.name == "STOP":
-                return machine.finish(is_last=position is not None and position + 1 == len(data))
-            machine.follow(opcode.name, argument)
-    except PickledDataError:
-        raise
-    # What pickletools and the machine's own stack raise for a pickle that contradicts itself.
-    except (ValueError, LookupError, TypeError, OverflowError) as error:
-        raise PickledDataError(f"is no whole pickle: {error}") from error
-    raise PickledDataError("is no whole pickle: it has no end")
+    stream, numbers = io.BytesIO(data), _Integers()
+    while True:
+        position = stream.tell()
+        try:
+            run = _NUMBER_RUN.match(data, position)
+            if run is not None:
+                machine.stack.extend(numbers.read(run[0]))
+                stream.seek(run.end())
+                continue
+            name, argument = _read_opcode(stream)
+            if name == "STOP":
+                return machine.finish(is_last=position + 1 == len(data))
+            machine.follow(name, argument)
+        except PickledDataError as error:
+            raise type(error)(f"{error} (byte {position})") from None
+        # What pickletools and the machine's own stack raise for a pickle that contradicts itself.
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
+            raise PickledDataError(f"is no whole pickle: {error} (byte {position})") from error
+
+
+def _read_opcode(stream: io.BytesIO) -> tuple[str, Any]:
+    code = stream.read(1)
+    if not code:
+        raise PickledDataError("is no whole pickle: it has no end")
+    opcode = _OPCODES.get(code)
+    if opcode is None:
+        raise PickledDataError(f"is no whole pickle: no opcode is {code!r}")
+    return opcode.name, None if opcode.arg is None else opcode.arg.reader(stream)
+
+
+class _Integers(dict[bytes, int]):
+    """The integers met, by their opcodes and arguments: token ids repeat."""
+
+    def __missing__(self, piece: bytes) -> int:
+        value = int.from_bytes(piece[1:], "little", signed=piece[:1] == b"J")
+        self[piece] = value
+        return value
+
+    def read(self, run: bytes) -> list[int | float]:
+        """Returns the numbers of a run."""
+        pieces: list[bytes] = _NUMBER.findall(run)
+        return [self[piece] if len(piece) < _FLOAT.size else _FLOAT.unpack(piece)[0] for piece in pieces]
 
 
 class _Mark:
@@ -108,7 +155,7 @@ class _Machine:
         elif name in _OPERATIONS:
             _OPERATIONS[name](self, argument)
         else:
-            raise PickledDataError(f"has the opcode {name}, which no description of tensors needs; it is not followed")
+            raise PickledDataError(f"has the opcode {name}, which plain data does not need; it is not followed")
 
     def finish(self, *, is_last: bool) -> Any:  # noqa: ANN401 - data of any kind
         """Returns the value of the whole pickle."""
@@ -140,7 +187,7 @@ class _Machine:
     def _push_global(self, module: str, name: str) -> None:
         text = f"{module}.{name}"
         if text not in self.names:
-            raise PickledDataError(f"names {text!r}, which is not on the closed list; nothing of it is run")
+            raise UnlistedNameError(f"names {text!r}, which is not on the closed list; nothing of it is run")
         self.stack.append(Name(text))
 
     def push_tuple(self, size: int | None) -> None:
@@ -190,7 +237,7 @@ _CONSTANTS: Mapping[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": Fals
 _LITERALS = frozenset(
     {
         *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
     }
 )
 _PUTS = frozenset({"BINPUT", "LONG_BINPUT"})

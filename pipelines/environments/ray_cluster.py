@@ -15,12 +15,16 @@ import threading
 import time
 from collections.abc import Mapping
 
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.errors import ConfigError, SchedulerError
 from mock_scheduler.support.versions import ROOT
 from pipelines.config.schema import PipelineConfig
 
 _ADDRESS = "RAY_ADDRESS"
 _CONNECT_S = 5.0
+# Ray ends a process whose head has ended, with exit code 1 and after a minute, of which a long step has more than one.
+_RECONNECT = ("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+# A head that is busy may miss one.
+_NUM_CHECKS, _BETWEEN_CHECKS_S = 3, 1.0
 # As long as Ray itself waits at the end of a driver: an actor's last lines come by the cluster's log monitor.
 _LAST_LINES_S = 0.5
 _HOW = "launch/ray.sh starts one on this machine for a run"
@@ -44,6 +48,7 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
     # No dashboard, no statistics for Ray's authors; equal lines of two actors are two lines.
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"})
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    os.environ.setdefault(*_RECONNECT)
     import ray
 
     if ray.is_initialized():
@@ -66,6 +71,29 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
         signal.signal(signal.SIGTERM, on_end)
 
 
+def check_goes_on() -> None:
+    """Raises ``SchedulerError``, with the place of its logs, where the cluster's head has ended."""
+    for _ in range(_NUM_CHECKS - 1):
+        if _find_end() is None:
+            return
+        time.sleep(_BETWEEN_CHECKS_S)
+    end = _find_end()
+    if end is not None:
+        raise SchedulerError(
+            f"env_workers: the head of the Ray cluster at {_gcs_address()} has ended ({end}), and its actors with it. "
+            f"Why is in {_find_logs()} on the head's machine: gcs_server.out and raylet.out. Every step that the log "
+            "calls Dumped is in the recording; start a cluster, and go on from the last checkpoint with "
+            f"resume_from_checkpoint. {_HOW}"
+        ) from end
+
+
+def has_ended() -> bool:
+    """Whether the cluster's head has ended, so that nothing can be asked of it, and nothing need be."""
+    import ray
+
+    return ray.is_initialized() and _find_end() is not None
+
+
 def disconnect() -> None:
     """Leaves the cluster, once the last lines of actors have come."""
     import ray
@@ -73,6 +101,28 @@ def disconnect() -> None:
     if ray.is_initialized():
         time.sleep(_LAST_LINES_S)
         ray.shutdown()
+
+
+def _find_end() -> OSError | None:
+    """Why nobody listens at the cluster's address; None where somebody does."""
+    host, _, port = _gcs_address().rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def _find_logs() -> str:
+    from ray._private import worker  # it is told nowhere else
+
+    return str(worker.global_worker.node.get_logs_dir_path())
 
 
 def _find_address(config: PipelineConfig, environ: Mapping[str, str]) -> str:

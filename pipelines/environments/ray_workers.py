@@ -8,6 +8,7 @@ answer for others.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from mock_scheduler.errors import ConfigError, SchedulerError
 from pipelines.config.environments import CustomEnvConfig, EnvWorkersConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
 from pipelines.environments.ray_actor import EnvironmentActor, read_identity
+from pipelines.environments.ray_cluster import check_goes_on, has_ended
 from pipelines.environments.slots import Answer, Call, CallFailure, ResetCall, StepCall
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 # new actor before it is given the call says nothing of the call.
 _MAX_DEATHS = 3
 _MAX_FAILED_STARTS = 20
+_CHECK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +85,11 @@ class RayWorker:
                 elif not self._has_started:
                     self._await_start()
                 is_given = True
+                self._await(self._answer)
                 answer: Answer = ray.get(self._answer)
                 break
             except RayActorError as error:
+                check_goes_on()
                 deaths += is_given
                 failed_starts += not is_given
                 self._end = f"{self._where} died: {' '.join(str(error).split())}"
@@ -101,7 +106,8 @@ class RayWorker:
     def hang_up(self) -> None:
         """Ends the actor, whatever it does."""
         with suppress(RayError, RuntimeError):  # it has died, or the cluster is gone
-            ray.kill(self._actor, no_restart=True)
+            if not has_ended():
+                ray.kill(self._actor, no_restart=True)
 
     def wait(self) -> None:
         """Nothing to wait for: an actor ends with the run's connection at the latest."""
@@ -114,10 +120,20 @@ class RayWorker:
         actor = ray.remote(EnvironmentActor).options(num_cpus=self._settings.num_cpus, max_restarts=0)
         return actor.remote(*self._make, working_dir=os.getcwd())
 
+    def _await(self, answer: Any, *, timeout_s: float = math.inf) -> bool:  # noqa: ANN401 - a reference of Ray's
+        """Waits for an answer as long as the cluster goes on; False where none came in time."""
+        left_s = timeout_s
+        while left_s > 0:
+            ready, _ = ray.wait([answer], timeout=min(left_s, _CHECK_EVERY_S))
+            if ready:
+                return True
+            check_goes_on()
+            left_s -= _CHECK_EVERY_S
+        return False
+
     def _await_start(self) -> None:
         identity = self._actor.identify.remote()
-        ready, _ = ray.wait([identity], timeout=self._settings.startup_timeout_s)
-        if not ready:
+        if not self._await(identity, timeout_s=self._settings.startup_timeout_s):
             free = ray.available_resources().get("CPU", 0.0)
             raise ConfigError(
                 f"env_workers: an actor has not started within env_workers.startup_timeout_s "
@@ -146,7 +162,9 @@ class RayWorker:
         self._await_start()
         rounds = list(self._rounds())
         # An actor answers in the order asked, so nothing waits for a round before the next is sent.
-        answers = ray.get([self._actor.answer.remote(call) for call, _, _ in rounds])
+        asked = [self._actor.answer.remote(call) for call, _, _ in rounds]
+        self._await(asked[-1])
+        answers = ray.get(asked)
         for (_, expected, played), answer in zip(rounds, answers, strict=True):
             self._check_same(expected, answer, played)
         if self._played:

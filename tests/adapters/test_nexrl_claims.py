@@ -77,9 +77,12 @@ def test_entries_that_overlap_are_refused(tmp_path: Path) -> None:
         (16, (2**40,), (0,), "[1099511627776] on cpu, of which it stores 64 bytes: the others are claimed"),
         (16, (1, 2**30), (0, 0), "[1, 1073741824] on cpu, of which it stores 64 bytes: the others are claimed"),
         (16, (8, 8), (1, 1), "[8, 8] on cpu, of which it stores 64 bytes: the others are claimed"),
-        (16, (2**40,), (1,), "is no whole file of torch.save: "),
-        (2**40, (4,), (1,), "is no whole file of torch.save: record size (64 bytes) does not match"),
-        (2**20, (2**20,), (1,), "is no whole file of torch.save: record size (64 bytes) does not match"),
+        (16, (2**40,), (1,), "[1099511627776] on cpu, of which it stores 64 bytes: the others are claimed (at x)"),
+        (2**40, (4,), (1,), "claims a storage of 4398046511104 bytes, and storage '0' has 64 (at x)"),
+        (2**20, (2**20,), (1,), "claims a storage of 4194304 bytes, and storage '0' has 64 (at x)"),
+        (16, (-1,), (1,), "has a size (-1,); expected whole numbers of at least 0 (at x)"),
+        (16, (2,), (-1,), "has strides (-1,); expected whole numbers of at least 0 (at x)"),
+        (16, (2, 2), (1,), "has a tensor of size [2, 2] and strides [1] (at x)"),
     ],
 )
 def test_a_tensor_that_claims_more_than_it_stores_is_refused(
@@ -108,7 +111,10 @@ def doubled(times: int) -> object:
 def test_a_function_that_makes_large_values_is_refused(tmp_path: Path, content: object) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(pack_pt({"x": content}))
-    assert refused(path) == "archive/data.pkl calls a function that makes large values: it is refused"
+    said = refused(path)
+    assert "'__builtin__.bytearray', which is not on the closed list" in said or said == (
+        "archive/data.pkl calls a function that makes large values: it is refused (at x)"
+    )
 
 
 def test_lists_in_each_other_are_not_walked_for_ever(tmp_path: Path) -> None:
@@ -125,14 +131,17 @@ def test_lists_in_each_other_are_not_walked_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [torch.zeros(3, dtype=torch.uint8).view(torch.bits8), torch.eye(3).to_sparse(), torch.ones(3, device="meta")],
-    ids=["bits", "sparse", "meta"],
+    ("value", "name"),
+    [
+        (torch.zeros(3, dtype=torch.uint8).view(torch.bits8), "torch.bits8"),
+        (torch.eye(3).to_sparse(), "torch._utils._rebuild_sparse_tensor"),
+        (torch.ones(3, device="meta"), "torch._utils._rebuild_meta_tensor_no_storage"),
+    ],
 )
-def test_a_tensor_without_plain_numbers_is_refused(tmp_path: Path, value: torch.Tensor) -> None:
+def test_a_tensor_without_plain_numbers_is_refused(tmp_path: Path, value: torch.Tensor, name: str) -> None:
     path = tmp_path / "a.pt"
     torch.save({"x": value}, path)
-    assert "expected a dense tensor of plain numbers" in refused(path)
+    assert refused(path).startswith(f"a/data.pkl names '{name}', which is not on the closed list; nothing of it is run")
 
 
 GADGETS = {

@@ -44,7 +44,7 @@ def test_importing_the_package_imports_no_torch_and_lists_its_names() -> None:
     code = (
         "import sys, mock_scheduler as ms\n"
         "assert 'compare' in dir(ms)\n"
-        "heavy = [name for name in ('torch', 'hydra', 'pydantic', 'numpy') if name in sys.modules]\n"
+        "heavy = [name for name in ('torch', 'hydra', 'pydantic', 'numpy', 'ray') if name in sys.modules]\n"
         "ms.ConfigError, ms.ExitCode\n"
         "print(heavy, 'torch' in sys.modules)"
     )

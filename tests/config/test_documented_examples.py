@@ -26,7 +26,7 @@ TABLES = {
     "| key of `algorithm.rollout_correction` | default | meaning |": RolloutCorrectionConfig,
     "| key of `align` | default | meaning |": AlignConfig,
 }
-NOTHING = ("all", "none", "null")
+NOTHING = ("all", "none", "null", "by the trainer")
 
 
 def examples(documents: tuple[str, ...] = DOCUMENTS) -> list[tuple[str, str]]:

@@ -35,7 +35,12 @@ def test_the_code_runs_in_order_and_prints_what_the_page_says(
     built = re.findall(r"step (\d): schedulers built so far: (\d)", printed)
     assert built == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
     present = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("dumps/*/train*"))
-    assert present == ["dumps/mixed/train.code", "dumps/mixed/train.math", "dumps/v1/train"]
+    assert present == [
+        "dumps/mixed/train.code",
+        "dumps/mixed/train.math",
+        "dumps/rewards/train",
+        "dumps/v1/train",
+    ]
 
 
 def test_every_option_method_and_field_is_explained() -> None:

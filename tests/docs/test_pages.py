@@ -21,7 +21,7 @@ _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    return [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
+    return [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("frameworks/*.md")), ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -55,7 +55,7 @@ def test_no_line_but_a_table_row_is_longer_than_120_characters(page: Path) -> No
 
 def test_the_page_of_pages_lists_every_page_and_example() -> None:
     linked = {target for target, _ in _LINK.findall((DOCS / "README.md").read_text(encoding="utf-8"))}
-    present = {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+    present = {path.relative_to(DOCS).as_posix() for path in pages()[:-1]} - {"README.md"}
     examples = {f"examples/{path.name}" for path in (DOCS / "examples").iterdir() if path.is_file()}
     assert present | examples <= linked
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
-from tests.launch.process_tree import MARK_VARIABLE, find_below, find_listeners, find_marked, wait_until_gone
+from tests.integrations.ray_head import ROOT, Head, start_head
+from tests.launch.process_tree import MARK_VARIABLE, find_listeners, find_marked, wait_until_gone
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 3
 NUM_KILLS = 20
 SMALL = (
@@ -32,43 +32,12 @@ SMALL = (
     *("training.global_batch_size=16", "train_env_manager.num_env_groups=4", "val_env_manager.num_env_groups=4"),
     *("track_with=none", "rollout_mock.enable=true", "rollout_mock.mode=dump"),
 )
-TURN_OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A cluster of four CPUs on loopback. ``environ``: of a run that joins it."""
-
-    process_id: int
-    environ: Mapping[str, str]
-
-    def actors(self) -> list[int]:
-        """The processes of its actors that have started."""
-        return [pid for pid in find_below(self.process_id) if "ray::EnvironmentActor" in command_line(pid)]
-
-
-def command_line(process_id: int) -> str:
-    try:
-        return Path(f"/proc/{process_id}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        options = ("--port=0", "--ray-client-server-port=23456", "--include-dashboard=false", "--num-cpus=4")
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
-        command += ["--node-ip-address=127.0.0.1", f"--temp-dir={folder}", "--object-store-memory=100000000"]
-        with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **TURN_OFF}) as process:
-            place = Path(folder) / "ray_current_cluster"
-            ends_s = time.monotonic() + 120
-            while not place.is_file() and time.monotonic() < ends_s:
-                time.sleep(0.1)
-            time.sleep(3)  # the address is there before the node has joined
-            yield Head(process.pid, {**TURN_OFF, "RAY_ADDRESS": place.read_text(encoding="utf-8")})
-            process.terminate()
-            process.wait(60)
+    with start_head() as head:
+        yield head
 
 
 def arguments(folder: Path, *overrides: str) -> list[str]:
@@ -113,12 +82,17 @@ def policy(folder: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without Ray."""
-    folder = tmp_path_factory.mktemp("ray") / "plain"
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run without Ray, and its seconds."""
+    folder, started_s = tmp_path_factory.mktemp("ray") / "plain", time.monotonic()
     finish(start(arguments(folder), {}))
     assert len(set(recorded(folder).values())) == 5
-    return folder
+    return folder, time.monotonic() - started_s
+
+
+@pytest.fixture(scope="module")
+def plain(plain_run: tuple[Path, float]) -> Path:
+    return plain_run[0]
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
@@ -143,8 +117,12 @@ def test_two_replicas_have_workers_of_their_own(plain: Path, head: Head, tmp_pat
     assert [recorded(folder)[key] for key in keys] == [recorded(plain)[key] for key in keys]
 
 
-def test_actors_that_are_killed_at_random_change_no_row(plain: Path, head: Head, tmp_path: Path) -> None:
+def test_actors_that_are_killed_at_random_change_no_row(
+    plain_run: tuple[Path, float], head: Head, tmp_path: Path
+) -> None:
     """Twenty times, while they play, wait for training, or start."""
+    plain, plain_s = plain_run
+    longest_s = max(0.3, plain_s / 25)  # a call that three die of ends the run, and a busy machine has longer calls
     longer = tmp_path / "run"
     process = start(arguments(longer, *workers(2)), head.environ)
     killed: list[int] = []
@@ -154,7 +132,7 @@ def test_actors_that_are_killed_at_random_change_no_row(plain: Path, head: Head,
         while len(killed) < NUM_KILLS and process.poll() is None:
             actors = [pid for pid in head.actors() if pid not in killed]
             if actors:
-                time.sleep(draw.uniform(0.0, 0.3))
+                time.sleep(draw.uniform(0.0, longest_s))
                 victim = draw.choice(actors)
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
@@ -237,11 +215,17 @@ def test_a_cluster_that_cannot_play_the_run_is_refused_before_a_model_is_built(h
     assert not any((tmp_path / name).exists() for name in ("full-recording", "gone-recording", "wrong-recording"))
 
 
-def start_script(folder: Path, mark: str) -> subprocess.Popen[str]:
+def start_script(output: Path, mark: str, *more: str, folder: Path | None = None) -> subprocess.Popen[str]:
+    """``folder``: the run whose recording goes on; unset, its own."""
     venv = Path(sys.prefix).name
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
-        ["bash", "launch/ray.sh", "quickstart", *arguments(folder, *workers(2))],
+        [
+            "bash",
+            "launch/ray.sh",
+            "quickstart",
+            *arguments(folder or output, *workers(2), *more, f"output_dir={output}"),
+        ],
         cwd=ROOT,
         env={**environ, "VENV": venv, "RAY_NUM_CPUS": "3", MARK_VARIABLE: mark},
         stdout=subprocess.PIPE,
@@ -268,13 +252,60 @@ def test_the_script_starts_a_cluster_on_loopback_and_leaves_nothing(plain: Path,
     assert wait_until_gone("ray-script") == {}
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_a_script_that_is_ended_leaves_nothing(tmp_path: Path, end: signal.Signals) -> None:
+def find_folders(mark: str) -> set[Path]:
+    """The folders of the clusters that a script's processes are of."""
+    return {Path(found) for one in find_marked(mark).values() for found in re.findall(r"--temp-dir=(\S+)", one)}
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["TERM", "INT", "KILL"]
+)
+def test_a_script_that_is_ended_leaves_nothing(tmp_path: Path, end: signal.Signals, code: int) -> None:
+    """No process, and no folder where it can still remove it."""
     mark = f"ray-{end.name}"
+    # A shell that was started with SIGINT ignored, as in the background of another, goes on ignoring it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start_script(tmp_path / "run", mark)
+    signal.signal(signal.SIGINT, before)
     while not any("ray::EnvironmentActor" in command for command in find_marked(mark).values()):
         assert process.poll() is None, finish(process)
         time.sleep(0.1)
+    (folder,) = find_folders(mark)
     process.send_signal(end)
     process.communicate(timeout=60)  # every process that it started has the other end of this pipe
+    assert process.returncode == code
     assert wait_until_gone(mark, timeout_s=60) == {}
+    assert folder.exists() == (end is signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_run_whose_head_dies_says_so_and_goes_on_with_another(plain: Path, tmp_path: Path) -> None:
+    """It ends soon, with the place of the logs; no recorded step is lost, and the second start makes the recording."""
+    folder, mark = tmp_path / "run", "ray-head"
+    process = start_script(folder, mark, "save_steps=1")
+    assert process.stdout is not None
+    lines = []
+    while not lines or "step 1/3" not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], lines
+    (logs,) = find_folders(mark)
+    for process_id, command in find_marked(mark).items():
+        if "gcs_server" in command or "raylet/raylet" in command:
+            os.kill(process_id, signal.SIGKILL)
+    killed_s = time.monotonic()
+    output = finish(process, code=5)
+    assert time.monotonic() - killed_s < 60
+    assert "SchedulerError: env_workers: the head of the Ray cluster at 127.0.0.1:" in output
+    assert f"Why is in {logs}/session_" in output
+    assert f"the Ray cluster of this run has ended by itself; its logs are kept in {logs}\n" in output
+    assert list(logs.glob("session_*/logs/gcs_server.out"))
+    assert wait_until_gone(mark, timeout_s=60) == {}
+    shutil.rmtree(logs)
+    before = {path: path.read_bytes() for path in Path(f"{folder}-recording").glob("*/*.safetensors")}
+    assert "step_000000.safetensors" in {path.name for path in before}
+    newest = max((folder / "checkpoints").glob("step_*"))
+    process = start_script(tmp_path / "next", mark, f"resume_from_checkpoint={newest}", folder=folder)
+    finish(process)
+    assert recorded(folder) == recorded(plain)
+    assert {path: path.read_bytes() for path in before} == before
+    assert policy(tmp_path / "next") == policy(plain)

@@ -12,9 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from mock_scheduler.launch.process_group import join_process_group, stay_on_this_machine
-from mock_scheduler.launch.ranks import Place, ranks_command
 from tests.launch.process_tree import find_listeners
-from tests.launch.test_entry import run
+from tests.programs import run_ranks
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
@@ -40,8 +39,8 @@ if rank == "0":
 def test_ranks_of_one_machine_meet_in_a_file_without_a_name(tmp_path: Path) -> None:
     """No other user can open it, nothing is left of it, and nobody listens."""
     (tmp_path / "meeting.py").write_text(MEETING, encoding="utf-8")
-    command = ranks_command(sys.executable, ("-m", "meeting"), told_to="out", place=Place(num_local=2))
-    assert run(tmp_path, command) == (0, "of 1 /memfd:mock_scheduler_store 0 False\n")
+    done = run_ranks(2, "meeting", [], told_to=tmp_path / "out", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "of 1 /memfd:mock_scheduler_store 0 False\n"), done.stderr
 
 
 def test_an_interface_of_the_users_is_kept() -> None:
@@ -92,14 +91,13 @@ os._exit(0)
 def test_an_object_of_another_rank_runs_nothing(tmp_path: Path) -> None:
     """On the loopback interface any user of the machine may reach a port of gloo's before its peer does."""
     (tmp_path / "sending.py").write_text(SENDING, encoding="utf-8")
-    command = ranks_command(sys.executable, ("-m", "sending"), told_to="out", place=Place(num_local=2))
-    code, output = run(tmp_path, command)
-    assert (code, output.splitlines()[:3]) == (  # then what packages say of themselves
+    done = run_ranks(2, "sending", [], told_to=tmp_path / "out", cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()) == (
         0,
         [
             "read",
             "another rank sent an object that names 'pathlib'.'Path.touch'",
             "another rank sent an object that names 'pathlib'.'Path'",
         ],
-    ), output
+    ), done.stderr
     assert not (tmp_path / "ran").exists()

@@ -33,7 +33,8 @@ class Reference:
 class Cluster:
     """Its state: calls to actors so far, by number, and the ones at which an actor dies; nodes with their CPUs.
 
-    ``is_full``: no actor starts. ``versions``: of the actors, where they differ from this process's.
+    ``is_full``: no actor starts. ``versions``: of the actors, where they differ from this process's. ``address``: of
+    its head, where somebody listens as long as that lives.
     """
 
     strikes: Mapping[int, Strike] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Cluster:
     versions: Mapping[str, str] = field(default_factory=dict)
     connected: dict[str, Any] = field(default_factory=dict)
     refusal: str = ""
+    address: str = ""
 
 
 class _Method:
@@ -120,7 +122,12 @@ def build_ray(cluster: Cluster) -> types.ModuleType:
         assert no_restart
         actor.is_dead = True
 
+    private = types.ModuleType("ray._private")
+    node = types.SimpleNamespace(get_logs_dir_path=lambda: "/tmp/ray/session/logs")
+    private.__dict__["worker"] = types.SimpleNamespace(global_worker=types.SimpleNamespace(node=node))
     ray.__dict__.update(
+        _private=private,
+        get_runtime_context=lambda: types.SimpleNamespace(gcs_address=cluster.address),
         __version__="2.60.0",
         exceptions=exceptions,
         get=get,

@@ -20,14 +20,12 @@ import pytest
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.engine_columns import list_finish_reasons
-from mock_scheduler.launch.launcher import LaunchPlan, run_plan
-from mock_scheduler.launch.ranks import Place, ranks_command
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.scheduler import RolloutRequest
 from tests.engine_server import Engine, Model, serve
 from tests.hf_checkpoints import write_checkpoint
 from tests.pipelines.tiny_runs import ROOT, read_json, write_tiny_config
-from tests.programs import DETERMINISTIC, run_program
+from tests.programs import DETERMINISTIC, run_program, run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -136,15 +134,8 @@ def test_no_layout_changes_a_row_that_the_same_weights_sampled(axis: str, sample
     """The first step's weights are equal to the bit, so its rows are; each leader asked for its own episodes."""
     with served(sampled) as (_, overrides):
         given = arguments(sampled, axis, *overrides, f"++parallel.{axis}=2", "max_steps=1", "save_steps=0")
-        argv = ranks_command(
-            sys.executable,
-            ("-m", "pipelines.agentic", *given),
-            told_to=sampled / axis,
-            place=Place(num_local=2),
-        )
-        plan = LaunchPlan(argv=argv, env={**os.environ, **DETERMINISTIC}, num_processes=2, world_size=2)
-        log = sampled / f"{axis}.log"
-        assert run_plan(plan, log_path=log, cwd=ROOT) == 0, log.read_text(encoding="utf-8")
+        done = run_ranks(2, "pipelines.agentic", given, told_to=sampled / axis)
+        assert done.returncode == 0, done.stdout + done.stderr
     assert recorded(sampled, axis, 0).digest() == recorded(sampled, "sampled", 0).digest()
     assert metrics(sampled, axis)[0]["mismatch/probe_mean"] < 2e-6
     assert read_json(sampled / axis / "ledger.json")["built"]["engine"] == 1

@@ -10,7 +10,8 @@ import torch
 
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.full.reader import open_trace
-from tests.pipelines.tiny_runs import run_cli, run_several, write_tiny_config
+from tests.pipelines.tiny_runs import run_several, write_tiny_config
+from tests.programs import run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -132,10 +133,14 @@ def test_it_is_said_in_the_log(runs: Path) -> None:
 @pytest.mark.parametrize("layout", [pytest.param("tensor_model", marks=pytest.mark.all), "data"])
 def test_every_layout_decides_alike(runs: Path, layout: str) -> None:
     output = runs / f"rejected-{layout}"
-    finished = run_cli(
-        "launch",
-        runs / "configs",
-        [*TRACE, *DECAY, *resumed(runs), *REJECTED, f"parallel.{layout}_parallel_size=2", f"output_dir={output}"],
+    finished = run_ranks(
+        2,
+        "pipelines.agentic",
+        [
+            *("--config-path", str(runs / "configs"), "--config-name", "tiny", *TRACE, *DECAY),
+            *(*resumed(runs), *REJECTED, f"parallel.{layout}_parallel_size=2", f"output_dir={output}"),
+        ],
+        told_to=output,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert is_equal(weights(output, 1, "parameter"), weights(runs / "dump", 0, "parameter"))

@@ -73,10 +73,15 @@ def run_command(
 
 
 def run_cli(
-    command: str, configs: Path, overrides: Sequence[str], *, environ: Mapping[str, str] | None = None
+    command: str,
+    configs: Path,
+    overrides: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    module: str = "mock_scheduler.cli",
 ) -> subprocess.CompletedProcess[str]:
     """``mock-scheduler COMMAND --config-path CONFIGS tiny OVERRIDES``."""
-    arguments = ["-m", "mock_scheduler.cli", command, "--config-path", str(configs), "tiny", *overrides]
+    arguments = ["-m", module, command, "--config-path", str(configs), "tiny", *overrides]
     return run_command(arguments, environ=environ)
 
 

@@ -160,7 +160,6 @@ BESIDE = {
     "trace/full/part.py": "gives safetensors a descriptor of the door",
     "adapters/huggingface/files.py": "gives safetensors the user's checkpoint",
     "adapters/huggingface/writing.py": "writes",
-    "adapters/nexrl/pt_files.py": "gives torch a copy of entries that came through the door",
     "config/number_traps.py": "the user's configuration",
     "alignment/extract/entry.py": "the user's code",
     "alignment/extract/extraction.py": "a log that this process writes",

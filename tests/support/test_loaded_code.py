@@ -43,7 +43,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "flat_kernel.py").write_text("SCALE = 1.0\n")
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
-    (tmp_path / "pack" / "inner.py").write_text("import flat_kernel\n")
+    (tmp_path / "pack" / "inner.py").write_text("import flat_kernel, linked\n")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "real.py").touch()
+    (tmp_path / "linked.py").symlink_to("kept/real.py")
     (tmp_path / "unused.py").write_text("raise SystemExit\n")
     (tmp_path / "run").mkdir()
     return tmp_path
@@ -55,7 +58,13 @@ def test_every_loaded_file_of_the_user_is_recorded_and_nothing_installed(
     python(folder, _RECORD, "run", "0")
     loaded = load_loaded_code(folder / "run")
     assert loaded is not None
-    assert sorted(loaded.files) == ["flat_kernel.py", "pack/__init__.py", "pack/inner.py", "program.py"]
+    assert sorted(loaded.files) == [
+        "flat_kernel.py",
+        "kept/real.py",
+        "pack/__init__.py",
+        "pack/inner.py",
+        "program.py",
+    ]
     assert loaded.changed_while_running == ()
     monkeypatch.chdir(folder)
     assert find_changed_code(folder / "run") == []

@@ -92,7 +92,6 @@ def gadgets(folder: Path) -> dict[str, bytes]:
         "protocol 0": pickle.dumps(Writes(folder), 0),
         "protocol 5": pickle.dumps(Writes(folder), 5),
         "out-of-band buffer": b"\x80\x05\x97.",
-        "bytearray": b"\x80\x05\x96\x01\x00\x00\x00\x00\x00\x00\x00a.",
         "set": b"\x80\x04\x8f.",
         "getattr": b"\x80\x02cbuiltins\ngetattr\n" + b"cos\n\n" + text("mkdir") + b"\x86R.",
         "numbers as text": b"I1\n.",

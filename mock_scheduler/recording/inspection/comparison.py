@@ -17,8 +17,8 @@ from mock_scheduler.recording.inspection.diff import BatchDifferences, compare_b
 from mock_scheduler.recording.inspection.diff_fields import ABSENT, FieldDifference, json_difference
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.support.digests import JSON, canonical_json
+from mock_scheduler.recording.step.step_info import StepInfo, moved_elsewhere
+from mock_scheduler.support.digests import JSON, canonical_json, compute_json_digest
 
 #: What the two recordings are called.
 NAMES = ("A", "B")
@@ -141,6 +141,14 @@ def _info_differences(a: StepInfo, b: StepInfo) -> Iterator[FieldDifference]:
     for name, value_a, value_b in values:
         if canonical_json(value_a) != canonical_json(value_b):
             yield json_difference(name, value_a, value_b)
+    for field, states in (
+        ("random_states", (a.random_states, b.random_states)),
+        ("late_random_states", (a.late_random_states, b.late_random_states)),
+    ):
+        for name in moved_elsewhere(*states):
+            # The states themselves say nothing to a reader.
+            digests = [compute_json_digest(found[name][1]) for found in states if found]
+            yield json_difference(f"{field}.{name}", *digests)
 
 
 def _contract_differences(a: Contract, b: Contract) -> Iterator[ContractDifference]:

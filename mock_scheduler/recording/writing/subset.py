@@ -1,7 +1,8 @@
 """Cuts a recording: some whole groups of another one, with its own run id and a manifest naming its source.
 
 Contract: rows are the recorded ones, bit for bit, in their order, with their identities. Measurements of a whole
-batch, and where the data stood after it, is not said of a part: ``metrics`` are empty and ``data_cursor`` is ``None``.
+batch, and where data and random generators stood, is not said of a part: ``metrics`` are empty, ``data_cursor`` and
+``random_states`` are ``None``.
 """
 
 from __future__ import annotations
@@ -75,7 +76,16 @@ def write_subset(
     try:
         for step, wanted in groups.items():
             info = reader.open_step(RolloutRequest(global_step=step, batch_size=1)).info
-            own = replace(info, run_id=writer.run_id, metrics={}, data_cursor=None, shard=None, group_size=None)
+            own = replace(
+                info,
+                run_id=writer.run_id,
+                metrics={},
+                data_cursor=None,
+                shard=None,
+                group_size=None,
+                random_states=None,
+                late_random_states=None,
+            )
             size_bytes += writer.write_step(select_groups(load_train_step(reader, step), wanted), own).size_bytes
     finally:
         writer.close()

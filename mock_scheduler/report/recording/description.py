@@ -36,7 +36,7 @@ _NUM_TAGS = 12
 _NUM_FINDINGS = 6
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _LEAST_WIDTH = 4
-_SHOWN_ALONE = ("git", "library_git", "python", "packages", "platform")
+_SHOWN_ALONE = ("git", "library_git", "python", "packages", "platform", "imported")
 
 
 def print_description(description: RecordingDescription, console: Console) -> None:
@@ -56,6 +56,11 @@ def _head_rows(description: RecordingDescription) -> Iterator[tuple[str, str]]:
     provenance = description.provenance
     yield "run id", description.run_id
     yield "made with", ", ".join(_describe_provenance(provenance)) or "not recorded"
+    imported = provenance.get("imported")
+    if isinstance(imported, Mapping):
+        yield "imported from", f"{imported.get('framework')}, {imported.get('source')}"
+        lacks = imported.get("not_in_source")
+        yield "not in it", ", ".join(map(str, lacks)) if isinstance(lacks, list) and lacks else "nothing"
     others = [name for name in provenance if name not in _SHOWN_ALONE]
     if others:
         yield "also holds", ", ".join(others)

@@ -16,15 +16,18 @@ from mock_scheduler.comparison.findings import Finding, OnlyIn
 from mock_scheduler.config.align import ToleranceConfig
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
+from mock_scheduler.launch.warm_start import WarmStarts
 from mock_scheduler.verdict.divergences import Divergence
 from mock_scheduler.verdict.wording.localisation import describe_localisation
 from pipelines.config.loading import build_loader
 from pipelines.program import PROGRAM
 from tests.alignment.output_scaled_on_one_rank import FAULTY
-from tests.dist.conftest import WARM
 from tests.pipelines.tiny_runs import ROOT, write_tiny_config
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(1500)]
+
+#: Forks the ranks of all runs.
+WARM = WarmStarts()
 
 #: Far above what tp 2 rounds in float32, far below the faults.
 BOUNDS: Bounds = StatedBounds(

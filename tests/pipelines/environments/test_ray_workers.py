@@ -21,11 +21,18 @@ from mock_scheduler.errors import ConfigError, SchedulerError
 from pipelines.config.environments import EnvWorkersConfig
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments import ray_actor
+from pipelines.environments.base import ResetRequest
 from pipelines.environments.ray_actor import EnvironmentActor, read_identity
 from pipelines.environments.ray_cluster import check_cluster, connect, disconnect
 from pipelines.environments.workers import EnvironmentPool
 from tests.pipelines.environments.test_workers import CUSTOM_ENVS, open_pool, play, request, tokenizer_of
 from tests.pipelines.fake_ray import Cluster, Strike, build_ray
+
+#: What a run that connects sets in its own environment.
+TURNED = (
+    *("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"),
+    "RAY_gcs_rpc_server_reconnect_timeout_s",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +46,22 @@ def _levels_of_this_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    built = Cluster()
+def head() -> Iterator[socket.socket]:
+    """Listens in the place of the cluster's head."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, head: socket.socket) -> Cluster:
+    built = Cluster(address=f"127.0.0.1:{head.getsockname()[1]}")
     ray = build_ray(built)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    monkeypatch.setitem(sys.modules, "ray._private", ray._private)
     monkeypatch.delitem(sys.modules, "pipelines.environments.ray_workers", raising=False)
     monkeypatch.setattr(EnvironmentActor, "identify", lambda _: identity(built))
-    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX", "RAY_ADDRESS"):
+    for name in (*TURNED, "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return built
@@ -55,6 +70,27 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def identity(cluster: Cluster) -> Any:
     own = read_identity()
     return replace(own, host="node-3", process_id=4711, versions={**own.versions, **cluster.versions})
+
+
+def test_a_head_that_has_ended_ends_the_run_with_the_place_of_its_logs(
+    cluster: Cluster, head: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new actor would be waited for until Ray ended the process."""
+    monkeypatch.setattr("pipelines.environments.ray_cluster._BETWEEN_CHECKS_S", 0.0)
+    cluster.strikes = {2: "before"}
+    with open_actors(1) as pool:
+        requests = [ResetRequest(slot=0, tag="Hard", seed=3, split="all")]
+        pool.reset_many(requests)
+        head.close()
+        with pytest.raises(SchedulerError) as caught:
+            pool.reset_many(requests)
+    assert str(caught.value) == (
+        f"env_workers: the head of the Ray cluster at {cluster.address} has ended ([Errno 111] Connection refused), "
+        "and its actors with it. Why is in /tmp/ray/session/logs on the head's machine: gcs_server.out and raylet.out. "
+        "Every step that the log calls Dumped is in the recording; start a cluster, and go on from the last checkpoint "
+        "with resume_from_checkpoint. launch/ray.sh starts one on this machine for a run"
+    )
+    assert cluster.num_actors == 1
 
 
 @contextmanager

@@ -1,0 +1,200 @@
+"""``import`` and ``export``: files of other frameworks become an ordinary recording or trace, and one becomes files.
+
+Contract: a recording or trace appears whole, in a folder that was not there, or not at all. What rollout files do not
+say is listed in the recording's provenance and in each batch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mock_scheduler.adapters.formats import ForeignFormat, find_format
+from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.display.console import Console
+from mock_scheduler.display.terminal import build_console
+from mock_scheduler.errors import ConfigError, ExitCode, RecordingError, redact
+from mock_scheduler.recording.contract import Contract
+from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.browse import list_recording, open_place
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.step.step_info import StepInfo
+from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
+from mock_scheduler.run_folder.inputs import parse_steps
+from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode
+from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.foreign_files import load_json
+from mock_scheduler.support.text import count_of, in_prose
+
+Read = Callable[[Path, ImportOptions], Iterator[ForeignStep]]
+Write = Callable[[Iterable[tuple[Mode, int, RolloutBatch]], Path], list[Path]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportCommand:
+    """The arguments of ``import``.
+
+    Attributes:
+        rollouts: what the user states of the rollouts.
+        contract: a JSON file with names and values that a replay must match; ``None``: the recording has none.
+        shift: added to the number of each step.
+    """
+
+    rollouts: ImportOptions = field(default_factory=ImportOptions)
+    contract: Path | None = None
+    shift: int = 0
+
+
+def run_import(
+    format_name: str, source: Path, dump_dir: Path, command: ImportCommand, *, console: Console | None = None
+) -> int:
+    """Make a recording of rollout files.
+
+    Raises:
+        ConfigError: the format is none, or its files cannot be read safely.
+        RecordingError: ``dump_dir`` is there already, or no file is found.
+        ForeignFileError: a file is damaged, would run code, or claims more than it holds.
+        BatchError: its rows contradict themselves.
+    """
+    chosen = find_format(format_name)
+    if not chosen.reader and not chosen.tracer:
+        raise ConfigError(f"{source}: files of {chosen.framework} are not read: {chosen.refusal}")
+    if dump_dir.exists():
+        raise RecordingError(f"{dump_dir} is there already: give a new folder for the recording")
+    if chosen.tracer:
+        return _import_trace(chosen, source, dump_dir, console or build_console())
+    contract = Contract.of(_load_contract(command.contract))
+    aside = dump_dir.parent / f".{dump_dir.name}.{os.getpid()}.importing"
+    read: Read = _load(chosen.reader)
+    try:
+        lacks, steps = _write(read(source, command.rollouts), aside, chosen, source, contract, command.shift)
+        if not steps:
+            raise RecordingError(f"{source} holds no step")
+        os.rename(aside, dump_dir)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    _report(console or build_console(), dump_dir, steps, lacks)
+    return int(ExitCode.ALIGNED)
+
+
+def _import_trace(chosen: ForeignFormat, source: Path, folder: Path, console: Console) -> int:
+    aside = folder.parent / f".{folder.name}.{os.getpid()}.importing"
+    write: Callable[[Path, Path], list[int]] = _load(chosen.tracer)
+    try:
+        steps = write(source, aside)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    text = f"wrote {in_prose(str(folder))}: a trace of {count_of(len(steps), 'step')}; mock-scheduler compare opens it"
+    console.print(text, markup=False, highlight=False)
+    return int(ExitCode.ALIGNED)
+
+
+def _write(
+    steps: Iterator[ForeignStep],
+    folder: Path,
+    chosen: ForeignFormat,
+    source: Path,
+    contract: Contract,
+    shift: int,
+) -> tuple[list[str], dict[str, list[int]]]:
+    """Gives what the source lacks, and the numbers of the written steps by mode."""
+    # All steps first: the provenance, which is written before them, says what each of them lacks.
+    read = list(steps)
+    lacks = list(dict.fromkeys(name for step in read for name in step.lacks))
+    imported: dict[str, JSON] = {
+        "format": chosen.name,
+        "framework": chosen.framework,
+        "source": redact(str(source.absolute())),
+        "not_in_source": lacks,
+    }
+    writer = open_recording(
+        str(folder),
+        contract=contract,
+        plan=(),
+        provenance={"imported": imported},
+        resume=False,
+        options=WriterOptions(background=False),
+    )
+    written: dict[str, list[int]] = {}
+    try:
+        for step in read:
+            number = step.step + shift
+            if number < 0 or number in written.get(step.mode, []):
+                raise RecordingError(
+                    f"{source} holds {step.mode} step {number} twice, or below 0 (with --shift {shift})"
+                )
+            info = StepInfo(
+                step=number,
+                mode=step.mode,
+                scheduler_id=DEFAULT_SCHEDULER_ID,
+                run_id=writer.run_id,
+                policy_version=step.policy_version,
+            )
+            writer.write_step(step.batch, info)
+            written.setdefault(step.mode, []).append(number)
+    finally:
+        writer.close()
+    return lacks, written
+
+
+def _report(console: Console, dump_dir: Path, steps: Mapping[str, list[int]], lacks: Iterable[str]) -> None:
+    console.print(f"wrote {in_prose(str(dump_dir))}: {format_present(steps)}", markup=False, highlight=False)
+    absent = ", ".join(lacks)
+    if absent:
+        console.print(f"not in the source, and filled in: {absent}", markup=False, highlight=False)
+
+
+def run_export(
+    format_name: str, recording: str, folder: Path, *, steps: str | None, console: Console | None = None
+) -> int:
+    """Write a recording's steps as another framework's files.
+
+    Raises:
+        ConfigError: the format is none, or is not written.
+        RecordingError: the recording cannot be read, or a file is there already.
+        StepNotFoundError: a chosen step is absent.
+    """
+    chosen = find_format(format_name)
+    if not chosen.writer:
+        raise ConfigError(f"files of {chosen.framework} are not written; slime's are")
+    reader = RecordingReader(recording)
+    write: Write = _load(chosen.writer)
+    written = write(_read_steps(reader, parse_steps(steps)), folder)
+    if not written:
+        raise RecordingError(f"{recording} holds no step to write")
+    out = console or build_console()
+    out.print(f"wrote {count_of(len(written), 'file')} to {in_prose(str(folder))}", markup=False, highlight=False)
+    return int(ExitCode.ALIGNED)
+
+
+def _read_steps(reader: RecordingReader, chosen: Any) -> Iterator[tuple[Mode, int, RolloutBatch]]:  # noqa: ANN401 - ranges
+    for listing in list_recording(reader.storage):
+        listing.raise_problems()
+        for step, place in listing.places.items():
+            if chosen is None or step in chosen:
+                opened = open_place(reader, place)
+                yield opened.info.mode, step, opened.load()
+
+
+def _load(reference: str) -> Any:  # noqa: ANN401 - a function
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _load_contract(path: Path | None) -> Mapping[str, JSON]:
+    if path is None:
+        return {}
+    try:
+        value = load_json(path)
+    except ValueError as error:
+        raise ConfigError(f"--contract {path} {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"--contract {path} holds a {type(value).__name__}; expected names and values")
+    return value

@@ -1,0 +1,89 @@
+"""Files of slime, miles and vime become recordings, and recordings become their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mock_scheduler import RolloutRequest, build_scheduler, read_recording
+from mock_scheduler.adapters.imports.steps import state_sampling
+from mock_scheduler.adapters.slime.files import build_content
+from mock_scheduler.commands.foreign import ImportCommand, run_export, run_import
+from mock_scheduler.errors import ForeignFileError, RecordingError
+from mock_scheduler.support.torch_files import read_torch_file
+from tests.adapters.bits import bits
+from tests.adapters.imports.forging import (
+    Described,
+    Global,
+    torch_bytes,
+)
+from tests.adapters.imports.importing import imported, lacks, write
+from tests.adapters.slime.samples import sample
+from tests.batches import make_batch
+
+
+def test_slime_files_become_a_recording_and_files_again(tmp_path: Path) -> None:
+    contents = {
+        3: {"rollout_id": 3, "samples": [sample(index=i, weight_versions=["2"]) for i in range(2)]},
+        4: {"rollout_id": 4, "samples": [sample(index=2, rollout_log_probs=None)], "metadata": {"seed": np.float32(1)}},
+    }
+    for step, content in contents.items():
+        write(tmp_path / f"files/{step}.pt", torch_bytes(content))
+    write(tmp_path / "files/eval_3.pt", torch_bytes({"rollout_id": 3, "samples": [sample(reward=9.0)]}))
+    batches = imported("slime", tmp_path / "files")
+    assert batches[3].rollout_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3] * 2)
+    assert batches[3].policy_versions.tolist() == [2, 2]
+    assert (lacks(batches[3]), lacks(batches[4])) == ([], ["rollout_logprobs", "policy_versions"])
+    recording = read_recording(tmp_path / "recording of slime")
+    assert recording.batch(3, mode="val").rewards.tolist() == [9.0]
+    assert recording.info(3).policy_version == 2
+    assert run_export("slime", str(tmp_path / "recording of slime"), tmp_path / "again", steps=None) == 0
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["3.pt", "4.pt", "eval_3.pt"]
+    for step, content in contents.items():
+        found = read_torch_file(tmp_path / f"again/{step}.pt")
+        assert bits(found) == bits(read_torch_file(tmp_path / f"files/{step}.pt"))
+        assert list(found) == list(content)
+    with pytest.raises(RecordingError, match=r"3\.pt is there already, and is not replaced"):
+        run_export("slime", str(tmp_path / "recording of slime"), tmp_path / "again", steps=None)
+
+
+def test_rows_recorded_elsewhere_become_samples() -> None:
+    batch = make_batch()
+    content = build_content(7, batch)
+    rows = batch.rows()
+    assert content["rollout_id"] == 7
+    assert [one["tokens"] for one in content["samples"]] == [row.tokens.tolist() for row in rows]
+    for one, row in zip(content["samples"], rows, strict=True):
+        assert one["response_length"] == len(row.tokens) - row.prompt_length == len(one["loss_mask"])
+        stated = [value for value, flag in zip(one["rollout_log_probs"], one["loss_mask"], strict=True) if flag]
+        assert stated == row.rollout_logprobs.tolist()
+
+
+def test_an_imported_recording_is_replayed(tmp_path: Path) -> None:
+    write(tmp_path / "0.pt", torch_bytes({"rollout_id": 0, "samples": [sample(index=i) for i in range(2)]}))
+    (tmp_path / "contract.json").write_text('{"model": "m"}', encoding="utf-8")
+    command = ImportCommand(contract=tmp_path / "contract.json", shift=5)
+    run_import("slime", tmp_path / "0.pt", tmp_path / "recording", command)
+    config = {"enable": True, "mode": "mock", "dump_dir": str(tmp_path / "recording")}
+    with build_scheduler(config, object, {"model": "m"}) as scheduler:
+        batch = scheduler.get_batch(RolloutRequest(global_step=5, batch_size=2))
+    assert batch.rewards.tolist() == [1.0, 1.0]
+
+
+def test_stated_sampling_is_no_assumption(tmp_path: Path) -> None:
+    write(tmp_path / "0.pt", torch_bytes({"rollout_id": 0, "samples": [sample(reward={"acc": 0.5})]}))
+    sampling, stated = state_sampling(temperature=0.7, top_p=None, top_k=None, logprobs_mode="raw")
+    batch = imported("slime", tmp_path / "0.pt", sampling=sampling, stated=stated, reward_key="acc")[0]
+    assert batch.meta["not_in_source"] == ["sampling.top_p", "sampling.top_k", "policy_versions"]
+    assert (batch.sampling.temperature, batch.sampling.logprobs_mode, batch.rewards.tolist()) == (0.7, "raw", [0.5])
+
+
+def test_images_in_a_sample_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    image = Described(Global("PIL.PngImagePlugin", "PngImageFile"))
+    write(tmp_path / "0.pt", torch_bytes({"samples": [sample(multimodal_inputs={"images": [image]})]}))
+    with pytest.raises(
+        ForeignFileError, match=r"PIL\.PngImagePlugin.* Samples with images are not read: set multimodal"
+    ):
+        imported("slime", tmp_path / "0.pt")

@@ -1,0 +1,3 @@
+"""Where the family has its class of a sample."""
+
+from tests.adapters.slime.samples import Sample as Sample

@@ -1,0 +1,331 @@
+"""TRL's seams, with a trainer of their signatures (TRL 1.16.0): what a replay calls, and what it refuses."""
+
+import asyncio
+import queue
+import random
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mock_scheduler.adapters.trl import AsyncRollouts, Rollouts
+from mock_scheduler.errors import BatchError, ConfigError, ContractError, RecordingError, SchedulerError
+from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.step.step_file import decode_step
+from tests.adapters.trl.test_codec import Sample
+
+ARGUMENTS = {
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "num_iterations": 1,
+    "max_completion_length": 4,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "token_budget": 0,
+}
+
+
+class Tokenizer:
+    eos_token_id = 2
+    chat_template = None
+
+    def __init__(self, words: tuple[str, ...] = ("a", "b")) -> None:
+        self.special_tokens_map = {"eos_token": "</s>"}
+        self.words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+
+class Trainer:
+    """Asks as GRPOTrainer does: a rollout, then rewards of its texts, then a shuffle by torch's global generator."""
+
+    tools: tuple[Any, ...] = ()
+    environment_factories = None
+    num_generations = num_generations_eval = 2
+
+    def __init__(self, rollouts: Rollouts, prompts: list[Any] | None = None) -> None:
+        self.rollouts = rollouts
+        self.prompts = ["x", "x", "y", "y"] if prompts is None else prompts
+        self.state = SimpleNamespace(global_step=0)
+        self.model = SimpleNamespace(training=True)
+        self.logged: list[Any] = []
+        self._step = 0
+
+    def train(self, num_steps: int = 2) -> list[Any]:
+        results = []
+        for _ in range(num_steps):
+            output = self.rollouts(self.prompts, self)
+            options = {
+                "completions": output["completion_ids"],
+                "log_extra": lambda key, value: self.logged.append((key, value)),
+                "log_metric": lambda key, value: self.logged.append((key, value)),
+            }
+            rewards = []
+            for function in self.rollouts.reward_funcs:
+                values = function(prompts=self.prompts, **options)
+                rewards.append(asyncio.run(values) if asyncio.iscoroutine(values) else values)
+            results.append((output, rewards, torch.randperm(4).tolist()))
+            self.state.global_step += 1
+            self._step += 1
+        return results
+
+
+class Real:
+    """The rollout function and the reward functions of a run; each counts its calls, and draws."""
+
+    def __init__(self) -> None:
+        self.calls = {"rollout": 0, "reward": 0}
+
+    def rollout(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        self.calls["rollout"] += 1
+        ids = torch.randint(3, 99, (len(prompts), 3)).tolist()
+        return {"prompt_ids": [[7]] * len(prompts), "completion_ids": ids, "logprobs": None, "source": ["toy"] * 4}
+
+    def length(self, completions: list[Any], log_metric: Any, **_columns: Any) -> list[float | None]:
+        self.calls["reward"] += 1
+        log_metric("length", 3.0)
+        return [None, random.random(), torch.rand(()).item(), 1]
+
+    async def slow(self, completions: list[Any], **_columns: Any) -> Any:
+        self.calls["reward"] += 1
+        return np.array([float("nan"), 0.5, 1.0, 2.0])
+
+
+def open_rollouts(tmp_path: Path, mode: str, real: Real, **changes: Any) -> Rollouts:
+    given: dict[str, Any] = {
+        "args": SimpleNamespace(**{**ARGUMENTS, **changes.pop("arguments", {})}),
+        "processing_class": Tokenizer(),
+        "reward_funcs": [real.length, real.slow],
+        "rollout_func": real.rollout,
+        **changes,
+    }
+    return Rollouts({"enable": True, "mode": mode, "dump_dir": str(tmp_path / "dumps")}, **given)
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module in the place of TRL's, with the class that starts its engine."""
+    module: Any = ModuleType("trl.trainer.grpo_trainer")
+    module.VLLMGeneration = lambda **_options: pytest.fail("an engine was started")
+    for name in ("trl", "trl.trainer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", module)
+    return module
+
+
+def train(tmp_path: Path, mode: str, **changes: Any) -> tuple[list[Any], Real, Rollouts, Trainer]:
+    torch.manual_seed(1)
+    random.seed(1)
+    real = Real()
+    prompts = changes.pop("prompts", None)
+    with open_rollouts(tmp_path, mode, real, **changes) as rollouts:
+        trainer = Trainer(rollouts, prompts)
+        results = trainer.train()
+    return results, real, rollouts, trainer
+
+
+def test_a_replay_calls_nothing_and_trains_on_the_same(tmp_path: Path, trl: Any) -> None:
+    live, real, _, trainer = train(tmp_path, "dump")
+    replayed, unused, rollouts, again = train(tmp_path, "mock")
+    assert repr(replayed) == repr([(output, [one, list(two)], order) for output, (one, two), order in live])
+    assert real.calls == {"rollout": 2, "reward": 4}
+    assert unused.calls == {"rollout": 0, "reward": 0}
+    assert rollouts.ledger.as_dict()["answered"] == {"get_batch": 2, "late_values": 4}
+    assert again.logged == trainer.logged == [("length", 3.0)] * 2
+    assert repr(train(tmp_path, "verify")[0]) == repr(live)
+
+
+def test_a_reward_keeps_its_name_and_whether_it_is_awaited(tmp_path: Path) -> None:
+    real = Real()
+    with open_rollouts(tmp_path, "dump", real) as rollouts:
+        assert [function.__name__ for function in rollouts.reward_funcs] == ["length", "slow"]
+        assert [asyncio.iscoroutinefunction(function) for function in rollouts.reward_funcs] == [False, True]
+    model = torch.nn.Linear(2, 1)
+    with open_rollouts(tmp_path, "dump", real, reward_funcs=model) as rollouts:
+        assert rollouts.reward_funcs == [model]
+    with (
+        open_rollouts(tmp_path, "dump", real) as rollouts,
+        pytest.raises(SchedulerError, match="called before any rollout"),
+    ):
+        rollouts.reward_funcs[0](completions=[], log_metric=print)
+
+
+def test_the_engine_is_not_started_and_comes_back(tmp_path: Path, trl: Any) -> None:
+    train(tmp_path, "dump")
+    original = trl.VLLMGeneration
+    with open_rollouts(tmp_path, "mock", Real()) as rollouts:
+        engine = trl.VLLMGeneration(model="m", mode="server")
+        engine.sync_weights()
+        assert engine.vllm_client.get_server_info()["model_config"] == {"logprobs_mode": "processed_logprobs"}
+        with pytest.raises(SchedulerError, match="asked its engine to generate in a run that only replays"):
+            engine.generate(prompts=[])
+    assert rollouts.ledger.as_dict()["suppressed"] == {"engine": 1, "sync_weights": 1, "close": 1}
+    assert trl.VLLMGeneration is original
+    with open_rollouts(tmp_path / "other", "dump", Real()):
+        assert trl.VLLMGeneration is original
+    del trl.VLLMGeneration
+    with pytest.raises(ConfigError, match="has no VLLMGeneration: this release of TRL starts its engine elsewhere"):
+        open_rollouts(tmp_path, "mock", Real())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "problem"),
+    [
+        ({"arguments": {"num_generations": 4}}, ContractError, "trl.num_generations: recorded 2, current 4"),
+        ({"processing_class": Tokenizer(("a", "c"))}, ContractError, "trl.tokenizer: recorded"),
+        ({"contract": {"model": "other"}}, ContractError, 'model: recorded "m", current "other"'),
+        ({"reward_funcs": [Real().slow]}, ContractError, r"trl.reward_functions: recorded \["),
+        ({"prompts": ["x", "x", "z", "z"]}, BatchError, "2 of 4 prompts are not those of the batch: row 2 is now 'z'"),
+    ],
+)
+def test_another_run_is_refused_with_reasons(
+    tmp_path: Path, trl: Any, changes: dict[str, Any], kind: type[Exception], problem: str
+) -> None:
+    train(tmp_path, "dump", contract={"model": "m"})
+    with pytest.raises(kind, match=problem):
+        train(tmp_path, "mock", **{"contract": {"model": "m"}, **changes})
+
+
+def test_a_trainer_with_tools_is_refused(tmp_path: Path) -> None:
+    with open_rollouts(tmp_path, "dump", Real()) as rollouts:
+        trainer = Trainer(rollouts)
+        trainer.tools = (print,)
+        with pytest.raises(ConfigError, match="tools and environment_factory play after rollout_func, with the engine"):
+            trainer.train()
+
+
+def test_steps_are_numbered_by_the_weights_and_evaluations_apart(tmp_path: Path) -> None:
+    arguments = {"gradient_accumulation_steps": 4, "steps_per_generation": 2}
+    real = Real()
+    with open_rollouts(tmp_path, "dump", real, arguments=arguments, reward_funcs=torch.nn.Linear(1, 1)) as rollouts:
+        trainer = Trainer(rollouts)
+        for micro_step in range(0, 8, 2):
+            trainer._step, trainer.state.global_step = micro_step, micro_step // 4
+            rollouts(trainer.prompts, trainer)
+        trainer.model.training = False
+        rollouts(trainer.prompts, trainer)
+        rollouts(trainer.prompts, trainer)
+    steps = RecordingReader(str(tmp_path / "dumps")).steps()
+    assert steps == {"train": [0, 1, 2, 3], "val": [0, 1]}
+
+
+def test_several_processes_have_rows_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="shard needs run_id, the same on every rank"):
+        open_rollouts(tmp_path, "dump", Real())
+    with open_rollouts(tmp_path, "dump", Real(), run_id="r", reward_funcs=torch.nn.Linear(1, 1)) as rollouts:
+        rollouts(["x", "x", "y", "y"], Trainer(rollouts))
+    (path,) = (tmp_path / "dumps" / "train").rglob("*.safetensors")
+    batch, info = decode_step(path.read_bytes())
+    assert [identity.group_id for identity in batch.identities] == [2, 2, 3, 3]
+    assert info.shard == (1, 2)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2 and RANK is not set"):
+        open_rollouts(tmp_path, "dump", Real(), run_id="r")
+
+
+class LiveWorker:
+    """A worker whose queue gives a sample at a time, and none now and then."""
+
+    def __init__(self) -> None:
+        self.rollout_buffer: Any = self
+        self.num_given = 0
+
+    def qsize(self) -> int:
+        return 5
+
+    def get(self, timeout: float | None = None) -> Sample:
+        self.num_given += 1
+        if self.num_given % 3 == 0:
+            raise queue.Empty
+        return Sample(
+            prompt=[],
+            completion=[],
+            input_ids=np.arange(3),
+            completion_mask=np.array([0, 1, 1]),
+            old_log_probs=np.array([0, -0.5, -0.25], dtype=np.float32),
+            advantage=0.1 * self.num_given,
+            model_version=0,
+            group_id=self.num_given // 2,
+            metrics={"reward": 0.5},
+            enqueued_at=12.0,
+        )
+
+
+def take(rollouts: AsyncRollouts, samples: Any, count: int) -> list[Any]:
+    """What the trainer's data set does: it asks again where none came in time."""
+    taken: list[Any] = []
+    while len(taken) < count:
+        try:
+            taken.append(samples.get(timeout=0.0))
+        except queue.Empty:
+            continue
+    return taken
+
+
+def open_async(tmp_path: Path, mode: str, **changes: Any) -> AsyncRollouts:
+    given: dict[str, Any] = {
+        "args": SimpleNamespace(**{**ARGUMENTS, **changes.pop("arguments", {})}),
+        "processing_class": Tokenizer(),
+        **changes,
+    }
+    rollouts = AsyncRollouts({"enable": True, "mode": mode, "dump_dir": str(tmp_path / "dumps")}, **given)
+    if rollouts._scheduler is not None:
+        codec: Any = rollouts._scheduler._core._settings.codec
+        codec._make_sample = Sample  # TRL is not there
+    return rollouts
+
+
+def test_samples_are_recorded_in_the_order_of_the_queue_and_replayed_without_a_worker(tmp_path: Path) -> None:
+    worker = LiveWorker()
+    with open_async(tmp_path, "dump", rollout_worker=lambda: worker, weight_transfer=object) as rollouts:
+        assert rollouts.arguments()["rollout_worker"] is worker
+        trainer = SimpleNamespace(rollout_queue=worker.rollout_buffer, model_version=1)
+        rollouts.attach(trainer)
+        live = take(rollouts, trainer.rollout_queue, 8)
+        trainer.model_version = 2
+        live += take(rollouts, trainer.rollout_queue, 1)
+        assert trainer.rollout_queue.qsize() == 3 + 5
+    with open_async(tmp_path, "mock", rollout_worker=lambda: pytest.fail("a worker was made")) as replayed:
+        given = replayed.arguments()
+        given["rollout_worker"].start()
+        given["rollout_worker"].update_model_version(1)
+        again = take(replayed, given["rollout_worker"].rollout_buffer, 8)
+        given["weight_transfer"].send_weights(iter([("w", 1)]))
+        given["rollout_worker"].update_model_version(2)
+        again += take(replayed, given["rollout_worker"].rollout_buffer, 1)
+        given["rollout_worker"].stop()
+    assert [sample.advantage for sample in again] == [sample.advantage for sample in live]
+    assert {sample.enqueued_at for sample in again} == {None}
+    assert replayed.ledger.as_dict()["suppressed"] == {
+        "engine": 1,
+        "send_weights": 1,
+        "update_weights": 2,
+        "close": 1,
+    }
+
+
+def test_a_trainer_whose_weights_are_of_another_version_is_refused(tmp_path: Path) -> None:
+    worker = LiveWorker()
+    with open_async(tmp_path, "dump") as rollouts:
+        trainer = SimpleNamespace(rollout_queue=worker.rollout_buffer, model_version=1)
+        rollouts.attach(trainer)
+        take(rollouts, trainer.rollout_queue, 4)
+    with (
+        open_async(tmp_path, "mock") as replayed,
+        pytest.raises(RecordingError, match="recorded with policy version 1"),
+    ):
+        take(replayed, replayed.arguments()["rollout_worker"].rollout_buffer, 4)
+    with pytest.raises(ConfigError, match="token_budget is not set: the trainer would ask the vLLM server"):
+        open_async(tmp_path, "mock", arguments={"token_budget": None})
