@@ -211,4 +211,4 @@ def test_the_shipped_run_learns_words_that_it_was_never_asked(root: Path) -> Non
     success = {step: found["val/success"] for step, found in metrics.items() if "val/success" in found}
     print(f"success on held-out words by step: {success}; started supervised until step 220")
     assert success[0] <= 0.02
-    assert success[350] >= 0.8
+    assert success[352] >= 0.8
