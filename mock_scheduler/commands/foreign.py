@@ -7,8 +7,10 @@ say is listed in the recording's provenance and in each batch.
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,12 +19,21 @@ from typing import Any
 from mock_scheduler.adapters.formats import ForeignFormat, find_format
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
-from mock_scheduler.errors import ConfigError, ExitCode, RecordingError, redact
+from mock_scheduler.errors import (
+    ConfigError,
+    ExitCode,
+    ForeignFileError,
+    MockSchedulerError,
+    RecordingError,
+    StepNotFoundError,
+    redact,
+)
 from mock_scheduler.recording.contract import Contract
-from mock_scheduler.recording.paths import format_present
-from mock_scheduler.recording.reading.browse import list_recording, open_place
+from mock_scheduler.recording.paths import describe_absent, format_present, parse_folder
+from mock_scheduler.recording.reading.browse import FolderListing, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
@@ -30,7 +41,7 @@ from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.foreign_files import load_json
-from mock_scheduler.support.text import count_of, in_prose
+from mock_scheduler.support.text import count_of, in_prose, shorten
 
 Read = Callable[[Path, ImportOptions], Iterator[ForeignStep]]
 Write = Callable[[Iterable[tuple[Mode, int, RolloutBatch]], Path], list[Path]]
@@ -65,7 +76,8 @@ def run_import(
     chosen = find_format(format_name)
     if not chosen.reader and not chosen.tracer:
         raise ConfigError(f"{source}: files of {chosen.framework} are not read: {chosen.refusal}")
-    if dump_dir.exists():
+    _refuse_target(dump_dir)
+    if os.path.lexists(dump_dir):
         raise RecordingError(f"{dump_dir} is there already: give a new folder for the recording")
     if chosen.tracer:
         return _import_trace(chosen, source, dump_dir, console or build_console())
@@ -87,7 +99,8 @@ def _import_trace(chosen: ForeignFormat, source: Path, folder: Path, console: Co
     aside = folder.parent / f".{folder.name}.{os.getpid()}.importing"
     write: Callable[[Path, Path], list[int]] = _load(chosen.tracer)
     try:
-        steps = write(source, aside)
+        with _explained(chosen, source):
+            steps = write(source, aside)
         os.rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -106,7 +119,8 @@ def _write(
 ) -> tuple[list[str], dict[str, list[int]]]:
     """Gives what the source lacks, and the numbers of the written steps by mode."""
     # All steps first: the provenance, which is written before them, says what each of them lacks.
-    read = list(steps)
+    with _explained(chosen, source):
+        read = list(steps)
     lacks = list(dict.fromkeys(name for step in read for name in step.lacks))
     imported: dict[str, JSON] = {
         "format": chosen.name,
@@ -144,6 +158,31 @@ def _write(
     return lacks, written
 
 
+@contextmanager
+def _explained(chosen: ForeignFormat, source: Path) -> Iterator[None]:
+    """Say of what files of another form make Python and torch raise that they are of another form."""
+    try:
+        yield
+    except MockSchedulerError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        found = f"{type(error).__name__}: {shorten(str(error), 200)}"
+        raise ForeignFileError(
+            f"{source} cannot be read as files of {chosen.framework}: a value is absent or of another form ({found})"
+        ) from error
+
+
+def _refuse_target(folder: Path) -> None:
+    """Raise ``RecordingError`` where a new folder cannot be made there."""
+    # A path has lost the second slash of a URL.
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+        raise RecordingError(f"{folder} is a URL, and a folder of this machine is expected: make it here, and copy it")
+    if folder.is_symlink() and not folder.exists():
+        raise RecordingError(f"{folder} is a link to {os.readlink(folder)}, which is not there: remove it")
+    if folder.exists() and not folder.is_dir():
+        raise RecordingError(f"{folder} is a file, where a folder is expected")
+
+
 def _report(console: Console, dump_dir: Path, steps: Mapping[str, list[int]], lacks: Iterable[str]) -> None:
     console.print(f"wrote {in_prose(str(dump_dir))}: {format_present(steps)}", markup=False, highlight=False)
     absent = ", ".join(lacks)
@@ -158,29 +197,66 @@ def run_export(
 
     Raises:
         ConfigError: the format is none, or is not written.
-        RecordingError: the recording cannot be read, or a file is there already.
-        StepNotFoundError: a chosen step is absent.
+        RecordingError: the recording cannot be read or has several schedulers, or a file is there already.
+        StepNotFoundError: a chosen step is absent; nothing is written.
     """
     chosen = find_format(format_name)
     if not chosen.writer:
         raise ConfigError(f"files of {chosen.framework} are not written; slime's are")
     reader = RecordingReader(recording)
+    _refuse_target(folder)
+    ranges, listings = parse_steps(steps), list_recording(reader.storage)
+    _check_steps(listings, ranges, recording)
     write: Write = _load(chosen.writer)
-    written = write(_read_steps(reader, parse_steps(steps)), folder)
-    if not written:
-        raise RecordingError(f"{recording} holds no step to write")
+    aside = folder.parent / f".{folder.name}.{os.getpid()}.exporting"
+    try:
+        num_files = len(write(_read_steps(reader, listings, ranges), aside))
+        _publish(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     out = console or build_console()
-    out.print(f"wrote {count_of(len(written), 'file')} to {in_prose(str(folder))}", markup=False, highlight=False)
+    out.print(f"wrote {count_of(num_files, 'file')} to {in_prose(str(folder))}", markup=False, highlight=False)
     return int(ExitCode.ALIGNED)
 
 
-def _read_steps(reader: RecordingReader, chosen: Any) -> Iterator[tuple[Mode, int, RolloutBatch]]:  # noqa: ANN401 - ranges
-    for listing in list_recording(reader.storage):
+def _check_steps(listings: Sequence[FolderListing], chosen: StepRanges | None, recording: str) -> None:
+    for listing in listings:
         listing.raise_problems()
+    present = {listing.folder: list(listing.places) for listing in listings if listing.places}
+    if not present:
+        raise RecordingError(f"{recording} holds no step to write")
+    absent = describe_absent(chosen, [(recording, present)])
+    if absent:
+        raise StepNotFoundError(absent)
+    schedulers = {found[1] for found in map(parse_folder, present) if found is not None}
+    if len(schedulers) > 1:
+        raise RecordingError(
+            f"{recording} has steps of several schedulers ({', '.join(sorted(schedulers))}), and a file has no place "
+            "to name one: export a recording of one scheduler"
+        )
+
+
+def _read_steps(
+    reader: RecordingReader, listings: Sequence[FolderListing], chosen: StepRanges | None
+) -> Iterator[tuple[Mode, int, RolloutBatch]]:
+    for listing in listings:
         for step, place in listing.places.items():
             if chosen is None or step in chosen:
                 opened = open_place(reader, place)
                 yield opened.info.mode, step, opened.load()
+
+
+def _publish(aside: Path, folder: Path) -> None:
+    """Move written files to their folder, all or none; raise ``RecordingError`` where one is there already."""
+    if not folder.exists():
+        os.rename(aside, folder)
+        return
+    names = sorted(os.listdir(aside))
+    for name in names:
+        if os.path.lexists(folder / name):
+            raise RecordingError(f"{folder / name} is there already, and is not replaced: give another folder")
+    for name in names:
+        os.rename(aside / name, folder / name)
 
 
 def _load(reference: str) -> Any:  # noqa: ANN401 - a function

@@ -78,5 +78,12 @@ def read_numbers(values: object, what: str) -> tuple[int, ...]:
     """Gives a tuple of sizes; ``what``: they, in words."""
     values = values.arguments[0] if isinstance(values, Record) and values.kind.text == "torch.Size" else values
     if not isinstance(values, list | tuple) or any(type(number) is not int or number < 0 for number in values):
-        raise ArrayProblemError(f"has {what} {shorten(str(values), 60)}; expected whole numbers of at least 0")
+        raise ArrayProblemError(f"has {what} {_describe(values)}; expected whole numbers of at least 0")
     return tuple(values)
+
+
+def _describe(values: object) -> str:
+    """Plain numbers, or the type alone: the text of lists that share lists may be without end."""
+    if isinstance(values, list | tuple) and all(type(number) is int and abs(number) < 2**64 for number in values):
+        return shorten(str(values), 60)
+    return f"that is a {type(values).__name__} of other things"

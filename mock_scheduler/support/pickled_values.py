@@ -35,6 +35,8 @@ from mock_scheduler.support.text import shorten
 MAX_VALUES_BYTES = 8 * 2**30
 #: Values that a file may have for each of its bytes; more than one where several places hold the same list.
 _VALUES_PER_BYTE = 4
+#: Characters that weigh as much as one value: short names, as of a status, stand in every row of a small file.
+_TEXT_PER_VALUE = 8
 _MAX_DEPTH = 100
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
@@ -117,7 +119,7 @@ class _Builder:
     def build(self, value: Any) -> tuple[Any, int]:  # noqa: ANN401 - data of any kind
         """Makes a value and its weight: how many values and bytes it has, each counted wherever it stands."""
         if type(value) in _PLAIN:
-            return value, 1
+            return value, _weigh(value)
         made = self._made.get(id(value))
         if made is None:
             if len(self._place) > _MAX_DEPTH:
@@ -143,8 +145,9 @@ class _Builder:
         raise self._problem(f"has a {type(value).__name__}; expected tensors, arrays and plain data")
 
     def _build_items(self, items: list[Any] | tuple[Any, ...]) -> tuple[Any, int]:
-        if set(map(type, items)) <= _PLAIN:
-            return items, 1 + len(items)
+        types = set(map(type, items))
+        if types <= _PLAIN:
+            return items, 1 + (len(items) if types.isdisjoint((str, bytes)) else sum(map(_weigh, items)))
         made = []
         for number, item in enumerate(items):
             with self._at(f"[{number}]"):
@@ -159,7 +162,7 @@ class _Builder:
                 raise self._problem(f"has a key that is a {key.kind.text}; expected a text or a number")
             with self._at(f".{shorten(str(key), 40)}"):
                 values[key], weight = self.build(item)
-            total += 1 + weight
+            total += _weigh(key) + weight
         return values, total
 
     def _build_name(self, name: Name) -> Any:  # noqa: ANN401 - a dtype or a name
@@ -326,6 +329,11 @@ class _Builder:
     def _endless(self) -> PickledDataError:
         size = self._max_weight // _VALUES_PER_BYTE
         return PickledDataError(f"has {size} bytes; the values in it are more, or lie in each other without end")
+
+
+def _weigh(value: object) -> int:
+    """A plain value's weight; a text's is of its length, since one text may stand in many places."""
+    return 1 + len(value) // _TEXT_PER_VALUE if isinstance(value, str | bytes) else 1
 
 
 _MAKERS: Mapping[str, Callable[[_Builder, Record], tuple[Any, int]]] = {

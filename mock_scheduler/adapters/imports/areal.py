@@ -6,6 +6,7 @@ Contract: ``step_{N}.pt``, or a file for each data-parallel rank, joined in the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,9 @@ from mock_scheduler.adapters.padded import AREAL, PaddedCodec
 from mock_scheduler.errors import BatchError, ForeignFileError, RecordingError
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.torch_files import read_torch_file
+
+#: Padded rows may be as many times larger than what the files hold; one long row among five hundred short ones fits.
+_MAX_GROWTH = 256
 
 _PATTERN = r"(?:[^/]*/)*step_(\d+)(?:_dp_(\d+))?\.pt"
 
@@ -79,6 +83,18 @@ def _join(trajectories: Sequence[Mapping[str, Any]], where: str) -> dict[str, An
     if "attention_mask" not in names:
         raise BatchError(f"{where}: trajectories have no attention_mask; found {', '.join(names)}")
     widths = [item["attention_mask"].shape[1] for item in trajectories]
+    stored = sum(value.nbytes for item in trajectories for value in item.values())
+    padded = sum(
+        len(value) * max(widths) * math.prod(value.shape[2:]) * value.itemsize
+        for item, width in zip(trajectories, widths, strict=True)
+        for value in item.values()
+        if value.dim() > 1 and value.shape[1] == width
+    )
+    if padded > _MAX_GROWTH * stored:
+        raise ForeignFileError(
+            f"{where}: its rows have {stored} bytes, and {padded} where all are padded to {max(widths)} tokens: more "
+            f"than {_MAX_GROWTH} times"
+        )
     joined = {}
     for name in names:
         parts = []

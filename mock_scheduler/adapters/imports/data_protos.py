@@ -99,7 +99,9 @@ def _read_item(item: object, where: str) -> torch.Tensor:
         dtype = find_dtype(name)
     except ValueError as error:
         raise BatchError(f"{where} {error}") from error
-    if not isinstance(shape, tuple) or math.prod(shape) * dtype.itemsize != content.nbytes:
+    if not isinstance(shape, tuple) or any(type(number) is not int or number < 0 for number in shape):
+        raise BatchError(f"{where} has a shape that is no tuple of whole numbers of at least 0")
+    if math.prod(shape) * dtype.itemsize != content.nbytes:
         raise BatchError(f"{where} is {name} {shape} of {content.nbytes} bytes")
     return from_bytes(content.view(np.uint8).reshape(-1).copy(), dtype, shape)
 

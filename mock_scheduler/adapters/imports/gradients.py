@@ -13,6 +13,7 @@ step the update.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,8 @@ def write_vime(source: Path, folder: Path) -> list[int]:
         rollout, update, rank = map(int, file.parts)
         files.setdefault((rollout, rank), []).append((update, file.path))
     inside = source if source.is_dir() else None
-    ranks = (_read_vime(rollout, rank, own, inside) for (rollout, rank), own in sorted(files.items()))
+    found = Counter(rollout for rollout, _ in files)
+    ranks = (_read_vime(rollout, rank, own, inside, found[rollout]) for (rollout, rank), own in sorted(files.items()))
     return _write(ranks, folder)
 
 
@@ -89,7 +91,9 @@ def _write(ranks: Iterator[RankEntries], folder: Path) -> list[int]:
     return list(steps)
 
 
-def _read_vime(rollout: int, rank: int, files: list[tuple[int, Path]], inside: Path | None) -> RankEntries:
+def _read_vime(
+    rollout: int, rank: int, files: list[tuple[int, Path]], inside: Path | None, num_ranks: int
+) -> RankEntries:
     entries, world_sizes = [], set()
     for update, path in sorted(files):
         content = read_torch_file(path, inside=inside, what="a snapshot of gradients")
@@ -103,6 +107,11 @@ def _read_vime(rollout: int, rank: int, files: list[tuple[int, Path]], inside: P
     (world_size,) = world_sizes if len(world_sizes) == 1 else (0,)
     if type(world_size) is not int or not 0 <= rank < world_size:
         raise TraceError(f"{files[0][1]}: rank {rank} of {sorted(map(str, world_sizes))} ranks")
+    if world_size != num_ranks:
+        raise TraceError(
+            f"{files[0][1]}: rollout {rollout} is of {world_size} ranks, and {num_ranks} of them have files: put the "
+            "files of all ranks there"
+        )
     return RankEntries(step=rollout, rank=rank, world_size=world_size, entries=entries)
 
 

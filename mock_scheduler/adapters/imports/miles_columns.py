@@ -19,6 +19,8 @@ from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode
 from mock_scheduler.support.foreign_files import name_descriptor, open_regular
 
 _PATTERN = r"(?:[^/]*/)*rollout_(eval_)?(\d+)\.parquet"
+#: Values, or bytes without compression, that a file may have for each of its bytes: a mask of ones takes next to none.
+_MAX_GROWTH = 64
 _EXAMPLE = "rollout_12.parquet"
 _COLUMNS = ("sample_index", "tokens", "response_length", "loss_mask", "rollout_log_probs")
 
@@ -51,7 +53,10 @@ def _load(path: Path, inside: Path | None) -> list[dict[str, Any]]:
         ) from error
     descriptor = open_regular(path, inside=inside)
     try:
+        _check_sizes(parquet.read_metadata(name_descriptor(descriptor, path)), os.fstat(descriptor).st_size, path)
         table = parquet.read_table(name_descriptor(descriptor, path), columns=list(_COLUMNS), memory_map=False)
+    except ForeignFileError:
+        raise
     # What pyarrow raises for a file that it cannot read: its own errors are these.
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ForeignFileError(f"{path} cannot be read as parquet of miles' columns: {error}") from error
@@ -62,6 +67,21 @@ def _load(path: Path, inside: Path | None) -> list[dict[str, Any]]:
         raise ForeignFileError(f"{path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}")
     records: list[dict[str, Any]] = table.to_pylist()
     return records
+
+
+def _check_sizes(metadata: Any, size_bytes: int, path: Path) -> None:  # noqa: ANN401 - pyarrow's
+    """Refuse a file that becomes far larger: run lengths and compression make much of little."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    claimed = max(
+        metadata.num_rows,
+        sum(column.num_values for column in columns),
+        sum(column.total_uncompressed_size for column in columns),
+    )
+    if claimed > _MAX_GROWTH * size_bytes:
+        raise ForeignFileError(
+            f"{path} has {size_bytes} bytes and states {claimed} values or bytes in them: more than {_MAX_GROWTH} times"
+        )
 
 
 def _read_row(record: dict[str, Any], number: int, options: ImportOptions, path: Path) -> ForeignRow:

@@ -44,6 +44,9 @@ def read_tensordict(value: object, where: str) -> dict[str, Any]:
         if value.arguments[0] != Name(_DICT) or num_rows is None:
             raise BatchError(f"{where} has a TensorDict of another class, or of no single dimension of rows")
         fields = state["_tensordict"]
+        held = max(map(_count_held, fields.values()), default=0)
+        if type(num_rows) is not int or not 0 <= num_rows <= held:
+            raise BatchError(f"{where} states {num_rows!r} rows, and no field in it has more than {held} values")
         return {name: _read_field(item, num_rows, f"{where}, {name}") for name, item in fields.items()}
     raise BatchError(f"{where} is a {_kind(value)}; expected a TensorDict")
 
@@ -61,8 +64,9 @@ def _read_consolidated(about: object, storage: object, where: str) -> dict[str, 
             dtype = find_dtype(str(kind).removeprefix("torch."))
         except ValueError as error:
             raise BatchError(f"{where}, {name} {error}") from error
-        size = math.prod(shape) * dtype.itemsize
-        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)) or stop - start != size:
+        is_sound = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+        size = math.prod(shape) * dtype.itemsize if is_sound else "other"
+        if not is_sound or stop - start != size:
             raise BatchError(
                 f"{where}, {name}: {kind} {list(shape)} lies at bytes {start} to {stop}; expected {size} bytes"
             )
@@ -72,6 +76,16 @@ def _read_consolidated(about: object, storage: object, where: str) -> dict[str, 
             raise BatchError(f"{where}, {name}: is bool with other bytes than 0 and 1")
         fields[name] = from_bytes(content[start:stop].copy(), dtype, tuple(shape))
     return fields
+
+
+def _count_held(value: object) -> int:
+    """How many values a field holds; no more rows than these are made."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, Jagged):
+        return len(value.rows)
+    items = value.get("tensordicts") if isinstance(value, Record) and value.kind.text == _STACK else None
+    return len(items) if isinstance(items, list | tuple) else 0
 
 
 def _read_field(value: object, num_rows: int, where: str) -> object:

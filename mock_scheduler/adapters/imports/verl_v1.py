@@ -46,10 +46,11 @@ def _load(path: Path, inside: Path | None) -> list[dict[str, Any]]:
     keys, tags = content["keys"], content["tags"]
     if not isinstance(keys, list) or not isinstance(tags, list) or len(tags) != len(keys):
         raise BatchError(f"{path} has other numbers of keys and tags")
-    columns = {name: _as_rows(values) for name, values in fields.items()}
-    wrong = [f"{name} ({len(values)})" for name, values in columns.items() if len(values) != len(keys)]
+    counts = {name: len(values.rows) if isinstance(values, Jagged) else len(values) for name, values in fields.items()}
+    wrong = [f"{name} ({count})" for name, count in counts.items() if count != len(keys)]
     if wrong:
         raise BatchError(f"{path} has {len(keys)} keys, and other numbers of rows in {', '.join(wrong)}")
+    columns = {name: _as_rows(values) for name, values in fields.items()}
     return [
         {**{name: values[row] for name, values in columns.items()}, "key": str(keys[row]), "tag": tags[row] or {}}
         for row in range(len(keys))

@@ -17,13 +17,13 @@ from mock_scheduler.adapters.slime.codec import META_KEY, SlimeCodec
 from mock_scheduler.adapters.slime.sample_fields import TERMINATIONS
 from mock_scheduler.adapters.trees import pack, unpack
 from mock_scheduler.batch import RolloutBatch, Trajectory
-from mock_scheduler.errors import BatchError, ForeignFileError, RecordingError
+from mock_scheduler.errors import BatchError, ForeignFileError
 from mock_scheduler.scheduler import Mode
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.torch_files import read_torch_file
 
-_PATTERN = r"(?:[^/]*/)*(eval_)?(?:[^/]*?_)?(\d+)\.pt"
+_PATTERN = r"(?:[^/]*/)*(?:[^/]*?(eval_)|[^/]*_)?(\d+)\.pt"
 _EXAMPLE = "12.pt or eval_12.pt"
 _FILE_KEY = "slime.file"
 _SAMPLES = {"tokens", "response_length"}
@@ -91,17 +91,11 @@ def _newest_version(samples: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def write_rollouts(steps: Iterable[tuple[Mode, int, RolloutBatch]], folder: Path) -> list[Path]:
-    """Writes a file for each step: ``{step}.pt``, of validation ``eval_{step}.pt``; gives their paths.
-
-    Raises:
-        RecordingError: one is there already.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes ``{step}.pt``, of validation ``eval_{step}.pt``, to a new folder for each step; gives their paths."""
+    folder.mkdir(parents=True)
     written = []
     for mode, step, batch in steps:
         path = folder / f"{'eval_' if mode == 'val' else ''}{step}.pt"
-        if path.exists():
-            raise RecordingError(f"{path} is there already, and is not replaced: give another folder")
         with written_aside(path) as aside:
             torch.save(build_content(step, batch), aside)
         written.append(path)

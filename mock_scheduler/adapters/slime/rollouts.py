@@ -137,6 +137,11 @@ class RolloutFunction:
     def _open(self) -> ProxyScheduler:
         if self._scheduler is None:
             config = self._settings.mock_config()
+            if config.missing_step != "error" and self.read_cursor():
+                raise ConfigError(
+                    f"rollout_mock.missing_step={config.missing_step} has no rollout that draws prompts from the data "
+                    "source, so that these would stand still: set it to error, and replay recorded steps only"
+                )
             check_switch(self.args, config, self._settings, self.ledger)
             self._scheduler = build_scheduler(
                 config,
