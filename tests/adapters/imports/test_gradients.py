@@ -11,7 +11,7 @@ import torch
 from mock_scheduler import compare, open_trace
 from mock_scheduler.adapters.formats import FORMATS
 from mock_scheduler.commands.foreign import ImportCommand, run_import
-from mock_scheduler.errors import ForeignFileError, MockSchedulerError
+from mock_scheduler.errors import ForeignFileError, MockSchedulerError, TraceError
 from tests.adapters.imports.forging import Described, Global, torch_bytes
 from tests.adapters.imports.importing import write
 
@@ -125,3 +125,12 @@ def test_a_hostile_snapshot_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(ForeignFileError, match=r"names 'os\.system'"):
         imported("vime-gradients", tmp_path / "actor")
     assert [one.name for one in FORMATS if one.tracer] == ["vime-gradients", "megatron-saved"]
+
+
+@pytest.mark.parametrize("world_size", [2, 200_000_000])
+def test_ranks_without_files_are_refused(tmp_path: Path, world_size: int) -> None:
+    save(tmp_path / "actor", 0, world_size, {"fc1": record(FC1, 0, 24)})
+    problem = f"rollout 3 is of {world_size} ranks, and 1 of them have files: put the files of all ranks there"
+    with pytest.raises(TraceError, match=problem):
+        imported("vime-gradients", tmp_path / "actor")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["actor"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from mock_scheduler import RolloutRequest, build_scheduler, read_recording
 from mock_scheduler.adapters.imports.steps import state_sampling
 from mock_scheduler.adapters.slime.files import build_content
 from mock_scheduler.commands.foreign import ImportCommand, run_export, run_import
-from mock_scheduler.errors import ForeignFileError, RecordingError
+from mock_scheduler.errors import ForeignFileError, RecordingError, StepNotFoundError
 from mock_scheduler.support.torch_files import read_torch_file
 from tests.adapters.bits import bits
 from tests.adapters.imports.forging import (
@@ -87,3 +88,33 @@ def test_images_in_a_sample_are_refused_with_the_remedy(tmp_path: Path) -> None:
         ForeignFileError, match=r"PIL\.PngImagePlugin.* Samples with images are not read: set multimodal"
     ):
         imported("slime", tmp_path / "0.pt")
+
+
+def test_evaluation_is_seen_behind_any_prefix(tmp_path: Path) -> None:
+    for name in ("run_4", "run_eval_4", "rolleval_5", "eval_6"):
+        content = {"rollout_id": int(name[-1]), "samples": [sample(reward=9.0 if "eval" in name else 1.0)]}
+        write(tmp_path / f"files/{name}.pt", torch_bytes(content))
+    assert imported("slime", tmp_path / "files")[4].rewards.tolist() == [1.0]
+    recording = read_recording(tmp_path / "recording of slime")
+    assert recording.steps == {"train": [4], "val": [4, 5, 6]}
+    assert recording.batch(4, mode="val").rewards.tolist() == [9.0]
+
+
+def test_an_export_is_whole_or_writes_nothing(tmp_path: Path) -> None:
+    for step in (4, 5):
+        write(tmp_path / f"files/{step}.pt", torch_bytes({"rollout_id": step, "samples": [sample()]}))
+    imported("slime", tmp_path / "files")
+    recording = tmp_path / "recording of slime"
+    with pytest.raises(StepNotFoundError, match=r"there is no step 9; .* has train 4-5"):
+        run_export("slime", str(recording), tmp_path / "out", steps="4,9")
+    with pytest.raises(RecordingError, match="s3:/b/x is a URL"):
+        run_export("slime", str(recording), Path("s3://b/x"), steps=None)
+    # The later of two files is there: the earlier one is not left.
+    write(tmp_path / "present/5.pt", b"mine")
+    with pytest.raises(RecordingError, match=r"5\.pt is there already, and is not replaced"):
+        run_export("slime", str(recording), tmp_path / "present", steps=None)
+    assert [path.name for path in (tmp_path / "present").iterdir()] == ["5.pt"]
+    shutil.copytree(recording / "train", recording / "train.judge")
+    with pytest.raises(RecordingError, match=r"has steps of several schedulers \(default, judge\)"):
+        run_export("slime", str(recording), tmp_path / "out", steps=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "present", "recording of slime"]

@@ -203,3 +203,9 @@ def test_the_hook_attaches_once_for_each_optimizer(monkeypatch: pytest.MonkeyPat
         for optimizer in optimizers:
             trace.before_train_step(SimpleNamespace(vocab_size=50), 0, step, model, optimizer, None)
     assert attached == [(model, optimizer, {"vocab_size": 50}) for optimizer in optimizers]
+
+
+def test_a_stand_in_is_refused_where_prompts_are_drawn(tmp_path: Path) -> None:
+    run(tmp_path, "dump", range(2), DataSource(), arguments())
+    with pytest.raises(ConfigError, match=r"missing_step=repeat has no rollout that draws prompts .* set it to error"):
+        run(tmp_path, "mock", range(3), DataSource(), arguments(debug_train_only=True), mock={"missing_step": "repeat"})
