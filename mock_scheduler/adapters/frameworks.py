@@ -50,7 +50,7 @@ class FrameworkState:
         framework = self.framework
         if self.installed is None:
             if framework.distribution is None:
-                return "no package of it is known: see its page"
+                return "used from its sources: see its page"
             wanted = f"=={framework.tried[-1]}" if framework.tried else ""
             return f"not installed: pip install {framework.distribution}{wanted}"
         if self.missing:

@@ -1,8 +1,9 @@
 """Carries tensors through pickle as NumPy does its arrays: out of band where a buffer callback takes them.
 
 Contract: bit for bit, for every dtype of ``DTYPES``, and of a view its own values alone. What arrives may be written
-to, and no write reaches memory that others see: bytes that are read only are copied, but for a reader that asks for
-them in place (``in_place``). Other tensors, as sparse ones, go the way of torch.
+to, and no write reaches a store that others read: bytes that are read only are copied, but for a reader that asks for
+them in place (``in_place``). Buffers that may be written to are the reader's own, as for NumPy. Other tensors, as
+sparse ones, go the way of torch.
 """
 
 from __future__ import annotations

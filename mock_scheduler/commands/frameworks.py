@@ -15,7 +15,8 @@ def list_frameworks(*, json_path: str | None = None, console: Console | None = N
     """Print a line for each framework, or with ``-`` as ``json_path`` all of it as JSON; returns the exit code."""
     states = look_around(find_frameworks())
     if json_path != STDOUT:
-        table = Table("framework", "here", "tried with", "state", "in a replay does not start", "page")
+        table = Table("framework", "here", "tried with", "state", "a replay starts no", "page")
+        table.columns[-1].overflow = "fold"
         for state in states:
             framework = state.framework
             table.add_row(

@@ -63,6 +63,7 @@ class LateValues:
         self.names = tuple(names)
         self._awaited: dict[str, AwaitedStep] = {}
         self._replayed: dict[str, _ReplayedStep] = {}
+        self._ended: dict[RequestKey, str] = {}
 
     def take_out(self, batch: RolloutBatch, request: RolloutRequest, path: str) -> RolloutBatch:
         """Keep the late values of a recorded batch, and return it without them.
@@ -78,6 +79,10 @@ class LateValues:
                 f"compute after the rollout (recorded: {recorded}). Give the reward functions of the recording, or "
                 "record again."
             )
+        last = self._replayed.get(_folder(request))
+        if last is not None:
+            self._ended[last.key] = "was replayed, and another step has been asked for since"
+        self._ended.pop(request_key(request), None)
         self._replayed[_folder(request)] = _ReplayedStep(
             key=request_key(request), columns=late, waiting=set(self.names)
         )
@@ -86,8 +91,14 @@ class LateValues:
         return replace(batch, extras={name: column for name, column in batch.extras.items() if name not in late})
 
     def recorded(self, request: RolloutRequest, name: str) -> list[RowValue] | None:
-        """Return the recorded values of a replayed step, one per row; None where the step is not a replayed one."""
+        """Return the recorded values of a replayed step, one per row; None where the step is not a replayed one.
+
+        Raises ``SchedulerError`` where that step has ended: they are asked for before the next.
+        """
         self._check_name(request, name)
+        ended = self._ended.get(request_key(request))
+        if ended is not None:
+            raise SchedulerError(f"{_named(request)}: late values {name!r} come too late: the step {ended}")
         step = self._replayed.get(_folder(request))
         if step is None or step.key != request_key(request):
             return None
@@ -118,17 +129,17 @@ class LateValues:
         return bool(self.names)
 
     def add(self, request: RolloutRequest, name: str, values: Sequence[RowValue]) -> AwaitedStep | None:
-        """Add the values of one name; returns the step once it has all, and forgets it then.
+        """Add the values of one name; returns the step once it has all: ``end`` it when it is written or compared.
 
-        None, too, for a step that is neither recorded nor compared. Raises ``SchedulerError`` where they came before,
-        ``BatchError`` where they are no column of the batch.
+        None, too, for a step that is neither recorded nor compared. Where writing failed, the last values may be given
+        again. Raises ``SchedulerError`` where they came before, ``BatchError`` where they are no column of the batch.
         """
         self._check_name(request, name)
         step = self.awaited(request)
         if step is None:
             return None
         column = LATE_PREFIX + name
-        if column in step.columns:
+        if column in step.columns and len(step.columns) < len(self.names):
             raise SchedulerError(f"{_named(request)}: the late values {name!r} were given already")
         assert step.taken.batch is not None
         if len(values) != len(step.taken.batch):
@@ -140,18 +151,24 @@ class LateValues:
         if len(step.columns) < len(self.names):
             return None
         step.complete()
-        return self._awaited.pop(_folder(request))
+        return step
+
+    def end(self, step: AwaitedStep) -> None:
+        """Note that a step is written, or compared, with all its values."""
+        request = step.taken.request
+        del self._awaited[_folder(request)]
+        self._ended[request_key(request)] = "has them already"
 
     def problem(self, folder: str | None = None) -> str | None:
         """Say which steps, of one folder or of all, wait for values; None where none does."""
         waiting = [step for name, step in self._awaited.items() if folder in (None, name)]
         if not waiting:
             return None
-        return "; ".join(
-            f"{_named(step.taken.request)} waits for its late values "
-            f"{', '.join(name for name in self.names if LATE_PREFIX + name not in step.columns)}"
-            for step in waiting
-        )
+        return "; ".join(f"{_named(step.taken.request)} {self._lack(step)}" for step in waiting)
+
+    def _lack(self, step: AwaitedStep) -> str:
+        missing = [name for name in self.names if LATE_PREFIX + name not in step.columns]
+        return f"waits for its late values {', '.join(missing)}" if missing else "was not written with its late values"
 
     def refuse_waiting(self, what: str, request: RolloutRequest | None = None) -> None:
         """Raise ``SchedulerError`` where a step before ``request``, or any, still waits: it would never be recorded."""
@@ -166,6 +183,7 @@ class LateValues:
         """Forget all: the run goes on from elsewhere."""
         self._awaited.clear()
         self._replayed.clear()
+        self._ended.clear()
 
     def _check_name(self, request: RolloutRequest, name: str) -> None:
         if name not in self.names:

@@ -66,6 +66,8 @@ def _read_numpy() -> bytes | None:
 
 def _write_numpy(state: bytes) -> None:
     *key, position, is_kept, variate = _NUMPY.unpack(state)
+    if position > len(key):  # which NumPy does not check, and reads what lies behind its key
+        raise ValueError(f"its position is {position}; expected at most {len(key)}")
     np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, is_kept, variate))
 
 
@@ -168,7 +170,7 @@ class RecordedStates:
     def _set(self, name: str, state: bytes) -> None:
         try:
             _GENERATORS[name].write(state)
-        except (RuntimeError, ValueError, TypeError, struct.error) as error:
+        except (RuntimeError, ValueError, TypeError, OverflowError, struct.error) as error:
             raise RecordingError(
                 f"[Rollout Mock] {self.where}: the recorded state cannot be set in the random generator {name!r}: "
                 f"{error}. It is of another release, or was changed; rollout_mock.random_states=none leaves all "
@@ -229,7 +231,8 @@ class GeneratorWatch:
     def live_call(self) -> Iterator[None]:
         """Note the generators moved by a call of the real scheduler, or by building it."""
         if not self._is_watching or not self._is_attributable():
-            yield
+            with _LIVE_CALLS.one():  # others must know of it
+                yield
             return
         before = read_states()
         self._before = self._before or before

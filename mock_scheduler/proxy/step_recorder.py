@@ -93,6 +93,7 @@ class StepRecorder:
             yield Work(lambda: self._submit(step.taken, metrics, late_states))
         elif step.route.is_verified:
             yield Work(lambda: self._compare(step.taken, step.route, late_states))
+        self.late.end(step)
 
     def states_to_restore(self, step: RecordedStep, request: RolloutRequest) -> RecordedStates | None:
         """Return the states to set once the replayed step is answered; None: the generators stay as they are."""

@@ -28,7 +28,7 @@ def test_each_state_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         "installed in a version that was not tried",
         "needs z",
         "not installed: pip install z==1.0",
-        "no package of it is known: see its page",
+        "used from its sources: see its page",
     ]
 
 

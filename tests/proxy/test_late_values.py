@@ -10,6 +10,7 @@ import torch
 
 from mock_scheduler.batch.columns import Ragged
 from mock_scheduler.errors import BatchError, ContractError, RecordingError, SchedulerError
+from mock_scheduler.proxy.access import RecordingAccess
 from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.scheduler import RolloutRequest
@@ -104,6 +105,45 @@ def test_values_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             scheduler.add_late_values(request(0), "notes", ["a", "b", "c", "d"])
     with pytest.raises(SchedulerError, match=r"late_values is \['a', 'a'\]; expected a list of different names"):
         open_scheduler(tmp_path, "mock", ["a", "a"])
+
+
+def test_values_of_a_step_that_has_ended_are_refused(tmp_path: Path) -> None:
+    with open_scheduler(tmp_path, "dump", ["r"]) as scheduler:
+        for step in range(2):
+            scheduler.get_batch(request(step))
+            scheduler.add_late_values(request(step), "r", [1, 2, 3, 4])
+        with pytest.raises(SchedulerError, match="train step 1: late values 'r' come too late: the step has them"):
+            scheduler.add_late_values(request(1), "r", [1, 2, 3, 4])
+    too_late = "train step 0: late values 'r' come too late: the step was replayed, and another step has been asked for"
+    with open_scheduler(tmp_path, "mock", ["r"]) as scheduler:
+        scheduler.get_batch(request(0))
+        scheduler.get_batch(request(1))
+        with pytest.raises(SchedulerError, match=too_late):
+            scheduler.late_values(request(0), "r")
+        with pytest.raises(SchedulerError, match=too_late):
+            scheduler.add_late_values(request(0), "r", [1, 2, 3, 4])
+        assert scheduler.late_values(request(1), "r") == [1, 2, 3, 4]
+
+
+def test_a_step_whose_writing_failed_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, failures = RecordingAccess.submit, [OSError("no space left")]
+
+    def fail_once(*args: Any, **others: Any) -> None:
+        if failures:
+            raise failures.pop()
+        submit(*args, **others)
+
+    monkeypatch.setattr(RecordingAccess, "submit", fail_once)
+    with open_scheduler(tmp_path, "dump", ["r"]) as scheduler:
+        scheduler.get_batch(request(0))
+        with pytest.raises(OSError, match="no space left"):
+            scheduler.add_late_values(request(0), "r", [1, 2, 3, 4])
+        with pytest.raises(SchedulerError, match="train step 0 was not written with its late values"):
+            scheduler.get_batch(request(1))
+        scheduler.add_late_values(request(0), "r", [1, 2, 3, 4])
+    with open_scheduler(tmp_path, "mock", ["r"]) as scheduler:
+        scheduler.get_batch(request(0))
+        assert scheduler.late_values(request(0), "r") == [1, 2, 3, 4]
 
 
 def test_where_nothing_is_recorded_nothing_is_kept(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What a trainer draws after a replayed rollout is what it drew after the live one."""
 
 import asyncio
+import base64
 import random
+import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from mock_scheduler.proxy.build import build_async_scheduler, build_scheduler
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_info import StepInfo, moved_elsewhere
 from mock_scheduler.scheduler import RolloutRequest, RowShard
-from tests.proxy.players import batch_of, config, dump, mock, request
+from tests.proxy.players import Player, batch_of, config, dump, mock, request
 from tests.recording.builders import make_contract
 
 
@@ -237,6 +239,38 @@ def test_calls_from_another_thread_than_the_main_one_are_left_out(tmp_path: Path
     assert recorded(tmp_path) is None
 
 
+def test_a_rollout_beside_one_of_another_thread_is_left_out(tmp_path: Path) -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    class Quiet(Player):
+        def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+            entered.set()
+            assert left.wait(60)
+            return super().get_batch(request)
+
+    class Moving(Player):
+        def get_batch(self, request: RolloutRequest) -> RolloutBatch:
+            assert entered.wait(60)
+            torch.rand(3)
+            left.set()
+            return super().get_batch(request)
+
+    with (
+        build_scheduler(config(tmp_path / "a", "dump"), Quiet, make_contract()) as quiet,
+        build_scheduler(config(tmp_path / "b", "dump"), Moving, make_contract()) as moving,
+    ):
+        thread = threading.Thread(target=moving.get_batch, args=(request(0),))
+        thread.start()
+        quiet.get_batch(request(0))
+        thread.join()
+    assert recorded(tmp_path / "a") is None
+
+
+def forged(position: int) -> str:
+    """A state of NumPy's generator at a position that it does not have, which NumPy would take."""
+    return base64.b64encode(struct.pack("<624IIId", *[0] * 624, position, 0, 0.0)).decode()
+
+
 def test_a_state_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     run(tmp_path, "dump", steps=1)
     path = tmp_path / "x" / "train" / "step_000000.safetensors"
@@ -246,6 +280,8 @@ def test_a_state_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     for states, problem in (
         ({"torch": ("d", "AAAA")}, "the recorded state cannot be set in the random generator 'torch'"),
         ({"python": ("d", "AAAA")}, "the recorded state cannot be set in the random generator 'python'"),
+        ({"numpy": ("d", forged(625))}, "position is 625; expected at most 624"),
+        ({"numpy": ("d", forged(2**32 - 1))}, "position is 4294967295; expected at most 624"),
         ({"torch": ("d", "?")}, "the state of the random generator 'torch' is no base64"),
         ({"cosmic": ("d", "AAAA")}, r"has the states of random generators \['cosmic'\]; known are"),
     ):
