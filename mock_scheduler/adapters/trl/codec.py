@@ -45,7 +45,8 @@ class TrlCodec:
     """A ``BatchCodec`` for GRPOTrainer.
 
     ``eos_token_ids``: a completion that ends with one has terminated, any other was cut; none given: all have
-    terminated. ``shard``: this process's rows, where several processes each play their own.
+    terminated. ``shard``: this process's rows, where several processes each play their own. ``model``: describes the
+    trainer's, and goes into the meta of each batch; ``recorded_model``: that of the last one decoded, if it has one.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class TrlCodec:
         self._sampling = sampling
         self._eos_token_ids = frozenset(eos_token_ids)
         self._shard = shard
+        self.model: dict[str, JSON] = {}
+        self.recorded_model: dict[str, JSON] | None = None
 
     def encode(self, native: Native, request: RolloutRequest) -> RolloutBatch:
         """Return the batch; raises ``BatchError`` listing every field of another form."""
@@ -73,6 +76,7 @@ class TrlCodec:
             rows.append(self._encode_row(native, row, request, extras))
         meta: dict[str, JSON] = {
             "keys": list(native),
+            "model": self.model,
             "has_logprobs": native["logprobs"] is not None,
             "values": {
                 name: to_json(value, f"field {name!r}") for name, value in further.items() if name not in by_row
@@ -120,6 +124,7 @@ class TrlCodec:
     def decode(self, batch: RolloutBatch) -> Native:
         """Return TRL's dict."""
         about: Any = batch.meta[META_KEY]
+        self.recorded_model = about.get("model") or None
         values: Native = {name: [] for name in _CORE}
         exact = {name: _items(batch, name) for name in ("logprobs", "env_mask")}
         for row, trajectory in enumerate(batch.rows()):

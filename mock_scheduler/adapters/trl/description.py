@@ -30,6 +30,18 @@ _ARGUMENTS = (
     "top_k",
     "min_p",
     "repetition_penalty",
+    "use_vllm",
+)
+#: Of a model's configuration: neither its name nor how it is computed (precision, attention) makes it another one.
+_MODEL = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
 )
 
 
@@ -44,6 +56,14 @@ def describe_arguments(args: TrlObject, processing_class: TrlObject, reward_name
         "trl.reward_functions": list(reward_names),
         "trl.num_processes": num_processes(),
     }
+
+
+def describe_model(model: TrlObject) -> dict[str, JSON]:
+    """Describe a model's kind and size by its configuration, that of the text part; empty where it has none."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "get_text_config", lambda: config)()
+    found = {name: getattr(config, name, None) for name in _MODEL}
+    return {f"trl.model.{name}": value for name, value in found.items() if type(value) in (str, int, bool)}
 
 
 def describe_tokenizer(tokenizer: TrlObject) -> str:

@@ -4,7 +4,8 @@
         trainer = GRPOTrainer(model, reward_funcs=rollouts.reward_funcs, rollout_func=rollouts, args=args, ...)
         trainer.train()
 
-Contract: a run that only replays starts no engine and calls neither generation nor reward function. A step is one
+Contract: a run that only replays starts no engine and calls neither generation nor reward function. A rollout whose
+rewards were not asked of ``reward_funcs`` is an error, at the next one or at the end: TRL scored it live. A step is one
 rollout: its number is the optimizer step that the weights had, times the number of rollouts that TRL plays for one
 optimizer step. Rollouts of evaluations are numbered one after another, in their own folder.
 """
@@ -16,15 +17,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from mock_scheduler.adapters.trl.codec import Native, TrlCodec
-from mock_scheduler.adapters.trl.description import TrlObject, describe_arguments, read_sampling, row_shard
+from mock_scheduler.adapters.trl.description import (
+    TrlObject,
+    describe_arguments,
+    describe_model,
+    read_sampling,
+    row_shard,
+)
 from mock_scheduler.adapters.trl.rewards import freeze, name_of, name_rewards
 from mock_scheduler.adapters.trl.suppress import EngineSwitch
 from mock_scheduler.batch.columns import RowValue
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.errors import ConfigError, SchedulerError
+from mock_scheduler.errors import ConfigError, SchedulerError, redact
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.build import build_scheduler, read_config
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.recording.contract import Contract, check_contract
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
 
@@ -34,8 +42,9 @@ class Rollouts:
 
     ``args``: the GRPOConfig; ``processing_class``: the tokenizer; ``reward_funcs``: as for GRPOTrainer; those of
     ``self.reward_funcs`` are to be given to it. ``rollout_func``: plays a rollout; None: TRL's own generation does.
-    ``contract``: further facts that a replay must share, such as model and data set. ``options``: as
-    ``build_scheduler`` has them; ``run_id`` is needed where several processes record.
+    ``contract``: further facts that a replay must share, such as weights and data set; the model's size and kind are
+    compared without it. ``options``: as ``build_scheduler`` has them, such as ``resume=True``; ``run_id`` is needed
+    where several processes record.
     """
 
     def __init__(
@@ -70,15 +79,22 @@ class Rollouts:
         self._trainer: TrlObject = None
         self._request: RolloutRequest | None = None
         self._num_evaluated = 0
+        self._names = frozenset(names.values()) if checked.enable else frozenset[str]()
+        self._unscored: set[str] = set()
+        self._is_model_checked = False
+        self._on_mismatch, self._dump_dir = checked.on_mismatch, checked.dump_dir
         tokenizer: TrlObject = getattr(processing_class, "tokenizer", processing_class)
         shard = row_shard()
         self._num_processes = 1 if shard is None else shard.count
+        self._codec = TrlCodec(
+            sampling=read_sampling(args), eos_token_ids={tokenizer.eos_token_id} - {None}, shard=shard
+        )
         self._scheduler: ProxyScheduler = build_scheduler(
             checked,
-            lambda: self,
+            lambda: _LiveRollouts(self._play),
             {**describe_arguments(args, processing_class, [name_of(f) for f in functions]), **(contract or {})},
             ledger=self.ledger,
-            codec=TrlCodec(sampling=read_sampling(args), eos_token_ids={tokenizer.eos_token_id} - {None}, shard=shard),
+            codec=self._codec,
             shard=shard,
             late_values=list(names.values()),
             **options,
@@ -92,29 +108,32 @@ class Rollouts:
                 "tools and environment_factory play after rollout_func, with the engine: they cannot be recorded at "
                 "this seam. Play them in a rollout_func of your own, and give it to Rollouts"
             )
+        self._refuse_unscored()
         self._trainer, self._request = trainer, self._next_request(prompts, trainer)
+        self._codec.model = describe_model(trainer.model)
         answer: Native = self._scheduler.get_batch(self._request)
+        self._check_model()
+        self._unscored = set(self._names)
         return answer
 
-    def get_batch(self, request: RolloutRequest) -> Native:
-        """Play a rollout live: the proxy's real scheduler."""
+    def _play(self, request: RolloutRequest) -> Native:
         return self._rollout_func(request.prompts, self._trainer)
 
     def late_values(self, name: str) -> list[RowValue] | None:
         """Return the recorded rewards of the current rollout; None where it was played."""
-        return self._scheduler.late_values(self._current(), name)
+        values = self._scheduler.late_values(self._current(), name)
+        if values is not None:
+            self._unscored.discard(name)
+        return values
 
     def add_late_values(self, name: str, values: Sequence[RowValue]) -> None:
         """Record rewards of the current rollout."""
         self._scheduler.add_late_values(self._current(), name, values)
+        self._unscored.discard(name)
 
     def close(self) -> None:
-        """Write the rest, raise any error of writing, and give TRL its engine back."""
-        try:
-            self._scheduler.close()
-        finally:
-            if self._switch is not None:
-                self._switch.restore()
+        """Write the rest, and give TRL its engine back; raises any error of writing, and that of rewards not asked."""
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -127,6 +146,28 @@ class Rollouts:
         finally:
             if self._switch is not None:
                 self._switch.restore()
+        if kind is None:  # a training that ended by an error has that one to tell
+            self._refuse_unscored()
+
+    def _refuse_unscored(self) -> None:
+        if self._unscored:
+            assert self._request is not None  # a rollout was answered
+            names = ", ".join(sorted(self._unscored))
+            raise SchedulerError(
+                f"{self._request.mode} step {self._request.global_step}: its rewards were not asked of Rollouts "
+                f"({names}), so they are neither recorded nor replayed, and the trainer scored it by other functions: "
+                "give the trainer reward_funcs=rollouts.reward_funcs"
+            )
+
+    def _check_model(self) -> None:
+        """Compare the model with that of the recording, at the first replayed step that names one."""
+        recorded = self._codec.recorded_model
+        if recorded is None or self._is_model_checked:
+            return
+        self._is_model_checked = True
+        check_contract(
+            Contract.of(recorded), Contract.of(self._codec.model), self._on_mismatch, source=redact(self._dump_dir)
+        )
 
     def _current(self) -> RolloutRequest:
         if self._request is None:
@@ -154,6 +195,13 @@ class Rollouts:
             group_size=group_size or trainer.num_generations,
             prompts=prompts,
         )
+
+
+class _LiveRollouts:
+    """Plays rollouts: the proxy's real scheduler, of which there is nothing to close."""
+
+    def __init__(self, play: Callable[[RolloutRequest], Native]) -> None:
+        self.get_batch = play
 
 
 def generate(prompts: list[Any], trainer: TrlObject) -> Native:

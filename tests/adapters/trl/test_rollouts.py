@@ -31,6 +31,7 @@ ARGUMENTS = {
     "min_p": None,
     "repetition_penalty": 1.0,
     "token_budget": 0,
+    "use_vllm": False,
 }
 
 
@@ -57,7 +58,8 @@ class Trainer:
         self.rollouts = rollouts
         self.prompts = ["x", "x", "y", "y"] if prompts is None else prompts
         self.state = SimpleNamespace(global_step=0)
-        self.model = SimpleNamespace(training=True)
+        self.model = SimpleNamespace(training=True, config=SimpleNamespace(model_type="toy", hidden_size=8))
+        self.reward_funcs = rollouts.reward_funcs
         self.logged: list[Any] = []
         self._step = 0
 
@@ -71,7 +73,7 @@ class Trainer:
                 "log_metric": lambda key, value: self.logged.append((key, value)),
             }
             rewards = []
-            for function in self.rollouts.reward_funcs:
+            for function in self.reward_funcs:
                 values = function(prompts=self.prompts, **options)
                 rewards.append(asyncio.run(values) if asyncio.iscoroutine(values) else values)
             results.append((output, rewards, torch.randperm(4).tolist()))
@@ -127,9 +129,10 @@ def train(tmp_path: Path, mode: str, **changes: Any) -> tuple[list[Any], Real, R
     torch.manual_seed(1)
     random.seed(1)
     real = Real()
-    prompts = changes.pop("prompts", None)
+    prompts, size = changes.pop("prompts", None), changes.pop("hidden_size", 8)
     with open_rollouts(tmp_path, mode, real, **changes) as rollouts:
         trainer = Trainer(rollouts, prompts)
+        trainer.model.config.hidden_size = size
         results = trainer.train()
     return results, real, rollouts, trainer
 
@@ -182,6 +185,16 @@ def test_the_engine_is_not_started_and_comes_back(tmp_path: Path, trl: Any) -> N
     ("changes", "kind", "problem"),
     [
         ({"arguments": {"num_generations": 4}}, ContractError, "trl.num_generations: recorded 2, current 4"),
+        (
+            {"arguments": {"use_vllm": True}},
+            ContractError,
+            "trl.use_vllm: recorded false, current true. Set trl.use_vllm",
+        ),
+        (
+            {"hidden_size": 16},
+            ContractError,
+            "trl.model.hidden_size: recorded 8, current 16. Set trl.model.hidden_size",
+        ),
         ({"processing_class": Tokenizer(("a", "c"))}, ContractError, "trl.tokenizer: recorded"),
         ({"contract": {"model": "other"}}, ContractError, 'model: recorded "m", current "other"'),
         ({"reward_funcs": [Real().slow]}, ContractError, r"trl.reward_functions: recorded \["),
@@ -194,6 +207,74 @@ def test_another_run_is_refused_with_reasons(
     train(tmp_path, "dump", contract={"model": "m"})
     with pytest.raises(kind, match=problem):
         train(tmp_path, "mock", **{"contract": {"model": "m"}, **changes})
+
+
+@pytest.mark.parametrize("mode", ["dump", "mock", "verify"])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_trainer_with_reward_functions_of_its_own_is_refused(
+    tmp_path: Path, trl: Any, mode: str, num_steps: int
+) -> None:
+    if mode != "dump":
+        train(tmp_path, "dump")
+    real = Real()
+    rollouts = open_rollouts(tmp_path, mode, real)
+    trainer = Trainer(rollouts)
+    # One of two is given: the other's values would be live in the replay, too.
+    trainer.reward_funcs = [rollouts.reward_funcs[0], real.slow]
+    words = (
+        r"train step 0: its rewards were not asked of Rollouts \(reward/1/slow\).*reward_funcs=rollouts.reward_funcs$"
+    )
+    if num_steps == 2:
+        with pytest.raises(SchedulerError, match=words):
+            trainer.train(2)
+    else:
+        trainer.train(1)
+    with pytest.raises(SchedulerError, match=words):
+        rollouts.close()
+    engine = trl.VLLMGeneration
+    assert getattr(engine, "__name__", "") == "<lambda>"  # TRL's own is back
+
+
+def fail(tmp_path: Path, mode: str) -> None:
+    """Train with a reward function that fails."""
+    with open_rollouts(tmp_path, mode, Real()) as rollouts:
+        trainer = Trainer(rollouts)
+        trainer.reward_funcs = [lambda **_options: 1 // 0]
+        trainer.train()
+
+
+def test_a_failed_training_tells_its_own_error_and_a_disabled_mock_asks_nothing(tmp_path: Path, trl: Any) -> None:
+    train(tmp_path, "dump")
+    for mode in ("dump", "mock"):
+        place = tmp_path / "other" if mode == "dump" else tmp_path
+        with pytest.raises(ZeroDivisionError):
+            fail(place, mode)
+    real = Real()
+    with Rollouts(
+        {"enable": False},
+        args=SimpleNamespace(**ARGUMENTS),
+        processing_class=Tokenizer(),
+        reward_funcs=real.slow,
+        rollout_func=real.rollout,
+    ) as rollouts:
+        trainer = Trainer(rollouts)
+        trainer.reward_funcs = [real.slow]
+        trainer.train(2)
+    assert real.calls == {"rollout": 2, "reward": 2}
+
+
+def test_a_run_that_was_killed_goes_on_in_its_recording(tmp_path: Path, trl: Any) -> None:
+    torch.manual_seed(1)
+    with open_rollouts(tmp_path, "dump", Real(), run_id="r1") as rollouts:
+        Trainer(rollouts).train(2)
+    with open_rollouts(tmp_path, "dump", Real(), run_id="r1", resume=True) as rollouts:
+        trainer = Trainer(rollouts)
+        trainer.state.global_step = 2  # of the checkpoint
+        live = trainer.train(1)
+    assert RecordingReader(str(tmp_path / "dumps")).steps() == {"train": [0, 1, 2]}
+    with open_rollouts(tmp_path, "mock", Real()) as rollouts:
+        replayed = Trainer(rollouts).train(3)
+    assert replayed[2][0] == live[0][0]
 
 
 def test_a_trainer_with_tools_is_refused(tmp_path: Path) -> None:
