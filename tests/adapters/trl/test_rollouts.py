@@ -1,4 +1,4 @@
-"""The seam of TRL's GRPOTrainer, with a trainer of their signatures (TRL 1.16.0): what a replay calls, and what it refuses."""
+"""The seam of TRL's GRPOTrainer, with a trainer of its signatures (TRL 1.16.0): what a replay calls and refuses."""
 
 import asyncio
 import random
