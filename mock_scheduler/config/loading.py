@@ -272,11 +272,11 @@ def _with_string_envs(values: object) -> dict[str, object]:
 
 
 def _source_of(overrides: Sequence[Override]) -> Callable[[str], str | None]:
-    """Makes a function from a dotted key to the last override that set it, if any: it is the one in effect."""
+    """Makes a function from a dotted key to the override that set it, if any; of several of one key, the last."""
+    in_effect = {override.key_or_group: override.input_line for override in overrides}
 
     def find(key: str) -> str | None:
-        covering = [override.input_line for override in overrides if _covers(override.key_or_group, key)]
-        return covering[-1] if covering else None
+        return next((line for name, line in in_effect.items() if _covers(name, key)), None)
 
     return find
 

@@ -25,6 +25,7 @@ from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.recording.writing.admission import other_run_text
+from mock_scheduler.support.terminal_streams import MessageHandler
 
 _LOGGER = "mock_scheduler"
 
@@ -78,9 +79,7 @@ def show_lines() -> None:
     """Shows this library's lines in an actor whose program has set up no logging: Ray brings them to the driver."""
     logger = logging.getLogger(_LOGGER)
     if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(MessageHandler())
         logger.setLevel(logging.INFO)
 
 

@@ -136,7 +136,7 @@ def test_all_problems_are_listed_with_the_override_that_caused_them(tmp_path: Pa
         "  - rollout_mock.dumpdir: unknown key; nearest known key: rollout_mock.dump_dir; "
         "known keys of rollout_mock: allow_nondeterministic, background, compression, dump_dir, enable, every, "
         "missing_step, mode, on_difference, on_duplicate_rows, on_implausible_rows, on_low_disk, on_mismatch, "
-        "on_partial_groups, origin, retention, schedule, steps\n"
+        "on_partial_groups, origin, random_states, retention, schedule, steps\n"
         "  - system_envs.A: is True, should be a string; quote the variable's text, for example '1'\n"
         "  - model.normalization: unknown value 'batch'; known values: RMSNorm, LayerNorm\n"
         "  - trace.levle: unknown key; nearest known key: trace.level; "

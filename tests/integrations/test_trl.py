@@ -109,7 +109,7 @@ def test_the_asynchronous_trainer_trains_on_a_recording_to_the_same_bits(root: P
 
 
 def test_the_pages_example_runs(root: Path, tmp_path: Path) -> None:
-    printed = run([str(ROOT / "docs" / "examples" / "trl_grpo.py"), str(root / "model")], tmp_path)
+    printed = run([str(ROOT / "docs" / "examples" / "trl" / "grpo.py"), str(root / "model")], tmp_path)
     assert "  schedulers built: 0\n" in printed
     assert "equal in every bit: " in printed
     assert compare(tmp_path / "traces" / "dump", tmp_path / "traces" / "mock").kind is VerdictKind.IDENTICAL

@@ -1,7 +1,7 @@
 """Train with TRL's GRPOTrainer twice: with rollouts that are recorded, then on the recording alone.
 
     pip install trl==1.16.0
-    python trl_grpo.py MODEL    # a small model, as launch/make_tiny_qwen3.py makes one
+    python grpo.py MODEL    # a small model, as launch/make_tiny_qwen3.py makes one
 
 Both trainings end with the same weights, and the second one generates nothing.
 """
