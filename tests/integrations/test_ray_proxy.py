@@ -308,7 +308,9 @@ def test_no_reader_of_a_batch_in_the_store_changes_it(ray: Any) -> None:
 
 def test_the_example_of_the_page_runs(ray: Any, tmp_path: Path) -> None:
     """Its second actor is killed, and goes on where it was."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(encoding="utf-8"), re.DOTALL)
+    block, _in_place = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (tmp_path / "example.py").write_text(block, encoding="utf-8")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error::FutureWarning", "example.py"]

@@ -101,7 +101,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(capsys: pytest.CaptureFixtur
         f"{ORIGIN}  - rollout_mock.dump_dirr: unknown key; nearest known key: rollout_mock.dump_dir; known keys of "
         "rollout_mock: allow_nondeterministic, background, compression, dump_dir, enable, every, missing_step, mode, "
         "on_difference, on_duplicate_rows, on_implausible_rows, on_low_disk, on_mismatch, on_partial_groups, origin, "
-        "retention, schedule, steps (given as 'rollout_mock.dump_dirr=./x')"
+        "random_states, retention, schedule, steps (given as 'rollout_mock.dump_dirr=./x')"
     )
 
 
