@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,12 +200,21 @@ def test_a_relative_folder_is_the_drivers(tmp_path: Path, become: Become, caplog
     assert replace(PLACE, driver_dir=None).locate("s3://bucket/x") == "s3://bucket/x"
 
 
-def test_lines_are_shown_where_the_program_shows_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """The library's, as in a program that has set up no logging."""
     logger = logging.getLogger("mock_scheduler")
-    for name, value in (("handlers", []), ("propagate", False), ("level", logging.NOTSET)):
-        monkeypatch.setattr(logger, name, value)  # as in a program that has set up nothing
+    level = logger.level
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.setLevel(level)  # not by monkeypatch: loggers below remember what they print until it is set
+
+
+def test_lines_are_shown_where_the_program_shows_none(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
     show_lines()
     show_lines()
     logging.getLogger("mock_scheduler.rollout_mock").info("a line")
