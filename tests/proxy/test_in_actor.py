@@ -201,20 +201,20 @@ def test_a_relative_folder_is_the_drivers(tmp_path: Path, become: Become, caplog
 
 
 @pytest.fixture
-def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The library's, as in a program that has set up no logging."""
+def logger() -> Iterator[logging.Logger]:
+    """The library's, whose level is restored as a level is set: loggers below remember what they print until then."""
     logger = logging.getLogger("mock_scheduler")
     level = logger.level
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.setLevel(logging.NOTSET)
     yield logger
-    logger.setLevel(level)  # not by monkeypatch: loggers below remember what they print until it is set
+    logger.setLevel(level)
 
 
 def test_lines_are_shown_where_the_program_shows_none(
-    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    logger.setLevel(logging.NOTSET)
+    monkeypatch.setattr(logger, "handlers", [])  # as in a program that has set up nothing
+    monkeypatch.setattr(logger, "propagate", False)
     show_lines()
     show_lines()
     logging.getLogger("mock_scheduler.rollout_mock").info("a line")
