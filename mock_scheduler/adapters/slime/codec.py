@@ -189,10 +189,17 @@ class SlimeCodec:
             support=support,
         )
 
+    def has_reward(self, sample: Mapping[str, Any]) -> bool:
+        """Whether the sample says its reward as a number that a batch may hold; else the batch has 0."""
+        return abs(self._stated_reward(sample.get("reward"))) <= _LARGEST_REWARD
+
     def _read_reward(self, reward: object) -> float:
-        value = reward.get(self._reward_key) if isinstance(reward, Mapping) and self._reward_key else reward
-        number = float(value) if isinstance(value, int | float | np.number) else math.nan
+        number = self._stated_reward(reward)
         return number if abs(number) <= _LARGEST_REWARD else 0.0
+
+    def _stated_reward(self, reward: object) -> float:
+        value = reward.get(self._reward_key) if isinstance(reward, Mapping) and self._reward_key else reward
+        return float(value) if isinstance(value, int | float | np.number) else math.nan
 
 
 def _walk(native: object, path: _Path) -> Iterator[tuple[_Path, SampleFields | None]]:

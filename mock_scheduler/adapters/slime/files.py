@@ -79,8 +79,10 @@ def _read_step(content: Mapping[str, Any], path: Path, named: int, mode: Mode, o
         lacks.append("rollout_logprobs")
     if version is None:
         lacks.append("policy_versions")
-    if any(isinstance(sample.get("reward"), dict) for sample in samples) and options.reward_key is None:
+    if not all(codec.has_reward(sample) for sample in samples):
         lacks.append("rewards")
+    if not all(str(sample.get("status")) in TERMINATIONS for sample in samples):
+        lacks.append("terminations")
     return ForeignStep(step=step, mode=mode, batch=batch, policy_version=version or 0, lacks=tuple(lacks)).noted()
 
 

@@ -81,6 +81,24 @@ def test_stated_sampling_is_no_assumption(tmp_path: Path) -> None:
     assert (batch.sampling.temperature, batch.sampling.logprobs_mode, batch.rewards.tolist()) == (0.7, "raw", [0.5])
 
 
+@pytest.mark.parametrize(
+    ("changes", "lacking"),
+    [
+        ({"reward": None}, ["rewards"]),
+        ({"reward": {"acc": 0.5}}, ["rewards"]),
+        ({"status": "weird"}, ["terminations"]),
+        ({"status": None, "reward": float("nan")}, ["rewards", "terminations"]),
+    ],
+)
+def test_what_one_sample_does_not_say_is_named(tmp_path: Path, changes: dict[str, object], lacking: list[str]) -> None:
+    stated = {"weight_versions": ["2"]}
+    samples = [sample(index=0, **stated), {**sample(index=1, **stated), **changes}]
+    write(tmp_path / "0.pt", torch_bytes({"rollout_id": 0, "samples": samples}))
+    batch = imported("slime", tmp_path / "0.pt")[0]
+    assert lacks(batch) == lacking
+    assert batch.rewards.tolist() == [1.0, 0.0 if "rewards" in lacking else 1.0]
+
+
 def test_images_in_a_sample_are_refused_with_the_remedy(tmp_path: Path) -> None:
     image = Described(Global("PIL.PngImagePlugin", "PngImageFile"))
     write(tmp_path / "0.pt", torch_bytes({"samples": [sample(multimodal_inputs={"images": [image]})]}))
