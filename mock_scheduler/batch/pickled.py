@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Self
 
 import numpy as np
@@ -43,8 +43,7 @@ class PickledByBuffers:
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        tensors: list[torch.Tensor] = []
-        return _restore, (_take_apart(self, tensors), *map(_Carried, tensors))
+        return _build, (type(self), _carry(self._to_pickle()))
 
     def _to_pickle(self) -> dict[str, Any]:
         """The fields by name, as they are to be carried."""
@@ -59,23 +58,8 @@ class PickledByBuffers:
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor's place, by its number among all of the object."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """An object in parts."""
-
-    kind: type[PickledByBuffers]
-    carried: Mapping[str, Any]
-
-
 class _Carried:
-    """A tensor on its way."""
+    """A tensor on its way; a shallow copy takes it as it is."""
 
     __slots__ = ("tensor",)
 
@@ -84,50 +68,30 @@ class _Carried:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # NumPy knows bytes of any dtype as bytes, and gives them to the callback of protocol 5.
-        return _Arrived, (
-            as_bytes(self.tensor).numpy(),
-            dtype_name(self.tensor.dtype),
-            tuple(self.tensor.shape),
-        )
+        content = as_bytes(self.tensor).numpy()
+        return _arrive, (content, dtype_name(self.tensor.dtype), tuple(self.tensor.shape))
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """A tensor that came, as bytes that others may hold too."""
-
-    content: npt.NDArray[np.uint8]
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def _take_apart(value: object, tensors: list[torch.Tensor]) -> object:
-    """Notes the tensors in ``tensors``, and gives what remains."""
-    if isinstance(value, PickledByBuffers):
-        return _Parts(type(value), {name: _take_apart(part, tensors) for name, part in value._to_pickle().items()})
+def _carry(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _take_apart(part, tensors) for name, part in value.items()}
+        return {name: _carry(part) for name, part in value.items()}
     # A subclass, as a parameter, has more to it than its values.
-    if type(value) is not torch.Tensor or not has_plain_bytes(value) or not value.is_cpu or value.requires_grad:
-        return value
-    tensors.append(value)
-    return _Place(len(tensors) - 1)
+    is_plain = type(value) is torch.Tensor and has_plain_bytes(value) and value.is_cpu and not value.requires_grad
+    return _Carried(value) if is_plain else value  # type: ignore[arg-type]
 
 
-def _put_together(value: object, tensors: list[torch.Tensor]) -> object:
-    if isinstance(value, _Place):
-        return tensors[value.number]
+def _uncarry(value: Any) -> Any:  # noqa: ANN401 - a field, or a part of one
     if isinstance(value, dict):
-        return {name: _put_together(part, tensors) for name, part in value.items()}
-    if not isinstance(value, _Parts):
-        return value
-    return value.kind._from_pickle({name: _put_together(part, tensors) for name, part in value.carried.items()})
+        return {name: _uncarry(part) for name, part in value.items()}
+    return value.tensor if isinstance(value, _Carried) else value
 
 
-def _restore(parts: object, *carried: _Carried | _Arrived) -> object:
-    came = [one for one in carried if isinstance(one, _Arrived)]
-    if not came:  # a shallow copy, which shares its tensors
-        return _put_together(parts, [one.tensor for one in carried if isinstance(one, _Carried)])
-    return _put_together(parts, [from_bytes(_own(one.content), find_dtype(one.dtype), one.shape) for one in came])
+def _build(kind: type[PickledByBuffers], carried: Mapping[str, Any]) -> PickledByBuffers:
+    return kind._from_pickle(_uncarry(carried))
+
+
+def _arrive(content: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return from_bytes(_own(content), find_dtype(dtype), shape)
 
 
 class _Shown:
