@@ -83,7 +83,7 @@ class PipelineReductions:
         return {_DECAY: own} if batch.values.get(_DECAY, own) != own else {}
 
     def checkpoint_name(self, step: int) -> str:
-        """``step_000010``, as ``pipelines.megatron.checkpoint`` names them."""
+        """Returns ``step_000010``, as ``pipelines.megatron.checkpoint`` names them."""
         return f"step_{step:06d}"
 
     def describe_seed(self, config: RunConfig) -> str:

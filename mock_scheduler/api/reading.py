@@ -45,17 +45,17 @@ class Recording:
 
     @property
     def location(self) -> str:
-        """The folder or URL of the recording."""
+        """Returns the folder or URL of the recording."""
         return self._reader.dump_dir
 
     @property
     def run_id(self) -> str:
-        """The id of the recording run."""
+        """Returns the id of the recording run."""
         return self._reader.manifest.run_id
 
     @property
     def contract(self) -> Contract:
-        """The named fields promised by the recording run, with their rules."""
+        """Returns the named fields promised by the recording run, with their rules."""
         return self._reader.manifest.contract
 
     @property
@@ -65,7 +65,7 @@ class Recording:
 
     @property
     def steps(self) -> Mapping[str, list[int]]:
-        """The present steps, ascending, by folder: ``train``, ``val``, ``train.{scheduler_id}``."""
+        """Returns the present steps, ascending, by folder: ``train``, ``val``, ``train.{scheduler_id}``."""
         return self._reader.steps()
 
     def batch(self, step: int, *, mode: Mode = "train", scheduler_id: str = DEFAULT_SCHEDULER_ID) -> RolloutBatch:
@@ -144,15 +144,15 @@ class Trace:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return self._reader.steps
 
     def ranks(self, step: int) -> tuple[RankPlace, ...]:
-        """The writing ranks of a step, with their places on each axis of the layout."""
+        """Returns the writing ranks of a step, with their places on each axis of the layout."""
         return self._reader.ranks(step)
 
     def keys(self, step: int, kind: TraceKind | None = None) -> list[TraceKey]:
-        """The tensors of a step in the order of computation; ``kind``: of one kind alone.
+        """Returns the tensors of a step in the order of computation; ``kind``: of one kind alone.
 
         Raises:
             TraceError: The step was not traced.
@@ -162,7 +162,7 @@ class Trace:
         return [key for key in order_keys(self._reader.keys(step)) if kind in (None, key.kind)]
 
     def key(self, step: int, kind: TraceKind, name: str, *, update: int = 0) -> TraceKey:
-        """The key of one tensor.
+        """Returns the key of one tensor.
 
         Raises:
             TraceError: The trace has no such tensor.
@@ -185,7 +185,7 @@ class Trace:
         return self._reader.merge(key).tensor
 
     def sketch(self, key: TraceKey) -> Sketch:
-        """The sketch of a tensor: its fingerprint, and sums to estimate distances from.
+        """Returns the sketch of a tensor: its fingerprint, and sums to estimate distances from.
 
         Raises:
             TraceError: The trace holds whole tensors, or the sketches do not fit together.

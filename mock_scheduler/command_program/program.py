@@ -1,4 +1,4 @@
-"""Any training command as a program that the instruments run and compare; importing this imports no torch.
+"""Makes any training command a program that the instruments run and compare; importing this imports no torch.
 
 ``mock_scheduler.program`` finds ``PROGRAM`` for every configuration with a ``command``. Its runs become smaller by the
 keys for which the user states smaller values.
@@ -144,7 +144,7 @@ class CommandProgram:
         return ("-m", entry, *source.arguments())
 
     def num_processes(self, config: RunConfig) -> int:
-        """One, which starts the command; the command starts its own."""
+        """Returns one, which starts the command; the command starts its own."""
         return 1
 
     def effects(self, config: RunConfig) -> KeyEffects:

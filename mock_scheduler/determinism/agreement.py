@@ -35,7 +35,7 @@ class RankGroup(Protocol):
 
     @property
     def global_rank(self) -> int:
-        """This rank in the group, from 0."""
+        """Returns this rank in the group, from 0."""
 
     @property
     def world_size(self) -> int:

@@ -51,7 +51,7 @@ class Console(RichConsole):
 
     @property
     def file(self) -> IO[str]:
-        """The stream that this console writes to, behind guards and progress bars."""
+        """Returns the stream that this console writes to, behind guards and progress bars."""
         stream = super().file
         while isinstance(stream, GuardedStream | FileProxy):
             stream = stream.rich_proxied_file

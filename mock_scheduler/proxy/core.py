@@ -1,4 +1,4 @@
-"""The proxy itself, without its front end: each call of the pipeline, written once as a flow of effects.
+"""Writes each call of the pipeline once, as a flow of effects: the proxy itself, without its front end.
 
 Contract: pure bookkeeping between effects; it never calls, reads or writes by itself. Its state changes only after an
 effect succeeded, so a failed or cancelled call leaves no half step, and the next one can go on: a batch of the real

@@ -123,12 +123,12 @@ def count_of(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def format_range(low: int, high: int) -> str:
-    """``3``, ``0..2``."""
+    """Returns ``3``, ``0..2``."""
     return str(low) if low == high else f"{low}..{high}"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``512 B``, ``1.4 KiB``, ``300 GiB``: up to three digits, units of 1024."""
+    """Returns ``512 B``, ``1.4 KiB``, ``300 GiB``: up to three digits, units of 1024."""
     for unit in _UNITS:
         if size_bytes < 1000 or unit == _UNITS[-1]:
             break

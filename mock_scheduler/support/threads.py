@@ -1,4 +1,4 @@
-"""Threads: writes beside the training loop, values of one process, and torch's own threads.
+"""Runs threads: writes beside the training loop, values of one process, and torch's own threads.
 
 A ``JobQueue`` runs jobs one at a time, in the order of their submission, and never loses one or its error.
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueTexts:
-    """The words of one queue's errors.
+    """Holds the words of one queue's errors.
 
     closed: the whole message of a call after ``close``. halted: begins the message of calls after a failure was raised.
     failed, skipped: begin the log lines of a job that failed, and of a job that is not run for that reason.

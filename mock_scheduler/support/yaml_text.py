@@ -1,4 +1,4 @@
-"""YAML of users and of received folders: plain values of bounded size, or an error naming file and line.
+"""Reads YAML of users and of received folders: plain values of bounded size, or an error naming file and line.
 
 A few lines of YAML can stand for a billion values: an alias repeats all that its anchor holds. So the text is walked
 once before anything is built: values behind aliases count each time, and nesting, sizes, repeated keys and tags are

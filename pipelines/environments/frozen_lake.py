@@ -1,4 +1,4 @@
-"""Gymnasium's FrozenLake with its board as text.
+"""Plays Gymnasium's FrozenLake with its board as text.
 
 Glyphs: ``P`` player, ``_`` frozen or start, ``O`` hole, ``G`` goal, ``X`` player in a hole, ``√`` player on the goal.
 Reward 1 on reaching the goal; a turn without an action costs ``format_penalty`` and nothing else. The episode ends in
@@ -64,7 +64,7 @@ class FrozenLakeEnv(GridEnv):
 
     @property
     def invalid_reward(self) -> float:
-        """The penalty alone: nothing moves."""
+        """Returns the penalty alone: nothing moves."""
         return self._settings.format_penalty
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class _LocalWorker:
         self._answer = self._slots.answer(call)
 
     def receive(self) -> Answer:
-        """The answer to the last call."""
+        """Returns the answer to the last call."""
         return self._answer
 
     def hang_up(self) -> None:
@@ -181,7 +181,7 @@ class EnvironmentPool:
 
     @property
     def num_built(self) -> int:
-        """Environments built so far: one for each slot, tag and split in use."""
+        """Returns environments built so far: one for each slot, tag and split in use."""
         return len(self._built)
 
     @property

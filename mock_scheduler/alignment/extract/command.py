@@ -103,7 +103,7 @@ others, so are the data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergedCommand:
-    """A diverged candidate of an alignment of a command.
+    """Holds a diverged candidate of an alignment of a command.
 
     change: the candidate as it was configured. sentence: its first divergence. step: to reproduce. batches: digests of
     the rows that the baseline trained on, by step. used: the allowed code, in words. is_trusted: it may run.
@@ -255,7 +255,7 @@ class CommandExtraction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Code:
-    """The files of ``sources`` below their common folder ``root``; ``left``: larger ones, with their sizes."""
+    """Holds the files of ``sources`` below their common folder ``root``; ``left``: larger ones, with their sizes."""
 
     root: Path
     files: tuple[Path, ...]

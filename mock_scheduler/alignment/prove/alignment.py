@@ -1,4 +1,4 @@
-"""Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
+"""Carries an alignment out: baseline, candidates, and the proofs of each, from the strongest possible one.
 
 The runs of a stage start together, several at a time where the user wants that: the baseline; all candidates; a further
 run of each candidate whose ranks failed, with their collectives; then the proofs for candidates without equal bits
@@ -383,7 +383,7 @@ class AlignmentRunner:
 
     @property
     def _own_noise(self) -> NoiseBounds | None:
-        """The noise in the baseline's precision; without it that of another one."""
+        """Returns the noise in the baseline's precision; without it that of another one."""
         return self._noise.get(self.plan.baseline.config.precision) or next(iter(self._noise.values()), None)
 
     def _warn(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Traces as a comparison reads them, and traces of whole tensors read as sketches."""
+"""Opens traces as a comparison reads them, and traces of whole tensors as sketches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepSource(LedgerSource, Protocol):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
 
     def is_complete(self, step: int) -> bool:
         """Whether all ranks wrote it."""
@@ -56,7 +56,7 @@ class FullAsSketches:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return self._reader.steps
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:

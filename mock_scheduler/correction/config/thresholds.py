@@ -1,4 +1,4 @@
-"""Thresholds of rollout correction as people write them: numbers, pairs ``"lo_hi"``, and lists of both.
+"""Reads thresholds of rollout correction as people write them: numbers, pairs ``"lo_hi"``, and lists of both.
 
 Contract: pure functions; ``KeyedError`` names the key, the fault, and a spelling to write instead. An unquoted
 ``0.5_5`` is the number 0.55 to YAML, and ``5_10`` is 510. ``number_traps`` finds them in the files of a configuration;

@@ -63,7 +63,7 @@ class GraftSource:
         return torch.cat([torch.arange(at, at + length) for at, length in zip(starts, batch.lengths, strict=True)])
 
     def load(self, output: ObservedOutput, order: torch.Tensor | None, num_tokens: int) -> Reference:
-        """A named tensor, in the order of the batch's tokens.
+        """Returns a named tensor, in the order of the batch's tokens.
 
         Raises:
             TraceError: it has another shape than the model's.
@@ -90,7 +90,7 @@ class GraftSource:
         return Reference(key=key, tensor=tensor, has_token=has_token, trace_dir=self._trace_dir)
 
     def choice(self, name: str, order: torch.Tensor | None) -> torch.Tensor:
-        """int64 ``[T, K]``: the experts that the reference's tokens chose, in the order of the batch's tokens.
+        """Returns int64 ``[T, K]``: the experts that the reference's tokens chose, in the order of the batch's tokens.
 
         Raises:
             TraceError: the trace does not have them.

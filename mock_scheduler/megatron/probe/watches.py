@@ -189,7 +189,7 @@ class _WatchedCombine:
 
 
 def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``, and -1 behind them.
+    """Returns int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``, and -1 behind them.
 
     Raises:
         TraceError: a token has more than K experts.

@@ -31,7 +31,7 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """The contents of one run's folder.
+    """Holds the contents of one run's folder.
 
     config: by dotted key. ledger: counts by category and name. seconds: by name as in ``run.json``. settings, packages:
     by name, as text. problems: unreadable files, and why.
@@ -132,8 +132,6 @@ def _texts(value: JSON) -> dict[str, str]:
     return {str(name): "absent" if item is None else str(item) for name, item in value.items()}
 
 
-MAX_LISTED = 100
-
 _VALUE_WIDTH = 160
 #: Keys by which every candidate differs from its baseline.
 _OWN_KEYS = ("exp_name", "output_dir", "checkpoint_config.", "rollout_mock.", "align.", "initial_state")
@@ -159,7 +157,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentView:
-    """A candidate's environment.
+    """Holds a candidate's environment.
 
     config, settings, packages: differences from the baseline. num_config, num_settings, num_packages: equal ones.
     breaches: differences in fields of the contract under MUST_MATCH. num_must_match: all such fields; no replay
@@ -179,7 +177,7 @@ class EnvironmentView:
 
 
 def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: RecordingFacts) -> EnvironmentView:
-    """A candidate's folder beside the baseline's and the recording of both."""
+    """Returns a candidate's folder beside the baseline's and the recording of both."""
     rules = {field.name: field.rule.value.replace("_", " ") for field in recording.contract}
     config = _differences(_kept(baseline.config), _kept(candidate.config), rules)
     # The contract names settings that must match with a prefix.

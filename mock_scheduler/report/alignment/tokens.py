@@ -1,4 +1,4 @@
-"""The worst sample of a candidate, and the distance of the two runs at each of its tokens.
+"""Finds the worst sample of a candidate, and the distance of the two runs at each of its tokens.
 
 Contract: read from both runs' traces, or from the ones of localising. The sample is the first divergence's
 where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
@@ -96,7 +96,7 @@ def _named_sample(difference: TensorDifference) -> ChosenSample:
 
 
 def _scores(differing: Sequence[TensorDifference]) -> list[TensorDifference]:
-    """Log-probabilities, the furthest from their bound first."""
+    """Returns log-probabilities, the furthest from their bound first."""
     found = [item for item in differing if (item.key.kind, item.key.name) in _SCORES]
     return sorted(found, key=lambda item: item.margin)
 

@@ -1,4 +1,4 @@
-"""Tables of a comparison's page as plain values: how far apart by kind, the tensors to look at, metrics that differ."""
+"""Lays out the tables of a comparison's page: how far apart by kind, the tensors to look at, metrics that differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TierColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierTable:
-    """Columns with a number, and for each kind its name and its bar: tone, count and width in percent."""
+    """Holds columns with a number, and for each kind its name and its bar: tone, count and width in percent."""
 
     columns: tuple[TierColumn, ...]
     rows: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...]
@@ -58,7 +58,7 @@ class TensorRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTable:
-    """Tensors beyond their bound as computed, or else the nearest to it. columns: titles and classes."""
+    """Holds tensors beyond their bound as computed, or else the nearest to it. columns: titles and classes."""
 
     heading: str
     columns: tuple[tuple[str, str], ...]
@@ -68,7 +68,7 @@ class TensorTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One differing metric, in words and numbers."""
+    """Holds one differing metric, in words and numbers."""
 
     name: str
     max_abs: str

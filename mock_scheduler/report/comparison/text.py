@@ -1,4 +1,4 @@
-"""The findings of ``mock-scheduler compare`` and ``replicas`` on the terminal: the verdict first, then why, in tables.
+"""Prints the findings of ``mock-scheduler compare`` and ``replicas``: the verdict first, then why, in tables.
 
 Contract: reads well from 100 columns on and as plain text in a file; less than a screen where all is identical.
 """

@@ -139,7 +139,7 @@ def describe_selection(selection: Selection) -> str:
 
 
 def describe_unmatched(unmatched: Sequence[Unmatched]) -> str:
-    """``nothing of both sides is chosen by pattern 'decoder.layer.*'; the nearest are decoder.layers.0.…``."""
+    """Returns ``nothing of both sides is chosen by pattern 'decoder.layer.*'; the nearest are decoder.layers.0.…``."""
     texts = []
     for item in unmatched:
         have = "the nearest are" if item.what == "pattern" else "they have"

@@ -1,4 +1,4 @@
-"""A localisation in words: the one sentence, the finding of each graft, and the command to open the traces."""
+"""Puts a localisation into words: the one sentence, each graft's finding, and the command to open the traces."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def describe_module(module: GraftedModule, found: Localisation, *, is_first: boo
 
 
 def compare_command(found: Localisation) -> str:
-    """The command to open the two traces."""
+    """Returns the command to open the two traces."""
     return shlex.join(["mock-scheduler", "compare", *map(str, found.trace_dirs), "--steps", str(found.step)])
 
 
 def describe_look(item: DifferingTensor) -> str:
-    """The look and place of a difference, or at least its size."""
+    """Returns the look and place of a difference, or at least its size."""
     difference = item.difference
     if difference is None or item.finding is not None:
         return _describe_problem(item)
@@ -125,7 +125,7 @@ def _describe_size(difference: TensorDifference) -> str:
 
 
 def _describe_subject(key: TraceKey) -> str:
-    """``decoder.layers.1.input_layernorm.weight gradient``."""
+    """Returns ``decoder.layers.1.input_layernorm.weight gradient``."""
     return " ".join(filter(None, (key.name, _NOUNS.get(key.kind, key.kind))))
 
 
