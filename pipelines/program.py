@@ -21,7 +21,7 @@ from pipelines.reductions import PipelineReductions, own_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineProgram:
-    """The pipeline as a ``mock_scheduler.program.Program``."""
+    """Is the pipeline's ``mock_scheduler.program.Program``."""
 
     schema: type[ConfigSection] = PipelineConfig
     entry: str = "pipelines.agentic"

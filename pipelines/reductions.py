@@ -38,7 +38,7 @@ def own_config(config: RunConfig) -> PipelineConfig:
 
 
 class PipelineReductions:
-    """The pipeline's ``mock_scheduler.program.Reductions``."""
+    """Is the pipeline's ``mock_scheduler.program.Reductions``."""
 
     def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
         """Lists steps, validation, groups, epochs, updates, layers and micro-batches as far as they can be reduced."""

@@ -129,7 +129,7 @@ class RecordingComparison:
 
 
 class _Replayer:
-    """Environments of a configuration, built on first use, that play recorded trajectories."""
+    """Plays recorded trajectories in a configuration's environments, built on first use."""
 
     def __init__(self, config: PipelineConfig, tokenizer: Tokenizer) -> None:
         self._config = config

@@ -34,7 +34,7 @@ _NUM_FIELDS = 12
 
 
 class Recording:
-    """A recording of rollouts, opened for reading.
+    """Opens a recording of rollouts for reading.
 
     Iterating over it gives the batches of the default scheduler's training steps, in order, each read when its turn
     comes. A notebook shows its steps and contract.
@@ -127,7 +127,7 @@ def read_recording(location: str | Path) -> Recording:
 
 
 class Trace:
-    """A trace of a run's inside, opened for reading: whole tensors, or sketches of them, under canonical names.
+    """Opens a trace of a run's inside for reading: whole tensors, or sketches of them, under canonical names.
 
     A tensor is merged from the pieces of all ranks, so its values do not depend on the layout of the run. Use it in a
     ``with`` block, or call ``close``. A notebook shows steps and counts.

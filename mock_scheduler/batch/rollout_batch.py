@@ -287,7 +287,7 @@ class RolloutBatch(PickledByBuffers):
 
     @property
     def num_duplicate_rows(self) -> int:
-        """Returns rows with the content, identity aside, of an earlier row."""
+        """Counts rows with the content, identity aside, of an earlier row."""
         return len(self.duplicate_rows())
 
     def duplicate_rows(self) -> list[tuple[SampleIdentity, SampleIdentity]]:

@@ -115,7 +115,7 @@ _MADE_HERE = ".mock-scheduler-*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandProgram:
-    """A command as a ``mock_scheduler.program.Program``. Its one process of ours starts and ends the command."""
+    """Is a command's ``mock_scheduler.program.Program``. Its one process of ours starts and ends the command."""
 
     schema: type[ConfigSection] = CommandConfig
     entry: str = "mock_scheduler.command_program.entry"

@@ -70,7 +70,7 @@ FileName = Annotated[str, AfterValidator(_check_file_name)]
 
 
 class Decides(Flag):
-    """The consequences of a key's value; each field states its own, as ``Annotated[int, Decides.BITS]``.
+    """States the consequences of a key's value; each field has its own, as ``Annotated[int, Decides.BITS]``.
 
     Every rule about keys is made of these facts where it is needed: the contract of a recording or of a training
     service, the settings of a checkpoint, the kind of a candidate's change, the fingerprint of a run.

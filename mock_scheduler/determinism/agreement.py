@@ -49,7 +49,7 @@ class RankGroup(Protocol):
 
 
 class TorchRankGroup:
-    """All ranks of torch's default process group; tensors live on ``device`` (the rank's GPU under NCCL)."""
+    """Joins all ranks of torch's default process group; tensors live on ``device`` (the rank's GPU under NCCL)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -41,7 +41,7 @@ class StepComparison:
 
     @property
     def num_digests(self) -> int:
-        """Returns tensors with compared and equal digests, over all ranks."""
+        """Counts tensors with compared and equal digests, over all ranks."""
         return sum(compared.num_digests for compared in self.ranks)
 
 

@@ -44,7 +44,7 @@ class QueueTexts:
 
 
 class _Worker:
-    """The thread of one process with its locks. ``slots`` bounds the jobs held."""
+    """Runs the thread of one process with its locks. ``slots`` bounds the jobs held."""
 
     def __init__(self, name: str, max_held: int) -> None:
         self.state_lock, self.run_lock = threading.Lock(), threading.Lock()
@@ -55,7 +55,7 @@ class _Worker:
 
 
 class JobQueue:
-    """A queue of jobs for one thread.
+    """Queues jobs for one thread.
 
     Args:
         name: of the thread.

@@ -77,7 +77,7 @@ PHASES: Mapping[TraceKind, Phase] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceKey:
-    """Holds one tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
+    """Names one tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
 
     A tensor of a step rather than of an update (``STEP_KINDS``) has update 0.
     """

@@ -38,7 +38,7 @@ from mock_scheduler.verdict.reasons import NotTried, ProofName, Reason
 
 
 class VerdictKind(StrEnum):
-    """The relation of a candidate to its baseline."""
+    """Names the relation of a candidate to its baseline."""
 
     IDENTICAL = "identical"
     EMULATED = "identical (emulated)"

@@ -283,7 +283,7 @@ def _compute_reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfi
 
 
 def _compute_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
-    """Generalised advantage estimation over the response tokens of a trajectory (arXiv 1506.02438, eq. 16).
+    """Computes generalised advantage estimation over a trajectory's response tokens (arXiv 1506.02438, eq. 16).
 
     δ_t = r_t + γ·V_{t+1} - V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next response token, over prompts,
     observations and rows. V and A are 0 after the last token, for a trajectory that was cut too: the critic is

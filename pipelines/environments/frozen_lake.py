@@ -40,7 +40,7 @@ class _Lake(Protocol):
 
 
 class FrozenLakeEnv(GridEnv):
-    """One FrozenLake: the named map, or a random one for each episode's seed.
+    """Plays one FrozenLake: the named map, or a random one for each episode's seed.
 
     Raises ``ConfigError`` for a split without layouts.
     """

@@ -104,7 +104,7 @@ class GridTokenizer:
 
 
 class GridTokenEnvironment:
-    """A grid environment of gymnasium's as a token environment: boards become tokens, and tokens actions.
+    """Makes gymnasium's grid environment a token environment: boards become tokens, and tokens actions.
 
     ``env``: observes its board as text and takes ``len(tokenizer.actions)`` for an answer without an action.
     ``player_glyphs``: one of them is on every board, on the player's cell.

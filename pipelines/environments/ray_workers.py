@@ -47,7 +47,7 @@ class _Played:
 
 
 class RayWorker:
-    """Environments in an actor, and the episodes that go on in it."""
+    """Plays environments in an actor, and the episodes that go on in it."""
 
     def __init__(
         self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer, *, settings: EnvWorkersConfig

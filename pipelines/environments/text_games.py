@@ -43,7 +43,7 @@ class GameTurn:
 
 
 class Game(Protocol):
-    """A game for one player, an episode at a time."""
+    """Plays a game for one player, an episode at a time."""
 
     def start(self, seed: int) -> str:
         """Begins an episode; returns the first text."""

@@ -247,7 +247,7 @@ class TextAnswer:
 
 
 class TextEnvironment(Protocol):
-    """An environment that reads and writes text, an episode at a time."""
+    """Reads and writes text, an episode at a time."""
 
     def reset(self, seed: int) -> list[Message]:
         """Starts an episode; the same seed gives the same first messages."""
@@ -263,7 +263,7 @@ class TextEnvironment(Protocol):
 
 
 class TextTokenEnvironment:
-    """A text environment as a token environment.
+    """Makes a text environment a token environment.
 
     A turn without an end token was cut, by ``max_new_tokens`` or the sequence's end: it is judged as it stands, counts
     as invalid, and an episode that it ends is truncated.

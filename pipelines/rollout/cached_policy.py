@@ -144,7 +144,7 @@ def place_tokens(starts: Sequence[int], lengths: Sequence[int], *, multiple_of: 
 
 
 class CachedPolicy:
-    """The policy's chunks on this rank, and the caches of their layers for the rows of one block.
+    """Holds the policy's chunks on this rank, and the caches of their layers for the rows of one block.
 
     Fused layers keep nothing: the configuration gives them ``use_kv_cache: false``, and every pass begins anew.
     """

@@ -89,7 +89,7 @@ class _Turn:
 
 
 class App:
-    """The ASGI application; it runs on the server's event loop, in a thread of its own.
+    """Is the ASGI application; it runs on the server's event loop, in a thread of its own.
 
     ``calls``: of its clients, for the main thread.
     """

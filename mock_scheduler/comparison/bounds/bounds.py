@@ -20,7 +20,7 @@ from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 
 class Bounds(Protocol):
-    """The bound of every tensor and metric of a comparison."""
+    """Bounds every tensor and metric of a comparison."""
 
     @property
     def source(self) -> BoundsSource:

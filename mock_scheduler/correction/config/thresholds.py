@@ -75,7 +75,7 @@ def read_number(value: object) -> object:
 
 
 def read_positive(value: object) -> object:
-    """As ``read_number``, and above 0."""
+    """Reads as ``read_number`` does, and above 0."""
     number = read_number(value)
     if isinstance(number, float) and number <= 0.0:
         raise ValueError(f"is {value!r}; expected a number above 0")

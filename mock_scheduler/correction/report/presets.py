@@ -89,7 +89,7 @@ _SUMS = ("known", "every", "kept", "raw", "applied", "applied_squared", "sequenc
 
 
 class _Total:
-    """The effect of one computation on all steps so far."""
+    """Sums the effect of one computation on all steps so far."""
 
     def __init__(self, spec: CorrectionSpec) -> None:
         self.spec = spec

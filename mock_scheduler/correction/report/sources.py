@@ -64,7 +64,7 @@ def training_of_run(run: Path) -> TrainingConfig | None:
 
 
 def _training_of_keys(origin: str, content: Mapping[str, Any]) -> TrainingConfig:
-    """Of a whole configuration as plain values."""
+    """Reads them out of a whole configuration as plain values."""
     return _training(
         origin,
         algorithm=_parse_algorithm(content.get("algorithm") or {}, origin),
@@ -99,7 +99,7 @@ def training_of_contract(contract: Contract, *, dump_dir: str) -> TrainingConfig
 
 
 class TrainingScores:
-    """Training log-probabilities of a traced run; made by ``open_scores``."""
+    """Reads training log-probabilities of a traced run; made by ``open_scores``."""
 
     def __init__(self, run: Path, reader: TraceReader, digests: Mapping[int, str] | None) -> None:
         self._run = run

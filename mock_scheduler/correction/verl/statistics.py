@@ -46,7 +46,7 @@ def mean_of(condition: torch.Tensor, mask: torch.Tensor) -> float:
 
 
 def clamp_log(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp to ±20, which NaN passes."""
+    """Clamps to ±20, which NaN passes."""
     return torch.clamp(log_ratio, min=-SAFETY_BOUND, max=SAFETY_BOUND)
 
 

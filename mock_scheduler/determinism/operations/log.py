@@ -89,7 +89,7 @@ class OperationRecord:
 
     @property
     def num_digests(self) -> int:
-        """Returns tensors with a digest, read or written."""
+        """Counts tensors with a digest, read or written."""
         return sum(tensor.digest is not None for tensor in (*self.inputs, *self.outputs))
 
     @property

@@ -185,7 +185,7 @@ class Completed:
 
 
 class PendingResults:
-    """Unused results of asynchronous communications."""
+    """Keeps unused results of asynchronous communications."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}

@@ -32,7 +32,7 @@ class PassListener(Protocol):
 
 
 class ForwardPasses:
-    """The hooks on this rank's chunks.
+    """Holds the hooks on this rank's chunks.
 
     A pass is counted where gradients are enabled and the chunk is in training mode. Each chunk computes an update's
     micro-batches in their order, under every schedule, so its n-th counted pass is micro-batch n. Recomputation calls

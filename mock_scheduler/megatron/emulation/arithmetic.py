@@ -22,7 +22,7 @@ def _weight_gradient(grad: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Te
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """y_i = x W_iᵀ + b_i of every rank i; dx = Σ_i dy_i W_i."""
+    """Computes y_i = x W_iᵀ + b_i of every rank i; dx = Σ_i dy_i W_i."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _RowProduct(torch.autograd.Function):
-    """y = Σ_i x_i W_iᵀ."""
+    """Computes y = Σ_i x_i W_iᵀ."""
 
     @staticmethod
     def forward(ctx: Context, num_parts: int, *tensors: torch.Tensor) -> torch.Tensor:

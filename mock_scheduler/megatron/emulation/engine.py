@@ -46,7 +46,7 @@ MEGATRON_MODULES: Emulators = {
 
 
 class Engine:
-    """The order of a layout for one model of one process.
+    """Follows the order of a layout for one model of one process.
 
     ``emulators``: by type of module. ``blocks``: how a line's tokens are dealt to cp ranks; 1 where they lie as dealt.
     """

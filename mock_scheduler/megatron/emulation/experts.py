@@ -54,7 +54,7 @@ def emulate_gate(router: TopKRouter, modules: EmulatedModules) -> None:
 
 
 def _emulate_local_experts(layer: MoELayer, modules: EmulatedModules) -> None:
-    """Each expert's products of the tokens of each group of ranks, one after another."""
+    """Makes each expert's products of the tokens of each group of ranks, one after another."""
     plan = modules.plan.experts
     assert plan is not None
     experts = layer.experts.local_experts

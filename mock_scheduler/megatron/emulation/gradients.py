@@ -29,7 +29,7 @@ def write_main_gradients(
     plan: OrderPlan,
     scaling: torch.Tensor | None,
 ) -> None:
-    """Every parameter's ``main_grad`` from its accumulators.
+    """Writes every parameter's ``main_grad`` from its accumulators.
 
     scaling: 1 / tokens of the update, over all replicas; ``None`` where each replica has divided already.
     """

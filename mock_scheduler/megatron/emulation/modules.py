@@ -44,7 +44,7 @@ def find_emulator(module: torch.nn.Module, emulators: Emulators) -> Emulator | N
 
 
 class EmulatedModules:
-    """The modules of one chunk, and how they hold their parameters.
+    """Replaces the modules of one chunk, and knows how they hold their parameters.
 
     ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: the lot
     of virtual replicas that computes now. ``loss_scale``: a replica's loss in units of this process's. ``emulators``:

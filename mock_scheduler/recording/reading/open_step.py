@@ -47,7 +47,7 @@ class OpenStep:
 
     @property
     def num_rows(self) -> int:
-        """Returns rows of the whole step."""
+        """Counts rows of the whole step."""
         return self._file(0).num_rows if self._commit is None else self._commit.num_rows
 
     @property
@@ -57,7 +57,7 @@ class OpenStep:
 
     @property
     def num_bytes_read(self) -> int:
-        """Returns bytes read so far, of all its files."""
+        """Counts bytes read so far, of all its files."""
         return sum(file.num_bytes_read for file in self._files.values())
 
     def info_of(self, shard: RowShard | None) -> StepInfo:

@@ -128,12 +128,12 @@ class StepFile:
 
     @property
     def num_bytes_read(self) -> int:
-        """Returns bytes read so far, of the header and of the tensors."""
+        """Counts bytes read so far, of the header and of the tensors."""
         return self._header.size_bytes + self._reader.num_bytes_read
 
     @property
     def num_rows(self) -> int:
-        """Returns rows in the file."""
+        """Counts rows in the file."""
         return self._layout.num_rows
 
     @property

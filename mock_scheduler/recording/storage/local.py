@@ -125,7 +125,7 @@ class LocalStorage:
                     aside.unlink()
 
     def size_on_disk(self, name: str) -> int:
-        """Returns bytes of a file, or of all files of a folder."""
+        """Counts bytes of a file, or of all files of a folder."""
         path = self._inside(name)
         with _as_recording_error(path, "cannot read"):
             if not os.path.isdir(path):

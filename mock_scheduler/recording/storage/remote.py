@@ -151,7 +151,7 @@ class FsspecStorage:
             self._files.invalidate_cache()
 
     def size_on_disk(self, name: str) -> int:
-        """Returns bytes of an object, or of all below a folder."""
+        """Counts bytes of an object, or of all below a folder."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
             sizes = self._objects(url)

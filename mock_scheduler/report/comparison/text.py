@@ -270,7 +270,7 @@ def _print_findings(findings: Sequence[Finding], console: Console, *, more: str)
 
 
 def _print_ranks(tensors: TensorComparison, console: Console, *, more: str) -> None:
-    """Replicas, routing flips and ledgers."""
+    """Prints replicas, routing flips and ledgers."""
     lines = [f"in the candidate: {conflict.describe()}" for conflict in tensors.candidate_conflicts]
     lines += [f"in the baseline: {conflict.describe()}" for conflict in tensors.baseline_conflicts]
     _print_list("Replicas that disagree", lines, console, more=more, style="red")

@@ -47,7 +47,7 @@ def open_trace(trace_dir: Path, *, num_tensors: int = _NUM_TENSORS) -> TraceRead
 
 
 class TraceReader:
-    """An opened trace; a context manager, closed by ``close``.
+    """Reads an opened trace; a context manager, closed by ``close``.
 
     Holds open the files of one step at a time. One thread at a time uses a reader; several readers are independent.
     """

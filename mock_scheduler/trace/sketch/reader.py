@@ -71,7 +71,7 @@ def open_sketches(trace_dir: Path) -> SketchReader:
 
 
 class SketchReader:
-    """An opened trace of sketches, all of it in memory: a few hundred bytes for each tensor, step and rank."""
+    """Reads an opened trace of sketches, all of it in memory: a few hundred bytes for each tensor, step and rank."""
 
     def __init__(self, steps: dict[int, tuple[RankSketches, ...]]) -> None:
         self._steps = steps

@@ -178,7 +178,7 @@ class _Run:
 
     @property
     def end(self) -> int:
-        """After the last element."""
+        """Returns the index after the last element."""
         return self.start + (len(self.values) - 1) * self.stride + self.values.shape[1]
 
     def rows(self, first: int, last: int, columns: slice) -> _Run:

@@ -172,7 +172,7 @@ class _Collected:
     directions: UpdateDirections = field(default_factory=UpdateDirections)
 
     def add_step(self, traces: TracePair, step: int) -> None:
-        """Everything of one step that both runs traced."""
+        """Adds everything of one step that both runs traced."""
         ours, theirs = (reader.footer(step).rows for reader in traces.readers)
         own = _Step(traces=traces, step=step, tokens=align_tokens(ours, theirs))
         advantages, old = own.read("advantage", "advantages"), own.read("score", "old_logprobs")

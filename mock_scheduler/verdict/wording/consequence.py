@@ -149,7 +149,7 @@ def _describe_length(ratio: float, *, digits: int = 4) -> str:
 
 
 def _cosine(value: float) -> str:
-    """With as many digits as tell it from 1."""
+    """Writes it with as many digits as tell it from 1."""
     if value == 1.0:
         return "1"
     digits = max(4, 1 - math.floor(math.log10(1.0 - value)))

@@ -42,7 +42,7 @@ def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
 
 
 class LayoutInvariantRouter(TopKRouter):
-    """Megatron's top-k router with the losses and counters of the module's docstring, and without narrowing.
+    """Routes top-k as Megatron's router, with the losses and counters of the module's docstring, and without narrowing.
 
     Scores are computed in float32 or, where the logits are wider, as wide as these. Losses, ledger and the counter of
     the expert bias change in training passes with a gradient alone, so that recomputation does not count twice.

@@ -81,7 +81,7 @@ def _nothing_more() -> str:
 
 
 class EngineClient:
-    """The client of one server. ``num_requests``, ``num_retries``: so far.
+    """Asks one server. ``num_requests``, ``num_retries``: so far.
 
     ``explain``: what else is known where the server does not answer, as the end of its log.
     """
