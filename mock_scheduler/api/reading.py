@@ -25,6 +25,7 @@ from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.run_folder.inputs import find_trace
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import in_words
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full import reader as full
 from mock_scheduler.trace.sketch import reader as sketched
@@ -108,7 +109,7 @@ class Recording:
             [("run", self.run_id), ("steps", format_present(self.steps))],
             columns=("contract", "rule", "value"),
             table=[
-                *([field.name, field.rule.value.replace("_", " "), str(field.value)] for field in fields[:_NUM_FIELDS]),
+                *([field.name, in_words(field.rule.value), str(field.value)] for field in fields[:_NUM_FIELDS]),
                 *([[f"and {more:,} more", "", ""]] if more > 0 else []),
             ],
         )
@@ -224,7 +225,7 @@ class Trace:
                 ("ranks", f"{len(self.ranks(first)):,}"),
             ],
             columns=("kind", f"tensors of step {first}"),
-            table=[(kind.replace("_", " "), f"{count:,}") for kind, count in self.counts(first).items()],
+            table=[(in_words(kind), f"{count:,}") for kind, count in self.counts(first).items()],
         )
 
 

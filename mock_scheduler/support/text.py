@@ -122,6 +122,16 @@ def count_of(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def on_one_line(text: object) -> str:
+    """Writes a text, or an error's, with a space for each stretch of white space in it."""
+    return " ".join(str(text).split())
+
+
+def in_words(name: str) -> str:
+    """Writes a name of the code as words: ``activation gradient`` for ``activation_gradient``."""
+    return name.replace("_", " ")
+
+
 def format_range(low: int, high: int) -> str:
     """Returns ``3``, ``0..2``."""
     return str(low) if low == high else f"{low}..{high}"

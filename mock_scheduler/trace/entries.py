@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.support.text import in_words
 from mock_scheduler.trace.shards import ShardSpec
 
 DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]
@@ -91,7 +92,7 @@ class TraceKey:
         """Returns the key in words: ``gradient of output_layer.weight at step 0, update 0``."""
         if self.kind == "initial":
             return f"parameter of {self.name} before step {self.step}"
-        kind = "recomputation" if self.kind == "recomputed" else self.kind.replace("_", " ")
+        kind = "recomputation" if self.kind == "recomputed" else in_words(self.kind)
         return f"{kind} of {self.name} at step {self.step}, update {self.update}"
 
 

@@ -21,6 +21,7 @@ from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.problems import Problem, raise_keyed
 from mock_scheduler.correction.config.thresholds import Number
 from mock_scheduler.correction.verl.releases import BEHAVIOURS, Behaviour, VerlRelease
+from mock_scheduler.support.text import in_words
 
 Level = Literal["token", "segment", "sequence", "geometric"]
 Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]
@@ -101,7 +102,7 @@ class Rule(ConfigSection):
     def describe(self) -> str:
         """Returns ``reject sequences whose ratio (geometric mean) is outside [0.999, 1.001]``."""
         subject = {"token": "tokens", "segment": "turns"}.get(self.level, "sequences")
-        measure = self.estimator.replace("_", " ") + (" of the reverse direction" if self.reverse else "")
+        measure = in_words(self.estimator) + (" of the reverse direction" if self.reverse else "")
         if self.level != "token":
             words = {"sum": "product", "mean": "geometric mean", "max": "maximum"}
             of_ratio = self.estimator == "ratio"
@@ -267,7 +268,7 @@ class CorrectionSpec:
             measures = self._behaviour is None or self._behaviour.rejects_by != "weight"
             parts.append("only measured" if measures else "nothing is measured")
         if self.release is None:
-            parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
+            parts.append(f"log-probabilities that are not finite: {in_words(self.nan_policy)}")
         if any(rule.rejects for rule in acting):
             parts.append(
                 f"rejected tokens {'do not ' if self.rs_denominator == 'kept' else ''}count in the denominator"

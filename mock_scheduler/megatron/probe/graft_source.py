@@ -18,7 +18,7 @@ from mock_scheduler.megatron.probe.observed import ObservedOutput
 from mock_scheduler.megatron.probe.shares import Places, ShareBook, TokenIndex, Tokens
 from mock_scheduler.megatron.step_tokens import MetRows
 from mock_scheduler.support.tensor_bytes import dtype_name
-from mock_scheduler.support.text import bullet_list, list_some
+from mock_scheduler.support.text import bullet_list, in_words, list_some
 from mock_scheduler.trace.entries import RowTable, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import cut_shard
@@ -118,7 +118,7 @@ class GraftSource:
         ]
         if problems:
             raise TraceError(
-                f"graft.names: {self._trace_dir} has no {config.kind.replace('_', ' ')} at step {config.step}, update "
+                f"graft.names: {self._trace_dir} has no {in_words(config.kind)} at step {config.step}, update "
                 f"{config.update}, of:{bullet_list(problems)}"
             )
         return {name: found[name] for name in dict.fromkeys(config.names)}

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from mock_scheduler.errors import UnwrittenError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
-from mock_scheduler.support.text import list_some
+from mock_scheduler.support.text import list_some, on_one_line
 from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.verdicts import NOT_LOOKED_AT
 
@@ -37,7 +37,9 @@ def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
     lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
     for candidate in view.candidates:
         if not candidate.passes:
-            lines.append(f"  {candidate.name}: {candidate.verdict.kind.value}: {_one_line(candidate.verdict.headline)}")
+            lines.append(
+                f"  {candidate.name}: {candidate.verdict.kind.value}: {on_one_line(candidate.verdict.headline)}"
+            )
     for verdict, _ in view.counts:
         names = [item.name for item in view.candidates if item.verdict.kind is verdict and item.passes]
         if names:
@@ -100,7 +102,10 @@ def _add_case(suite: ElementTree.Element, candidate: CandidateView, config_name:
     )
     if not candidate.passes:
         kind = "failure" if candidate.verdict.kind in _FAILURES else "error"
-        attributes = {"type": candidate.verdict.kind.value, "message": _xml_text(_one_line(candidate.verdict.headline))}
+        attributes = {
+            "type": candidate.verdict.kind.value,
+            "message": _xml_text(on_one_line(candidate.verdict.headline)),
+        }
         ElementTree.SubElement(case, kind, attributes).text = _xml_text(_details(candidate))
     unseen = f"{NOT_LOOKED_AT}: {candidate.verdict.unseen}\n" if candidate.verdict.unseen else ""
     proofs = "\n".join(f"{proof.name}: {proof.outcome}: {proof.text}" for proof in candidate.proofs)
@@ -130,10 +135,6 @@ def _properties(view: AlignmentView) -> dict[str, str]:
         f"versions.{item.name}": "; ".join(item.setup.versions) for item in view.candidates if item.setup.versions
     }
     return {"config": view.config_name, "baseline.layout": view.baseline_layout, **versions, **others}
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _xml_text(text: str) -> str:

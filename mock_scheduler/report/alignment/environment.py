@@ -21,7 +21,7 @@ from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.text import count_of, is_real, shorten
+from mock_scheduler.support.text import count_of, in_words, is_real, on_one_line, shorten
 from mock_scheduler.support.yaml_text import load_yaml
 
 _FILES = (CONFIG_FILE, RUN_FILE, LEDGER_FILE)
@@ -116,7 +116,7 @@ def _read(path: Path, problems: list[str]) -> Mapping[str, JSON]:
         text = read_text(path, inside=path.parent, what="a file of a run")
         content = load_yaml(text) if path.name == CONFIG_FILE else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = error.strerror or str(error) if isinstance(error, OSError) else on_one_line(error)
         problems.append(f"{path} cannot be read: {reason}")
         return {}
     if not isinstance(content, Mapping):
@@ -178,7 +178,7 @@ class EnvironmentView:
 
 def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: RecordingFacts) -> EnvironmentView:
     """Returns a candidate's folder beside the baseline's and the recording of both."""
-    rules = {field.name: field.rule.value.replace("_", " ") for field in recording.contract}
+    rules = {field.name: in_words(field.rule.value) for field in recording.contract}
     config = _differences(_kept(baseline.config), _kept(candidate.config), rules)
     # The contract names settings that must match with a prefix.
     rules |= {
@@ -187,7 +187,7 @@ def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: Rec
     settings = _differences(baseline.settings or recording.settings, candidate.settings, rules)
     packages = _differences(baseline.packages or recording.packages, candidate.packages, {})
     must_match = [field for field in recording.contract if field.rule is Rule.MUST_MATCH]
-    must = Rule.MUST_MATCH.value.replace("_", " ")
+    must = in_words(Rule.MUST_MATCH.value)
     return EnvironmentView(
         config=config,
         settings=settings if candidate.settings else (),

@@ -11,7 +11,7 @@ from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDiffe
 from mock_scheduler.report.alignment.environment import RunFacts
 from mock_scheduler.report.alignment.view import StartView, TensorLine
 from mock_scheduler.report.comparison.view import metrics_to_show, unmatched
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, in_words
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.start_report import START_KINDS, StartDifference, StartReport
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
@@ -139,7 +139,7 @@ def tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
     return TensorLine(
         step=key.step,
         update=key.update,
-        kind=key.kind.replace("_", " "),
+        kind=in_words(key.kind),
         name=key.name,
         relative=format_relative(difference),
         bound=format_bound(difference),

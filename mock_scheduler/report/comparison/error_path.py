@@ -18,7 +18,7 @@ from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.tensors import TensorDifference, Tier
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.report.comparison.view import tier_of
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, in_words
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.verdict.verdict import Verdict
 from mock_scheduler.verdict.wording.findings import describe_finding
@@ -162,7 +162,7 @@ def step_grid(points: Sequence[PathPoint]) -> Grid:
     return _make_grid(
         "over steps",
         points,
-        rows=[(kind, kind.replace("_", " ")) for kind in kinds],
+        rows=[(kind, in_words(kind)) for kind in kinds],
         columns=_column_spans(columns),
         row_of=lambda point: point.key.kind,
         column_of=lambda point: columns[point.key.step],

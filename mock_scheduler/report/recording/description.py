@@ -27,7 +27,7 @@ from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import count_of, format_bytes, format_range, list_some, shorten
+from mock_scheduler.support.text import count_of, format_bytes, format_range, in_words, list_some, shorten
 
 _NUM_STEPS = 20
 _NUM_LINES = 10
@@ -84,7 +84,7 @@ def _contract_lines(contract: Sequence[Mapping[str, JSON]]) -> Iterator[str]:
 
 
 def _describe_rule(field: Mapping[str, JSON]) -> str:
-    return str(field["rule"]).replace("_", " ")
+    return in_words(str(field["rule"]))
 
 
 def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import ENOUGH, PARALLEL
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.support.text import count_of, in_words, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.localisation import (
     DifferingTensor,
@@ -214,7 +214,7 @@ def describe_end(end: GraftEnd) -> str:
                 "put; the cause lies in which rows the ranks were given, not in a module"
             )
         case GraftEndCause.NO_GRAFT:
-            return f"{name} ({end.key.kind.replace('_', ' ')}) is nothing that can be put in"
+            return f"{name} ({in_words(end.key.kind)}) is nothing that can be put in"
         case GraftEndCause.NOT_TRACED:
             return f"{name} is not in the reference's trace, which has the first that differ alone"
         case GraftEndCause.RUNS_SPENT:

@@ -20,7 +20,7 @@ from mock_scheduler.comparison.tensors import (
 )
 from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceKind
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.support.text import count_of, in_words, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
 from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
@@ -148,7 +148,7 @@ def describe_not_compared(tensors: TensorComparison) -> list[str]:
     for item in tensors.not_compared:
         groups.setdefault((describe_reasons(item), item.kind, item.sides), []).append(item)
     lines = [
-        f"{kind.replace('_', ' ')} of {list_some([item.name for item in items], _NUM_NAMES, ', ')}, not in the "
+        f"{in_words(kind)} of {list_some([item.name for item in items], _NUM_NAMES, ', ')}, not in the "
         f"{' and the '.join(sides)}: {reason}"
         for (reason, kind, sides), items in groups.items()
     ]
@@ -175,7 +175,7 @@ def describe_ledgers(ledgers: Sequence[LedgerComparison]) -> list[str]:
 
 def name_kind(kind: TraceKind) -> str:
     """Returns ``activation gradient``."""
-    return _COUNTED.get(kind, kind.replace("_", " "))
+    return _COUNTED.get(kind, in_words(kind))
 
 
 def name_kinds(kind: TraceKind) -> str:
