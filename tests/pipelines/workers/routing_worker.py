@@ -1,4 +1,4 @@
-"""Trains one step with replayed experts, rightly and wrongly: ``python -m tests.pipelines.routing_worker FOLDER``.
+"""Trains one step with replayed experts, rightly and wrongly: ``-m tests.pipelines.workers.routing_worker FOLDER``.
 
 Writes a full trace to ``FOLDER/{case}`` for each of ``WRONG`` and for ``right``; nothing is judged here.
 """
