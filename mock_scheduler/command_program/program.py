@@ -37,6 +37,13 @@ def own_config(config: RunConfig) -> CommandConfig:
     return config
 
 
+def steps_until(config: CommandConfig, last_step: int | None) -> int | None:
+    """Gives the steps of a run that ends behind a step; ``None`` where it keeps its own or the command has them."""
+    if last_step is None or last_step + 1 >= config.max_steps or config.reaches_command("max_steps"):
+        return None
+    return last_step + 1
+
+
 class CommandReductions:
     """Reduces the steps of a run, and the keys of ``reductions``.
 
@@ -162,10 +169,8 @@ class CommandProgram:
 
     def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
         """Ends the run earlier, where the command itself is not told its length: a schedule may follow from that."""
-        own = own_config(config)
-        if last_step is None or last_step + 1 >= own.max_steps or own.reaches_command("max_steps"):
-            return []
-        return [f"max_steps={last_step + 1}"]
+        steps = steps_until(own_config(config), last_step)
+        return [] if steps is None else [f"max_steps={steps}"]
 
     def count_elements(self, config: RunConfig, *, vocabulary: int) -> int | None:
         """Knows nothing of the model."""
