@@ -198,8 +198,8 @@ def test_a_part_of_a_batch_gives_its_samples() -> None:
     ("fields", "problem"),
     [
         ({"response_length": 9}, "response_length is 9, and it has 5 tokens"),
-        ({"loss_mask": [1]}, "loss_mask has 1 entries, and response_length is 3"),
-        ({"rollout_log_probs": [-0.1]}, "rollout_log_probs has 1 entries, and response_length is 3"),
+        ({"loss_mask": [1]}, "loss_mask has 1 entries, and the response has 3 tokens"),
+        ({"rollout_log_probs": [-0.1]}, "rollout_log_probs has 1 entries, and the response has 3 tokens"),
         ({"rollout_log_probs": [-0.1, math.nan, 0.0]}, r"rollout_log_probs is not finite: \[nan\]"),
         ({"tokens": [1, -1, 2]}, "token ids lie from -1 to 2"),
         ({"tokens": "abc"}, "tokens is a str; expected a list of ints"),
