@@ -16,7 +16,7 @@ from mock_scheduler.errors import BatchError
 INT32_MAX = 2**31 - 1
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
-_ValuesOfTokens = list | torch.Tensor | np.ndarray
+_KINDS = (list, torch.Tensor, np.ndarray)
 _Mask = npt.NDArray[np.bool_]
 
 
@@ -33,8 +33,8 @@ def read_mask(stated: object, length: int, name: str = "loss_mask") -> tuple[_Ma
     """Reads the mask of the response, and whether the core fields say the row's own exactly."""
     if stated is None:
         return np.ones(length, dtype=np.bool_), False
-    if not isinstance(stated, _ValuesOfTokens) or len(stated) != length:
-        found = len(stated) if isinstance(stated, _ValuesOfTokens) else stated
+    if not isinstance(stated, _KINDS) or len(stated) != length:
+        found = len(stated) if isinstance(stated, _KINDS) else stated
         raise BatchError(f"{name} has {found} entries, and the response has {length} tokens")
     is_exact = isinstance(stated, list) and set(map(type, stated)) <= {int} and set(stated) <= {0, 1}
     return np.array([bool(item) for item in stated], dtype=np.bool_), is_exact
@@ -47,8 +47,8 @@ def read_logprobs(stated: object, mask: _Mask, name: str) -> tuple[npt.NDArray[n
     """
     if stated is None:
         return np.zeros(int(mask.sum()), dtype=np.float32), False
-    if not isinstance(stated, _ValuesOfTokens) or len(stated) != len(mask):
-        found = len(stated) if isinstance(stated, _ValuesOfTokens) else stated
+    if not isinstance(stated, _KINDS) or len(stated) != len(mask):
+        found = len(stated) if isinstance(stated, _KINDS) else stated
         raise BatchError(f"{name} has {found} entries, and the response has {len(mask)} tokens")
     numbers = stated.double().numpy() if isinstance(stated, torch.Tensor) else np.array(stated, dtype=np.float64)
     with np.errstate(over="ignore", invalid="ignore"):

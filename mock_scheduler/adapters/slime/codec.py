@@ -11,7 +11,6 @@ token has one placeholder, which is none of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,10 @@ from mock_scheduler.adapters.rows import (
     FROM_CORE,
     ForeignRow,
     build_batch,
-    experts_fit,
+    column_row,
+    restore_experts,
     unpack_rows,
+    without_doubles,
 )
 from mock_scheduler.adapters.slime.sample_fields import (
     TERMINATIONS,
@@ -44,8 +45,7 @@ from mock_scheduler.adapters.token_lists import (
     spread_logprobs,
 )
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
-from mock_scheduler.batch.columns import Ragged, TensorColumn
-from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN, SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN
+from mock_scheduler.batch.engine_columns import SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -55,7 +55,6 @@ META_KEY = "slime"
 _VERSION = 1
 _PATH = ":path"
 _SUPPORT_KIND = ":support"
-_EXPERTS_KIND = ":experts"
 #: Fields that say which row a sample is, and not what is in it.
 _IDENTITY_FIELDS = frozenset({_PATH, "group_index", "index", "rollout_id", "session_id", "routing_key"})
 
@@ -121,7 +120,7 @@ class SlimeCodec:
             "fields": list(dict.fromkeys(name for _, sample in samples for name in sample)),
         }
         return build_batch(
-            _without_doubles(rows),
+            without_doubles(rows, "rollout_routed_experts"),
             sampling=self._sampling,
             scheduler_id=self._scheduler_id,
             meta={**(meta or {}), META_KEY: about},
@@ -235,20 +234,6 @@ def _is_number(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _without_doubles(rows: list[ForeignRow]) -> list[ForeignRow]:
-    """The rows without a second copy of experts that the engine's column keeps, whose type is noted instead."""
-    if not experts_fit([row.routed_experts for row in rows]):
-        return rows
-    found = []
-    for row in rows:
-        if row.routed_experts is not None:
-            stated = row.native["rollout_routed_experts"]
-            noted = {"rollout_routed_experts": FROM_CORE, _EXPERTS_KIND: type(stated).__name__}
-            row = dataclasses.replace(row, native={**row.native, **noted})
-        found.append(row)
-    return found
-
-
 def _restore(own: dict[str, Any], batch: RolloutBatch, place: int, tokens: slice) -> None:
     """Puts fields in their places that the core fields say exactly."""
     prompt_length = int(batch.prompt_lengths[place])
@@ -259,22 +244,15 @@ def _restore(own: dict[str, Any], batch: RolloutBatch, place: int, tokens: slice
         own["loss_mask"] = mask.int().tolist()
     if own.get("rollout_log_probs") is FROM_CORE:
         own["rollout_log_probs"] = spread_logprobs(batch, place, mask)
-    if own.get("rollout_routed_experts") is FROM_CORE:
-        experts = _column_row(batch, ROUTED_EXPERTS_COLUMN, place)
-        own["rollout_routed_experts"] = experts.numpy().copy() if own[_EXPERTS_KIND] == "ndarray" else experts.clone()
+    restore_experts(own, batch, place, "rollout_routed_experts")
     if own.get("rollout_top_p_token_ids") is FROM_CORE:
-        ids, starts = (_column_row(batch, name, place) for name in (SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN))
+        ids, starts = (column_row(batch, name, place) for name in (SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN))
         sizes = torch.zeros(len(mask), dtype=torch.int64)
         sizes[mask] = starts.diff()
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).int()
         is_list = own[_SUPPORT_KIND] == "list"
         own["rollout_top_p_token_ids"] = ids.tolist() if is_list else ids.clone()
         own["rollout_top_p_token_offsets"] = bounds.tolist() if is_list else bounds
-
-
-def _column_row(batch: RolloutBatch, name: str, place: int) -> torch.Tensor:
-    column = cast("TensorColumn", batch.extras[name])
-    return cast("Ragged", column.row(place)).values
 
 
 class _Leaf:

@@ -16,10 +16,8 @@ from mock_scheduler.adapters.slime.codec import SlimeCodec
 from mock_scheduler.adapters.trees import pack, unpack
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.errors import BatchError
-from mock_scheduler.recording.step.step_file import decode_step, encode_step
-from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.scheduler import RolloutRequest
-from tests.adapters.bits import bits
+from tests.adapters.bits import bits, stored
 from tests.adapters.slime.samples import sample
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
@@ -32,9 +30,7 @@ def check(samples: list[Any]) -> RolloutBatch:
     before = bits(samples)
     batch = CODEC.encode(samples, REQUEST)
     assert bits(samples) == before
-    info = StepInfo(step=0, mode="train", scheduler_id="default", run_id="r", policy_version=7)
-    stored, _ = decode_step(encode_step(batch, info).to_bytes())
-    assert bits(CODEC.decode(stored)) == before
+    assert bits(CODEC.decode(stored(batch))) == before
     return batch
 
 
