@@ -21,7 +21,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import replacing
+from tests.faults.injectors.patching import replacing
 
 Numbers = Callable[[RoutingTable, torch.Tensor], torch.Tensor]
 Replayed = Callable[[RoutingTable, int, torch.Tensor, torch.Tensor], torch.Tensor]
