@@ -180,7 +180,7 @@ def _list_sizes(config: PipelineConfig, *, num_groups: int, num_all: int) -> Ite
 
 
 def _keep_decay(config: PipelineConfig) -> dict[str, Plain]:
-    """With fewer steps a decay over all updates of the run would be over earlier, so it is given as it was."""
+    """Keeps a decay over all updates of the run as it was: with fewer steps it would be over earlier."""
     follows = config.training.lr_decay_style != "constant" or config.entropy_loss_coef_final is not None
     if not follows or config.training.lr_decay_iters is not None:
         return {}

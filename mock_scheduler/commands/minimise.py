@@ -48,7 +48,7 @@ def align_once(
     *,
     takes_foreign: bool = False,
 ) -> VerdictKind:
-    """Returns align one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
+    """Aligns one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
     ``output_dir`` gets the files of ``mock-scheduler align``. ``takes_foreign``: as for ``AlignOptions``.
     Raises ``ConfigError`` before anything runs.

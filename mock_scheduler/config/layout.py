@@ -51,7 +51,7 @@ class ParallelConfig(ConfigSection):
 
     @property
     def num_chunks(self) -> int:
-        """Returns model chunks per pipeline stage."""
+        """Counts model chunks per pipeline stage."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property

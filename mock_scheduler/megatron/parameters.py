@@ -104,7 +104,7 @@ def has_value_head(gpt: GPTModel) -> bool:
 
 
 def _name_in_chunk(local_name: str, language: str, gpt: GPTModel, model: ObservedModel) -> str:
-    """Of a parameter or buffer of this rank's chunk, without the model's prefix; ``language``: where its GPT is."""
+    """Names a parameter or buffer of this rank's chunk, without the model's prefix; ``language``: where its GPT is."""
     if not local_name.startswith(language):
         return local_name
     num_experts = (model.config.num_moe_experts or 0) // model.ranks.ep_size

@@ -73,7 +73,7 @@ class ProxyCore:
         return native
 
     def _take_over(self, request: RolloutRequest | None) -> Flow[None]:
-        """In a process that was started again: go on from the last step of the one before it, once."""
+        """Goes on, once, from the last step of the process before, in one that was started again."""
         if not self._is_heir:  # another call has meanwhile
             return
         last = yield Work(lambda: self._access.last_trained(request))

@@ -182,7 +182,7 @@ class PipelineConfig(ConfigSection):
 
     @property
     def updates_per_step(self) -> int:
-        """Returns optimizer updates of one rollout step."""
+        """Counts optimizer updates of one rollout step."""
         return self.ppo_epochs * (self.rollout_batch_size // self.training.global_batch_size)
 
     @property

@@ -147,7 +147,7 @@ class NoiseBounds:
 
     @cached_property
     def held_out(self) -> tuple[int, ...]:
-        """For each perturbed run, how many tensors and metrics are beyond the bounds the other runs give.
+        """Counts, for each perturbed run, the tensors and metrics beyond the bounds that the other runs give.
 
         One rounding made each run, so these would be false alarms. Tensors no other run moved, and whole decisions, are
         left out. The bounds come from one run less, so they are narrower than a candidate's. With fewer than two others

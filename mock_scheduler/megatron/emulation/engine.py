@@ -104,7 +104,7 @@ class Engine:
         write_main_gradients(parameters, self.accumulators, self.plan, scaling)
 
     def gradient_norm(self) -> float:
-        """Of the main gradients as they are."""
+        """Computes the norm of the main gradients as they are."""
         # Megatron adds the squares in float32 whatever the gradients are; a float64 training here does so in float64.
         dtype = torch.float64 if self._gpt.config.params_dtype is torch.float64 else torch.float32
         return gradient_norm(self._held(), self.plan, dtype)

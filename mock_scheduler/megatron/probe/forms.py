@@ -131,7 +131,7 @@ def _features(content: Content, layer: Layer, model: ObservedModel) -> tuple[tup
 
 
 def _ffn_size(layer: Layer, config: Any) -> int:  # noqa: ANN401 - Megatron's configuration
-    """Of the layer's own MLP, where it has a configuration of its own."""
+    """Reads the width of the layer's own MLP, where it has a configuration of its own."""
     own = vars(layer.mlp).get("config") or config
     return int(own.ffn_hidden_size) * (2 if config.gated_linear_unit else 1)
 

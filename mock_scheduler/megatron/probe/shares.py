@@ -83,7 +83,7 @@ class MetTokenIndex(TokenIndex):
         self._rows = rows
 
     def first_places(self) -> Places:
-        """As of every index, of the rows met so far."""
+        """Returns the starts of the rows met so far."""
         return np.asarray(self._rows.starts, dtype=np.int64)
 
 

@@ -240,7 +240,7 @@ def _relative_distance(own: torch.Tensor, expected: torch.Tensor) -> float | Non
 
 
 def _place_in_model(name: str) -> tuple[int, int, str]:
-    """Returns embedding, layers by number, and then the rest."""
+    """Orders embedding, layers by number, and then the rest."""
     layer = _LAYER.search(name)
     if layer is not None:
         return 1, int(layer[1]), name

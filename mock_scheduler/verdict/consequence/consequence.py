@@ -136,7 +136,7 @@ class _Step:
         return sorted(key.update for key in shared if (key.kind, key.name) == ("output", "logprobs"))
 
     def read(self, kind: TraceKind, name: str, *, update: int = 0) -> _Tokens | None:
-        """Of both runs; ``None`` where either lacks it, or has it of another number of tokens."""
+        """Reads both runs; ``None`` where either lacks it, or has it of another number of tokens."""
         key = TraceKey(step=self.step, update=update, kind=kind, name=name)
         if not all(reader.has(key) for reader in self.traces.readers):
             return None

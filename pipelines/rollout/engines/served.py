@@ -98,7 +98,7 @@ class ServedEngine:
 
     @property
     def logprobs_mode(self) -> Literal["processed", "raw"]:
-        """As configured; every update verifies it."""
+        """Returns the configured mode; every update verifies it."""
         return self._engine.logprobs_mode
 
     @property
