@@ -132,7 +132,7 @@ class _ReferenceIndex(TokenIndex):
         self._rows, self._reference, self._where = rows, reference, where
 
     def first_places(self) -> Places:
-        """Finds the rows' starts; raises ``TraceError`` where the reference lacks a row, or has it of another length."""
+        """Finds the rows' starts; raises ``TraceError`` where the reference lacks a row or has it of another length."""
         starts = _find_rows(self._rows.identities, self._rows.lengths, self._reference, self._where)
         return np.asarray(starts, dtype=np.int64)
 
