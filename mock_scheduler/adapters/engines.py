@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar, cast
@@ -29,39 +30,56 @@ _PREFIX = "Traced"
 class EngineParts:
     """Where an engine keeps what is attached to: dotted names of attributes.
 
-    ``trains``: its method that makes forward and backward passes of an update. ``vocab_size``: without padding; None:
-    the run file's, else the model's own.
+    ``trains``: its method that makes forward and backward passes of an update. ``engine``, ``made_by``: the attribute
+    of a worker that is the engine, and the worker's method that makes it; None: the worker is the engine.
     """
 
     trains: str
     chunks: str
     optimizer: str
-    vocab_size: str | None = None
+    engine: str | None = None
+    made_by: str | None = None
 
 
-def with_trace(engine: Engine, parts: EngineParts) -> Engine:
-    """Return a class of this engine that is attached to before it first trains.
+def with_trace(worker: Engine, parts: EngineParts) -> Engine:
+    """Return a class of this worker, whose engine is attached to before it first trains.
 
     Raises:
-        ConfigError: the engine has no such method.
+        ConfigError: the worker has no such method.
     """
-    train: Any = getattr(engine, parts.trains, None)
-    if not callable(train):
+    name = parts.made_by or parts.trains
+    method: Any = getattr(worker, name, None)
+    if not callable(method):
         raise ConfigError(
-            f"{engine.__module__}.{engine.__name__} has no method {parts.trains}: the instruments cannot be attached "
-            "to this release. The adapter was written for the one that mock-scheduler frameworks lists"
+            f"{worker.__module__}.{worker.__name__} has no method {name}: the instruments cannot be attached to this "
+            "release. The adapter was written for the one that mock-scheduler frameworks lists"
         )
+    wrapped = _attaching(method, parts) if parts.made_by is None else _making(method, parts)
+    # With what the framework has marked its method by.
+    functools.update_wrapper(wrapped, method)
+    traced = type(f"{_PREFIX}{worker.__name__}", (worker,), {name: wrapped, "__module__": worker.__module__})
+    return cast("Engine", traced)
 
-    @functools.wraps(train)
+
+def _attaching(train: Callable[..., Any], parts: EngineParts) -> Callable[..., Any]:
     def attached(self: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - the engine's own
         if "_mock_scheduler_run" not in vars(self):
             self._mock_scheduler_run = _attach(self, parts)
         return train(self, *arguments, **options)
 
-    return cast(
-        "Engine",
-        type(f"{_PREFIX}{engine.__name__}", (engine,), {parts.trains: attached, "__module__": engine.__module__}),
-    )
+    return attached
+
+
+def _making(make: Callable[..., Any], parts: EngineParts) -> Callable[..., Any]:
+    def made(self: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - the worker's own
+        result = make(self, *arguments, **options)
+        engine: Any = read_key(self, str(parts.engine))
+        train = getattr(engine, parts.trains)
+        wrapped = _attaching(lambda _engine, *given, **named: train(*given, **named), parts)
+        setattr(engine, parts.trains, functools.wraps(train)(functools.partial(wrapped, engine)))
+        return result
+
+    return made
 
 
 def _attach(engine: object, parts: EngineParts) -> object:
@@ -74,27 +92,26 @@ def _attach(engine: object, parts: EngineParts) -> object:
             f"{type(engine).__name__} has no {' and no '.join(missing)} when it trains: it trains by another engine "
             f"than Megatron-core, or this release keeps them elsewhere. Leave {RUN_FILE_VARIABLE} out"
         )
-    vocab_size = None if parts.vocab_size is None else read_key(engine, parts.vocab_size, None)
-    return megatron.attach(found[parts.chunks], found[parts.optimizer], vocab_size=vocab_size)
+    return megatron.attach(found[parts.chunks], found[parts.optimizer])
 
 
-def find_traced(module: str, name: str, engines: str, parts: EngineParts) -> type:
-    """Return the class ``Traced…`` of an adapter's module: of the engine so named, by which a worker can import it.
+def find_traced(module: str, name: str, workers: str, parts: EngineParts) -> type:
+    """Return the class ``Traced…`` of an adapter's module: of the worker so named, by which others can import it.
 
     Args:
         module: the adapter's.
         name: of the class that is asked for.
-        engines: the framework's module, which is imported only now.
+        workers: the framework's module, which is imported only now.
 
     Raises:
         AttributeError: the name is none.
-        ConfigError: the engine has no such method.
+        ConfigError: the worker has no such method.
     """
-    engine_name = name.removeprefix(_PREFIX)
-    if engine_name == name or name.startswith("__"):
+    worker_name = name.removeprefix(_PREFIX)
+    if worker_name == name or name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    engine: type = getattr(import_module(engines), engine_name)
-    traced = with_trace(engine, parts)
+    worker: type = getattr(import_module(workers), worker_name)
+    traced = with_trace(worker, parts)
     traced.__module__ = module
     setattr(sys.modules[module], name, traced)
     return traced
