@@ -15,8 +15,8 @@ from typing import Any
 from mock_scheduler.adapters.engines import EngineParts, find_traced
 
 _MODULE = "areal.engine.megatron_engine"
-_PARTS = EngineParts(trains="train_batch", chunks="model", optimizer="optimizer")
+PARTS = EngineParts(trains="train_batch", chunks="model", optimizer="optimizer")
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of AReaL
-    return find_traced(__name__, name, _MODULE, _PARTS)
+    return find_traced(__name__, name, _MODULE, PARTS)

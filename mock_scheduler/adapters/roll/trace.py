@@ -12,10 +12,10 @@ from typing import Any
 from mock_scheduler.adapters.engines import EngineParts, find_traced
 
 _MODULE = "roll.pipeline.base_worker"
-_PARTS = EngineParts(
+PARTS = EngineParts(
     trains="train_step", chunks="models_wrapped", optimizer="optimizer", engine="strategy", made_by="initialize"
 )
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of ROLL
-    return find_traced(__name__, name, _MODULE, _PARTS)
+    return find_traced(__name__, name, _MODULE, PARTS)
