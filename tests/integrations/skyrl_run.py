@@ -27,7 +27,7 @@ from mock_scheduler.ledger import Ledger
 calls: list[str] = []
 
 
-class Prompts(PromptDataset):  # type: ignore[misc]
+class Prompts(PromptDataset):
     """Ten prompts, in the form of SkyRL's own data set."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Prompts(PromptDataset):  # type: ignore[misc]
         return self.rows[index]
 
 
-class RandomGenerator(GeneratorInterface):  # type: ignore[misc]
+class RandomGenerator(GeneratorInterface):
     """Plays with a generator of its own."""
 
     def __init__(self, is_stepwise: bool) -> None:
@@ -106,7 +106,7 @@ class Dispatch:
         pass
 
 
-class Trainer(RayPPOTrainer):  # type: ignore[misc]
+class Trainer(RayPPOTrainer):
     """SkyRL's own, which keeps what it would train on."""
 
     def build_models(self, policy: Any, critic: Any, ref: Any) -> None:
@@ -130,7 +130,7 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
         return {}
 
 
-class CpuExperiment(BasePPOExp):  # type: ignore[misc]
+class CpuExperiment(BasePPOExp):
     """``BasePPOExp`` with its own order of making things, and without Ray and a tokenizer."""
 
     def __init__(self, cfg: Any) -> None:

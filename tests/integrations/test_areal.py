@@ -1,7 +1,7 @@
 """AReaL's own handles of tensors, joining of samples and data loader on recorded rollouts.
 
-Live, its handles go on unchanged, and what was fetched for the recording is dropped again. A replay trains on equal bits
-and leaves the data loader where the live run did. Its trainer and workers are not there (``areal_run.py``).
+Live, its handles go on unchanged, and what was fetched for the recording is dropped again. A replay trains on equal
+bits and leaves the data loader where the live run did. Its trainer and workers are not there (``areal_run.py``).
 """
 
 from __future__ import annotations

@@ -28,6 +28,14 @@ class SuppressedCluster:
         self._ledger = ledger
         ledger.count("suppressed", f"cluster {name}")
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Leave the ledger here: ROLL gives its clusters to actors, of which each counts for itself."""
+        return self.cluster_name, self.worker_config
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.cluster_name, self.worker_config = state
+        self._ledger = Ledger()
+
     def __bool__(self) -> bool:
         return self.cluster_name != REWARD
 
