@@ -32,6 +32,7 @@ class SkyrlWorker:
     def __init__(self, chunks: list[Any], optimizer: Any, passes: Passes) -> None:
         self.actor_module, self.optimizer = chunks, optimizer
         self._passes = passes
+        self.forgets = False  # a fault: nothing is reduced
         self._num_tokens: Any = None
         get_model_config(chunks[0]).finalize_model_grads_func = self._defer
 
@@ -43,7 +44,8 @@ class SkyrlWorker:
 
     def optim_step(self) -> None:
         num_tokens, self._num_tokens = self._num_tokens, None
-        finalize_model_grads(self.actor_module, num_tokens)
+        if not self.forgets:
+            finalize_model_grads(self.actor_module, num_tokens)
         self.optimizer.step()
         _zero(self.actor_module, self.optimizer)
 

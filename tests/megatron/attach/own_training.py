@@ -105,6 +105,7 @@ CASES = {
     # The line is an adapter's, around a framework's worker.
     **{name: Case(worker=name) for name in ("skyrl", "areal", "roll")},
     "skyrl-dp2": Case(worker="skyrl", start="dp2"),
+    "unreduced-dp2": Case(worker="skyrl", start="dp2", fault="unreduced"),
     "ended-early": Case(run={"last_step": 7}),
 }
 
@@ -327,6 +328,8 @@ def train_in_worker(case: Case, run_file: AttachedRun, chunks: list[Any], optimi
         worker = traced_worker(case.worker)(chunks, optimizer, partial(run_passes, case))
         for chunk in chunks:
             chunk.zero_grad_buffer()
+        if case.fault == "unreduced":
+            worker.forgets = True
         for step in range(case.num_steps):
             worker.train(micro_batches(case, step))
     finally:

@@ -28,7 +28,18 @@ WORKERS = ("skyrl", "areal", "roll")
 LATER = ("later", "later-again", "resumed")
 ASKED = ("partial", "sketched", "recorded", "scaled", "grafted", "grafted-packed", "perturbed", "named")
 FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early", "too-few-ids", "too-many-ids")
-PAIRS = ("pp2", "pp2-vpp2", "tp2", "dp2", "dp2-do", "other-row", "equal-rows-dp2", "extra-pass", "skyrl-dp2")
+PAIRS = (
+    "pp2",
+    "pp2-vpp2",
+    "tp2",
+    "dp2",
+    "dp2-do",
+    "other-row",
+    "equal-rows-dp2",
+    "extra-pass",
+    "skyrl-dp2",
+    "unreduced-dp2",
+)
 ASKED_PAIRS = ("sketched-tp2", "grafted-pp2", "perturbed-tp2", "named-dp2")
 # Megatron adds the squares of a norm stage by stage; what was clipped by it differs by that rounding.
 BEHIND_THE_NORM = ("gradient_norm", "optimizer", "parameter")
@@ -95,6 +106,9 @@ def test_an_adapter_attaches_to_a_worker_as_a_line_does_to_a_loop(runs: Path, na
 def test_gradients_that_are_reduced_behind_several_schedules_are_traced_when_they_are(runs: Path) -> None:
     """SkyRL's trap: what a hook on the schedule's own reduction would show is not reduced."""
     assert different(runs, "skyrl-dp2", other="dp2") == []
+    found, expected = merge(runs / "unreduced-dp2", steps=(0,)), merge(runs / "dp2", steps=(0,))
+    gradients = [key for key in expected if key.kind == "gradient"]
+    assert [key for key in gradients if not found[key].conflicts] == []  # replicas have their own
 
 
 @pytest.mark.parametrize("name", ["pp2", "pp2-vpp2"])
