@@ -8,19 +8,16 @@ Contract: read once in a process, when the first rollout is asked for; an unknow
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from mock_scheduler.config.problems import raise_problems, validation_problems
+from mock_scheduler.adapters.settings_file import load_settings_file
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.proxy.build import read_config
-from mock_scheduler.support.foreign_files import read_text
 
 VARIABLE = "MOCK_SCHEDULER_SLIME"
 FAMILY = ("slime", "miles", "vime", "relax")
@@ -66,19 +63,4 @@ def load_settings(path: Path | None = None) -> SlimeSettings:
     Raises:
         ConfigError: there is none, or it has problems; lists all of them.
     """
-    named = path if path is not None else os.environ.get(VARIABLE)
-    if not named:
-        raise ConfigError(
-            f"{VARIABLE} is not set: name a YAML file with rollout_mock and real in the environment of every process "
-            "(with Ray: runtime_env={'env_vars': ...})"
-        )
-    try:
-        value = yaml.safe_load(read_text(Path(named), what="settings"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{named} cannot be read: {error}") from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{named} holds a {type(value).__name__}; expected the keys rollout_mock and real")
-    try:
-        return SlimeSettings.model_validate(value)
-    except ValidationError as error:
-        raise_problems(str(named), validation_problems(error, SlimeSettings))
+    return load_settings_file(SlimeSettings, variable=VARIABLE, path=path, keys="rollout_mock and real")
