@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from mock_scheduler.support.text import bullet_list, list_some
 
 META_KEY = "ms_swift"
 _VERSION = 1
-_KIND, _TURNS, _PROMPT = ":kind", ":turns", ":prompt"
+_KIND, _ORDER, _TURNS, _PROMPT = ":kind", ":order", ":turns", ":prompt"
 _TOKENS, _MASK, _LOGPROBS = "response_token_ids", "response_loss_mask", "rollout_logprobs"
 #: Fields that say which row it is, and not what is in it; ids of requests are drawn anew in every run.
 _IDENTITY_FIELDS = frozenset({"request_id", "prompt_id"})
@@ -79,14 +79,18 @@ class SampleCodec:
             rows.append(dataclasses.replace(row, native={**row.native, _PROMPT: prompt}))
         if problems or not rows:
             raise BatchError(f"samples cannot be recorded:{bullet_list(problems or ['there is none'])}")
+        # Of each kind of sample its names in their order, which columns do not keep.
+        orders = list(dict.fromkeys(tuple(vars(sample)) for sample in native))
+        rows = [
+            dataclasses.replace(row, native={**row.native, _ORDER: orders.index(tuple(vars(sample)))})
+            for row, sample in zip(rows, native, strict=True)
+        ]
         batch = build_batch(
             rows,
             sampling=self._sampling,
             scheduler_id=self._scheduler_id,
-            meta={
-                META_KEY: {"version": _VERSION, "fields": list(dict.fromkeys(n for row in rows for n in row.native))}
-            },
-            group_size=request.group_size,
+            meta={META_KEY: {"version": _VERSION, "orders": [list(names) for names in orders]}},
+            group_size=request.group_size if self._shard is None else None,
             identity_fields=_IDENTITY_FIELDS,
         )
         # A part of a batch may have parts of groups.
@@ -104,6 +108,7 @@ class SampleCodec:
                 f"batch was not recorded from samples of ms-swift: meta {META_KEY!r} is {about}; expected version "
                 f"{_VERSION}"
             )
+        orders = cast("Sequence[Sequence[str]]", about["orders"])
         samples = []
         for place, own in unpack_rows(batch):
             _restore(own, batch, place)
@@ -112,7 +117,7 @@ class SampleCodec:
             if found is None:
                 raise BatchError(f"this release of ms-swift has no {kind}, which the recording has: use that of then")
             sample = object.__new__(found)  # not called: its fields are all there
-            vars(sample).update({name: own[name] for name in about["fields"] if name in own and name[0] != ":"})
+            vars(sample).update({name: own[name] for name in orders[own[_ORDER]]})
             samples.append(sample)
         return samples
 
@@ -198,9 +203,11 @@ def _read_mask(stated: object, turns: Sequence[Sequence[int]]) -> tuple[npt.NDAr
     if not stated:
         return np.ones(sum(lengths), dtype=np.bool_), False
     parts = stated if isinstance(stated, list) and isinstance(stated[0], list) else [stated]
-    if not all(isinstance(part, list) for part in parts) or [len(part) for part in parts] != lengths:
-        raise BatchError(f"{_MASK} is of another form than {_TOKENS}, which has turns of {lengths} tokens")
+    if not all(isinstance(part, list) for part in parts):
+        raise BatchError(f"{_MASK} is no list of turns")
     flat = list(itertools.chain(*parts))
+    if [len(part) for part in parts] != lengths and (flat or sum(lengths)):
+        raise BatchError(f"{_MASK} is of another form than {_TOKENS}, which has turns of {lengths} tokens")
     is_exact = parts is stated and set(map(type, flat)) <= {int} and set(flat) <= {0, 1}
     return np.array(flat, dtype=np.bool_), is_exact
 
