@@ -30,7 +30,7 @@ _REWARDS = "rewards"
 _CONTRACT = (
     *("model", "template", "system", "dataset", "rlhf_type", "num_generations", "num_generations_eval"),
     *("generation_batch_size", "steps_per_generation", "max_completion_length", "temperature", "top_p", "top_k"),
-    *("min_p", "repetition_penalty", "stop_words", "reward_funcs", "dynamic_sample", "max_resample_times"),
+    *("min_p", "repetition_penalty", "stop_words", "dynamic_sample", "max_resample_times"),
     *("truncation_strategy", "multi_turn_scheduler", "max_turns", "lmbda"),
 )
 
@@ -185,9 +185,15 @@ def describe_trainer(trainer: Foreign) -> dict[str, JSON]:
     """
     args = trainer.args
     found = {name: getattr(args, name) for name in _CONTRACT if hasattr(args, name)}
-    learned = ("use_gym_env", "disable_rollout_importance_sampling")
+    learned = ("use_gym_env", "disable_rollout_importance_sampling", "reward_func_names")
     found |= {name: getattr(trainer, name) for name in learned if hasattr(trainer, name)}
-    return {
-        f"ms_swift.{name}": value if isinstance(value, str | int | float | None) else str(value)
-        for name, value in found.items()
-    }
+    return {f"ms_swift.{name}": _as_plain(value) for name, value in found.items()}
+
+
+def _as_plain(value: object) -> JSON:
+    """A plain value as it is, and of any other its class: an object's text has its address."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_plain(item) for item in value]
+    return type(value).__name__

@@ -86,12 +86,13 @@ class Trainer:
 
     def __init__(self, callbacks: list[Any], **arguments: Any) -> None:
         given = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "num_generations": 2, "use_vllm": True, **arguments}
-        self.args = SimpleNamespace(model="tiny", reward_funcs=["accuracy"], **given)
+        self.args = SimpleNamespace(model="tiny", multi_turn_scheduler=object(), **given)
         self.calls: list[str] = []
         self.wrapped_models, self.optimizer = [torch.nn.Linear(1, 1)], object()
         self.unwrapped_models = self.wrapped_models
         self.state = SimpleNamespace(iteration=0)
         self.callbacks = [kind(self) for kind in callbacks]
+        self.reward_func_names = ["accuracy", "length"]
         self.num_generations = self.num_generations_eval = 2
         self.dynamic_sample, self.max_resample_times = self.args.__dict__.get("dynamic_sample", False), 3
         self.device = torch.device("cpu")
