@@ -97,7 +97,7 @@ FORMATS = (
         framework="Megatron-LM: megatron/rl with LANGRL_LOG_DIR",
         source="rollouts_rank{rank}_iteration{iteration}_{environments}.json: a file, or their folder",
         lacks=f"{_SAMPLING}, policy versions where rollouts state none",
-        reader="mock_scheduler.adapters.megatron_rl.files:read_rollouts",
+        reader=f"{_IMPORTS}.megatron_rl:read_rollouts",
     ),
     ForeignFormat(
         name="rollout-bank",

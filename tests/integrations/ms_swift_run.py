@@ -86,7 +86,7 @@ def score_by_length(completions: list[str], **columns: Any) -> list[float | None
     return [None if len(text) % 5 == 0 else float(len(text)) for text in completions]
 
 
-class HostTrainer(grpo_trainer.MegatronGRPOTrainer):  # type: ignore[misc]  # ms-swift is not there where types are checked
+class HostTrainer(grpo_trainer.MegatronGRPOTrainer):
     """Its model is a small one, and nothing of it needs a GPU."""
 
     def prepare_model(self) -> None:

@@ -1,4 +1,4 @@
-"""The rollouts of megatron/rl as a rollout batch and back, bit for bit.
+"""Makes a rollout batch of megatron/rl's rollouts, and rollouts of it again, bit for bit.
 
 Megatron-LM passes groups of rollouts, and beside them, since August 2026, a ledger of what the engine says of each
 request. A group is a ``RolloutGroup``, or in earlier releases a list. Contract: ``decode(encode(native))`` has the same
@@ -31,7 +31,7 @@ Foreign: TypeAlias = Any
 
 
 class GroupedRolloutsCodec:
-    """A ``BatchCodec`` of what ``get_environment_rollouts`` returns.
+    """Serves as ``BatchCodec`` of what ``get_environment_rollouts`` returns.
 
     Args:
         sampling: how the tokens were sampled; rollouts do not say.
@@ -148,7 +148,7 @@ class GroupedRolloutsCodec:
             )
 
     def _about_group(self, group: Foreign) -> list[Any]:
-        """Kind and fields of a group, but its rollouts; of a list, its kind alone."""
+        """Gives kind and fields of a group, but its rollouts; of a list, its kind alone."""
         if isinstance(group, list):
             return ["list", {}, []]
         fields, set_fields = _model_fields(group)
@@ -176,7 +176,7 @@ class GroupedRolloutsCodec:
         return self._class(kind).model_construct(_fields_set=set(fields if names is None else names), **fields)
 
     def _known(self, item: Foreign) -> str:
-        """The class's name, by which it is found again."""
+        """Gives the class's name, by which it is found again."""
         kind = type(item).__name__
         if self._find_class(kind) is not type(item):
             raise BatchError(f"{type(item).__module__}.{kind} is no class of megatron/rl: a replay could not make it")
@@ -194,7 +194,7 @@ def _members(group: Foreign) -> list[Foreign]:
 
 
 def _model_fields(model: Foreign) -> tuple[dict[str, Any], set[str]]:
-    """The fields of a pydantic model as they are, and those that were set; a group's own iterator has its rollouts."""
+    """Gives the fields of a pydantic model as they are, and those that were set; a group's own iterator has its rollouts."""
     return {**vars(model), **(model.__pydantic_extra__ or {})}, set(model.model_fields_set)
 
 
@@ -203,12 +203,12 @@ def _dataclass_fields(record: Foreign) -> dict[str, Any]:
 
 
 def _split(values: object, num_turns: int) -> list[Any] | None:
-    """The parts of a field that has one for each turn; None where it has not, and is kept whole."""
+    """Gives the parts of a field that has one for each turn; None where it has not, and is kept whole."""
     return values if type(values) is list and len(values) == num_turns and num_turns else None
 
 
 def _epochs(fields: Mapping[str, Any], ledger: Mapping[str, Foreign], turn: int) -> object:
-    """The bounds of policy versions: of the rollout's own field, or of its request's record."""
+    """Finds the bounds of policy versions: of the rollout's own field, or of its request's record."""
     own = fields.get("policy_epoch")
     if own:
         return own[turn] if turn < len(own) else None

@@ -1,4 +1,4 @@
-"""The proxy at the seam of megatron/rl, ``megatron.rl.rl_utils.get_environment_rollouts``.
+"""Puts the proxy at the seam of megatron/rl, ``megatron.rl.rl_utils.get_environment_rollouts``.
 
     from mock_scheduler.adapters import megatron_rl
 
@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from mock_scheduler.adapters.megatron_rl.codec import GroupedRolloutsCodec
+from mock_scheduler.adapters.settings import describe_keys
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError, SchedulerError
@@ -155,14 +156,14 @@ class Rollouts:
         return self._originals[_SEAM](*self._given.args, **self._given.kwargs)
 
     def _evaluate(self, *arguments: Foreign, **options: Foreign) -> Foreign:
-        """An evaluation plays live, with an inference server of its own; a replay has none."""
+        """Evaluates where training is live, with an inference server of its own; a replay has none."""
         if not self._is_replayed(int(self._module.get_args().curr_iteration), "val"):
             return self._originals[_EVALUATION](*arguments, **options)
         self.ledger.count("suppressed", "evaluation")
         return None
 
     def _shut_down(self, *arguments: Foreign, **options: Foreign) -> Foreign:
-        """Megatron-LM leaves by ``os._exit`` here, so that nothing of Python's own end follows."""
+        """Closes the recording, since Megatron-LM leaves by ``os._exit`` here, so that nothing of Python's own end follows."""
         self.close()
         return self._originals[_SHUTDOWN](*arguments, **options)
 
@@ -198,7 +199,7 @@ class Rollouts:
 
 
 class _Live:
-    """Megatron-LM's own function as a rollout scheduler."""
+    """Serves as rollout scheduler with Megatron-LM's own function."""
 
     def __init__(self, owner: Rollouts) -> None:
         self._owner = owner
@@ -227,10 +228,7 @@ def read_sampling(args: Foreign) -> SamplingParams:
 
 def describe_arguments(args: Foreign) -> dict[str, JSON]:
     """Describes what a replay must share with its recording; of the environments, the content of their file."""
-    found: dict[str, JSON] = {
-        f"megatron_rl.{name}": value if isinstance(value, str | int | float | None) else str(value)
-        for name, value in ((name, getattr(args, name)) for name in _CONTRACT if hasattr(args, name))
-    }
+    found = describe_keys(args, _CONTRACT, "megatron_rl")
     environments = getattr(args, "langrl_env_config", None)
     if environments:
         content = Path(environments).read_bytes()

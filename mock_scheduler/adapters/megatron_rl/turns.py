@@ -1,4 +1,4 @@
-"""The core fields that one turn of a rollout of megatron/rl says: for the codec, and for readers of its files.
+"""Reads the core fields that one turn of a rollout of megatron/rl says: for the codec, and for readers of its files.
 
 A turn holds the whole conversation before it, and is a row. Contract: what the core fields cannot hold exactly is told
 apart (``Turn.is_core``), so that the turn's own is kept beside them.
@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.adapters.token_lists import INT32_MAX, LARGEST_FLOAT32
 from mock_scheduler.batch import Termination
 from mock_scheduler.errors import BatchError
 
-_INT32_MAX = 2**31 - 1
-_LARGEST_REWARD = float(np.finfo(np.float32).max)
 _ENDED = ("ok", "graded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """One turn. ``tokens`` int32 and ``mask`` bool ``[T]``, at least one; ``logprobs`` float32 ``[R]``.
+    """Holds one turn. ``tokens`` int32 and ``mask`` bool ``[T]``, at least one; ``logprobs`` float32 ``[R]``.
 
     ``is_core``: which of ``trajectory``, ``generation_mask`` and ``logprobs`` these say exactly.
     """
@@ -36,7 +35,7 @@ class Turn:
 
     @property
     def prompt_length(self) -> int:
-        """The tokens before the first that was sampled."""
+        """Counts the tokens before the first that was sampled."""
         return int(self.mask.argmax()) if self.mask.any() else len(self.mask)
 
 
@@ -52,8 +51,8 @@ def read_turn(tokens: Any, mask: object, logprobs: object) -> Turn:  # noqa: ANN
     if tokens is None or isinstance(tokens, str) or not len(tokens):
         return _placeholder()
     ids = _as_array(tokens, "trajectory", kinds="iu").astype(np.int64)
-    if ids.min() < 0 or ids.max() > _INT32_MAX:
-        raise BatchError(f"token ids lie from {ids.min()} to {ids.max()}; expected 0 to {_INT32_MAX}")
+    if ids.min() < 0 or ids.max() > INT32_MAX:
+        raise BatchError(f"token ids lie from {ids.min()} to {ids.max()}; expected 0 to {INT32_MAX}")
     sampled = (
         np.zeros(len(ids), dtype=np.bool_) if mask is None else _as_array(mask, "generation_mask").astype(np.bool_)
     )
@@ -100,7 +99,7 @@ def read_reward(reward: object, turn: int, num_turns: int) -> float:
     else:
         own = reward if turn + 1 == num_turns else 0.0
     number = float(own) if isinstance(own, int | float) else 0.0
-    return number if abs(number) <= _LARGEST_REWARD else 0.0
+    return number if abs(number) <= LARGEST_FLOAT32 else 0.0
 
 
 def read_termination(status: object) -> Termination:

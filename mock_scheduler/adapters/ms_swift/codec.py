@@ -1,4 +1,4 @@
-"""The samples of ms-swift as a rollout batch and back, bit for bit.
+"""Makes a rollout batch of ms-swift's samples, and samples of it again, bit for bit.
 
 ``OnPolicySample`` and its kinds for GRPO and GKD are plain objects with fields. Their prompt is a conversation that
 ms-swift encodes later, so a row's tokens are those of the response alone, turn behind turn. Contract: ``decode(encode(
@@ -16,14 +16,14 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from mock_scheduler.adapters.padded.values import to_json
+from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
 from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, unpack_rows
+from mock_scheduler.adapters.token_lists import INT32_MAX, LARGEST_FLOAT32
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.batch.columns import JsonColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest, RowShard
-from mock_scheduler.support.digests import JSON, compute_json_digest
-from mock_scheduler.support.text import bullet_list, list_some
+from mock_scheduler.support.text import bullet_list
 
 META_KEY = "ms_swift"
 _VERSION = 1
@@ -31,16 +31,13 @@ _KIND, _ORDER, _TURNS, _PROMPT = ":kind", ":order", ":turns", ":prompt"
 _TOKENS, _MASK, _LOGPROBS = "response_token_ids", "response_loss_mask", "rollout_logprobs"
 #: Fields that say which row it is, and not what is in it; ids of requests are drawn anew in every run.
 _IDENTITY_FIELDS = frozenset({"request_id", "prompt_id"})
-_INT32_MAX = 2**31 - 1
-_LARGEST = float(np.finfo(np.float32).max)
-_NUM_SHOWN = 4
 
 #: A sample, or another object of ms-swift, which is not imported here.
 Foreign: TypeAlias = Any
 
 
 class SampleCodec:
-    """A ``BatchCodec`` of lists of samples.
+    """Serves as ``BatchCodec`` of lists of samples.
 
     Args:
         sampling: how the tokens were sampled; samples do not say.
@@ -66,9 +63,7 @@ class SampleCodec:
             BatchError: a sample contradicts itself or has a value that cannot be kept; lists the first of each kind.
         """
         first = 0 if self._shard is None else self._shard.index * len(native)
-        prompts = request.prompts if request.prompts is not None else [None] * len(native)
-        if len(prompts) != len(native):
-            raise BatchError(f"{len(native)} samples came back of {len(prompts)} that were asked for")
+        prompts = digest_prompts(request.prompts, len(native))
         rows, problems = list[ForeignRow](), list[str]()
         for number, (sample, prompt) in enumerate(zip(native, prompts, strict=True)):
             try:
@@ -122,24 +117,11 @@ class SampleCodec:
         return samples
 
     def prompt_problems(self, batch: RolloutBatch, request: RolloutRequest) -> list[str]:
-        """List the rows whose prompt is not the one that the trainer drew for it."""
+        """Lists the rows whose prompt is not the one that the trainer drew for it."""
         column = batch.extras.get(f"native/{_PROMPT}")
         if not isinstance(column, JsonColumn):
             return []
-        prompts = list(request.prompts)
-        if len(prompts) != len(column):
-            return [f"the batch has {len(column)} rows; the trainer drew {len(prompts)} prompts"]
-        others = [
-            str(row)
-            for row, (recorded, current) in enumerate(zip(column.items, prompts, strict=True))
-            if None not in (recorded, current) and recorded != current
-        ]
-        if not others:
-            return []
-        return [
-            f"{len(others)} of {len(prompts)} prompts are not those of the batch: rows "
-            f"{list_some(others, _NUM_SHOWN, ', ')}. Use the data set, seed and order of the recording, or record again"
-        ]
+        return list_prompt_problems(column.items, request.prompts)
 
     def _read(self, sample: Foreign, number: int, request: RolloutRequest) -> ForeignRow:
         kind = type(sample).__name__
@@ -148,8 +130,8 @@ class SampleCodec:
         fields = dict(vars(sample))
         turns, is_nested = _as_turns(fields.get(_TOKENS))
         tokens = list(itertools.chain(*turns))
-        if tokens and not 0 <= min(tokens) <= max(tokens) <= _INT32_MAX:
-            raise BatchError(f"token ids lie from {min(tokens)} to {max(tokens)}; expected 0 to {_INT32_MAX}")
+        if tokens and not 0 <= min(tokens) <= max(tokens) <= INT32_MAX:
+            raise BatchError(f"token ids lie from {min(tokens)} to {max(tokens)}; expected 0 to {INT32_MAX}")
         mask, is_core_mask = _read_mask(fields.get(_MASK), turns)
         logprobs, is_core = _read_logprobs(fields.get(_LOGPROBS), turns, mask)
         native: dict[str, object] = {**fields, _KIND: kind, _TURNS: [len(turn) for turn in turns]}
@@ -167,7 +149,7 @@ class SampleCodec:
             rollout_logprobs=logprobs,
             group=number // group_size,
             member=number % group_size,
-            reward=float(reward) if isinstance(reward, int | float) and abs(reward) <= _LARGEST else 0.0,
+            reward=float(reward) if isinstance(reward, int | float) and abs(reward) <= LARGEST_FLOAT32 else 0.0,
             versions=request.policy_version,
             termination=_TERMINATIONS.get(str(fields.get("finish_reason")), Termination.TERMINATED),
             native=native,
@@ -177,17 +159,8 @@ class SampleCodec:
 _TERMINATIONS = {"length": Termination.TRUNCATED, "None": Termination.ABORTED}
 
 
-def digest_prompt(messages: object) -> str | None:
-    """Gives the digest of a conversation; None where it holds what is no plain data, as an image."""
-    try:
-        value: JSON = to_json(messages, "messages")
-    except BatchError:
-        return None
-    return compute_json_digest(value)
-
-
 def _as_turns(stated: object) -> tuple[list[list[int]], bool]:
-    """The tokens by turn, and whether they are stated so: of a single turn, ms-swift may state a list of tokens."""
+    """Reads the tokens by turn, and whether they are stated so: of a single turn, ms-swift may state a list of tokens."""
     turns = stated if isinstance(stated, list) else []
     is_nested = type(stated) is list and all(type(turn) is list for turn in turns)
     found = turns if is_nested else [turns]
@@ -197,13 +170,13 @@ def _as_turns(stated: object) -> tuple[list[list[int]], bool]:
     return found, is_nested
 
 
-def _read_mask(stated: object, turns: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.bool_], bool]:
-    """The mask of all tokens, and whether the core fields say the sample's own exactly; none stated: all ones."""
+def _read_mask(stated: Any, turns: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.bool_], bool]:  # noqa: ANN401
+    """Reads the mask of all tokens, and whether the core fields say the sample's own exactly; none stated: all ones."""
     lengths = [len(turn) for turn in turns]
     if not stated:
         return np.ones(sum(lengths), dtype=np.bool_), False
     parts = stated if isinstance(stated, list) and isinstance(stated[0], list) else [stated]
-    if not all(isinstance(part, list) for part in parts):
+    if not all(type(part) is list for part in parts):
         raise BatchError(f"{_MASK} is no list of turns")
     flat = list(itertools.chain(*parts))
     if [len(part) for part in parts] != lengths and (flat or sum(lengths)):
@@ -215,7 +188,7 @@ def _read_mask(stated: object, turns: Sequence[Sequence[int]]) -> tuple[npt.NDAr
 def _read_logprobs(
     stated: object, turns: Sequence[Sequence[int]], mask: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.float32], bool]:
-    """The log-probabilities of sampled tokens, and whether they are the sample's own exactly.
+    """Reads the log-probabilities of sampled tokens, and whether they are the sample's own exactly.
 
     ms-swift states them for all tokens or for the sampled ones, and none where a turn lacks some. 0 stands for those
     that are not stated, or are no number.

@@ -1,4 +1,4 @@
-"""The callback of ms-swift's Megatron trainers: traces the training, and records or replays its rollouts.
+"""Traces a training of ms-swift's Megatron trainers, and records or replays its rollouts, by their callback.
 
     # mock_plugin.py
     from mock_scheduler.adapters import ms_swift
@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from mock_scheduler import megatron
 from mock_scheduler.adapters.ms_swift.codec import Foreign
 from mock_scheduler.adapters.ms_swift.rollouts import Rollouts
-from mock_scheduler.adapters.ms_swift.settings import load_settings
+from mock_scheduler.adapters.ms_swift.settings import find_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 
@@ -33,14 +33,14 @@ ledger = Ledger()
 
 
 class Attachment:
-    """What the callback does, whatever release of ms-swift its base class is of."""
+    """Does what the callback does, whatever release of ms-swift its base class is of."""
 
     def __init__(self, trainer: Foreign) -> None:
         super().__init__(trainer)  # type: ignore[call-arg]  # ms-swift's MegatronCallback, behind this class
         self._trainer = trainer
         self._tracing = megatron.AttachCallback()
         self._rollouts: Rollouts | None = None
-        settings = load_settings()
+        settings = find_settings()
         if settings is not None and hasattr(trainer, _SEAM):
             self._rollouts = Rollouts(trainer, settings, ledger=ledger)
         elif settings is not None:
@@ -84,7 +84,7 @@ def register() -> None:
             "mock-scheduler frameworks lists"
         ) from error
     table[NAME] = type("MockSchedulerCallback", (Attachment, base), {"__doc__": Attachment.__doc__})
-    settings = load_settings()
+    settings = find_settings()
     if settings is not None and settings.is_replay_alone:
         pipeline: Foreign = import_module(_PIPELINE).MegatronRLHF
         if not hasattr(pipeline, _CLIENT):

@@ -1,4 +1,4 @@
-"""The proxy at the seam of ms-swift's Megatron trainers for GRPO and GKD, ``_generate_completions``.
+"""Puts the proxy at the seam of ms-swift's Megatron trainers for GRPO and GKD, ``_generate_completions``.
 
 Contract: put into a trainer while it is made, before it makes its engine. A run that only replays makes no engine,
 wakes none and sends no weights, and calls no reward function: rewards are recorded with the rollout. A step is one
@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from mock_scheduler.adapters.ms_swift.codec import Foreign, SampleCodec, digest_prompt
+from mock_scheduler.adapters.ms_swift.codec import Foreign, SampleCodec
 from mock_scheduler.adapters.ms_swift.settings import MsSwiftSettings
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.errors import SchedulerError
@@ -38,7 +38,7 @@ _Samples: TypeAlias = "list[Foreign]"
 
 
 class Rollouts:
-    """The rollouts of one trainer."""
+    """Holds the rollouts of one trainer."""
 
     def __init__(self, trainer: Foreign, settings: MsSwiftSettings, *, ledger: Ledger | None = None) -> None:
         self.ledger = Ledger() if ledger is None else ledger
@@ -61,8 +61,8 @@ class Rollouts:
         """Answers ``_generate_completions``: of the samples of this process, with their responses."""
         self._open()
         self._given = samples
-        # Taken before the rollout, which changes the messages of the samples given to it.
-        self._request = self._next_request([digest_prompt(sample.messages) for sample in samples])
+        # Copied before the rollout, which changes the messages of the samples given to it.
+        self._request = self._next_request([list(sample.messages) for sample in samples])
         found: _Samples = self._open().get_batch(self._request)
         if self._score is None:
             self._open().state_dict()  # returns when the step is on disk
@@ -124,7 +124,7 @@ class Rollouts:
             )
         return self._scheduler
 
-    def _next_request(self, prompts: list[str | None]) -> RolloutRequest:
+    def _next_request(self, prompts: list[list[Foreign]]) -> RolloutRequest:
         trainer = self._trainer
         iteration, is_training = int(trainer.state.iteration), bool(trainer.unwrapped_models[0].training)
         group_size = getattr(trainer, "num_generations" if is_training else "num_generations_eval", None)
@@ -148,7 +148,7 @@ class Rollouts:
 
 
 class _Live:
-    """ms-swift's own method as a rollout scheduler."""
+    """Serves as rollout scheduler with ms-swift's own method."""
 
     def __init__(self, owner: Rollouts) -> None:
         self._owner = owner
@@ -191,7 +191,7 @@ def describe_trainer(trainer: Foreign) -> dict[str, JSON]:
 
 
 def _as_plain(value: object) -> JSON:
-    """A plain value as it is, and of any other its class: an object's text has its address."""
+    """Gives a plain value as it is, and of any other its class: an object's text has its address."""
     if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, list | tuple):

@@ -90,7 +90,7 @@ class AttachedTraining(TrainingHandle):
 
     @contextmanager
     def step(self, number: int | None = None, rows: Sequence[str | int] | None = None) -> Iterator[None]:
-        """As ``TrainingHandle.step``."""
+        """Works as ``TrainingHandle.step``."""
         number = self._next_step if number is None else number
         if self._is_over:
             yield
@@ -113,13 +113,13 @@ class AttachedTraining(TrainingHandle):
             self._end_step()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """As ``TrainingHandle.log``."""
+        """Works as ``TrainingHandle.log``."""
         notes = self._notes or (None if self._written_last is None else self._written_last[0])
         if notes is not None:
             notes.logged.update({name: float(value) for name, value in metrics.items()})
 
     def end(self) -> None:
-        """As ``TrainingHandle.end``."""
+        """Works as ``TrainingHandle.end``."""
         if not self._is_over:
             self._is_over = True
             atexit.unregister(self._at_exit)
@@ -130,7 +130,7 @@ class AttachedTraining(TrainingHandle):
     # --- Forward passes ---------------------------------------------------------------------------------------------
 
     def pass_begins(self, chunk: int, number: int, call: CallInputs) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         if self._is_over:
             return
         self._tell_pass(chunk, number, call)
@@ -147,7 +147,7 @@ class AttachedTraining(TrainingHandle):
             self._instruments.pass_begins(number, call, has_embedding=self._embeds[chunk])
 
     def pass_ends(self, chunk: int, output: object) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         if self._is_over:
             return
         with self._edge():
@@ -158,13 +158,13 @@ class AttachedTraining(TrainingHandle):
                 self._instruments.pass_ends(loss)
 
     def bypass_begins(self) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         if self._instruments is not None:
             self._bypass = self._instruments.bypass()
             self._bypass.__enter__()
 
     def bypass_ends(self) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         bypass, self._bypass = self._bypass, nullcontext()
         bypass.__exit__(None, None, None)
 

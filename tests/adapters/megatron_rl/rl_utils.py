@@ -71,7 +71,7 @@ def play(iteration: int, n_prompts: int, samples_per_group: int) -> tuple[list[R
     """Two turns each, with a token that the engine ended on."""
     groups, ledger = [], {}
     for prompt in range(n_prompts):
-        rollouts = []
+        rollouts: list[TokenRollout | Rollout] = []
         for sample in range(samples_per_group):
             ids = [f"chatcmpl-{iteration}-{prompt}-{sample}-{turn}" for turn in range(2)]
             first = [1, 2, 10 + sample, 11]
