@@ -21,6 +21,7 @@ from tests.programs import DETERMINISTIC, ROOT
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
 
 BUILT = Path(os.environ.get("BUILT_PACKAGES", Path(sys.prefix) / "built"))
+SWIFT = Path(os.environ.get("SWIFT_PACKAGES", Path(sys.prefix) / "swift"))
 SOURCES = os.environ.get("MEGATRON_LM", "")
 
 
@@ -68,7 +69,7 @@ def test_ms_swifts_own_trainer_replays_without_an_engine_and_is_traced(tmp_path:
         keys |= {"initial_state": str(tmp_path / "one" / "trace"), "output_dir": str(tmp_path / f"traced-{mode}")}
         run_file.write_text(json.dumps(keys), encoding="utf-8")
         environ = {"MOCK_SCHEDULER_MS_SWIFT": str(settings), "MOCK_SCHEDULER_RUN": str(run_file)}
-        said[mode] = run("ms_swift_run", tmp_path, mode, {"PYTHONPATH": f"{ROOT}:{BUILT}", **environ})
+        said[mode] = run("ms_swift_run", tmp_path, mode, {"PYTHONPATH": f"{ROOT}:{BUILT}:{SWIFT}", **environ})
     assert said["dump"]["calls"] == ["engine", *("weights", "infer", "score") * 2]
     assert said["mock"]["calls"] == []
     assert said["mock"]["ledger"]["built"] == {"engine": 0, "environment": 0, "scheduler": 0}

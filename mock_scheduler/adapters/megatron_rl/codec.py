@@ -194,7 +194,7 @@ def _members(group: Foreign) -> list[Foreign]:
 
 
 def _model_fields(model: Foreign) -> tuple[dict[str, Any], set[str]]:
-    """Gives the fields of a pydantic model as they are, and those that were set; a group's own iterator has its rollouts."""
+    """Gives the fields of a pydantic model as they are, and those that were set; a group iterates over its rollouts."""
     return {**vars(model), **(model.__pydantic_extra__ or {})}, set(model.model_fields_set)
 
 

@@ -163,7 +163,7 @@ class Rollouts:
         return None
 
     def _shut_down(self, *arguments: Foreign, **options: Foreign) -> Foreign:
-        """Closes the recording, since Megatron-LM leaves by ``os._exit`` here, so that nothing of Python's own end follows."""
+        """Closes the recording; Megatron-LM leaves by ``os._exit`` here, so that nothing of Python's end follows."""
         self.close()
         return self._originals[_SHUTDOWN](*arguments, **options)
 

@@ -160,7 +160,7 @@ _TERMINATIONS = {"length": Termination.TRUNCATED, "None": Termination.ABORTED}
 
 
 def _as_turns(stated: object) -> tuple[list[list[int]], bool]:
-    """Reads the tokens by turn, and whether they are stated so: of a single turn, ms-swift may state a list of tokens."""
+    """Reads the tokens by turn, and whether they are stated so: of one turn, ms-swift may state a list of tokens."""
     turns = stated if isinstance(stated, list) else []
     is_nested = type(stated) is list and all(type(turn) is list for turn in turns)
     found = turns if is_nested else [turns]
