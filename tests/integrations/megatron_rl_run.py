@@ -52,6 +52,7 @@ def _make_class(name: str) -> type:
 
 
 sys.meta_path.append(_Unused())
+sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # its Python may be there, without its kernels
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -128,7 +128,7 @@ def natives(draw: st.DrawFn) -> Any:
     return groups if ledger is None else (groups, ledger)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(natives())
 def test_rollouts_of_any_form_come_back(native: Any) -> None:
     check(native)

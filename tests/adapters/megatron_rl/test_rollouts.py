@@ -99,6 +99,30 @@ def test_live_steps_follow_replayed_ones_and_are_evaluated(tmp_path: Path) -> No
     assert bits(taken_apart(found)) == bits(taken_apart(live))
 
 
+def test_rank_0_writes_and_every_rank_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks play with rank 0, and move generators of their own: its states must not be set for them."""
+    barriers: list[int] = []
+
+    def be(rank: int) -> None:
+        group = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank)
+        group.barrier = lambda: barriers.append(rank)
+        monkeypatch.setattr(seam, "dist", group)
+
+    be(1)
+    run(tmp_path, "dump", range(2))
+    assert not (tmp_path / "dump" / "recording.json").exists()
+    be(0)
+    _, live = run(tmp_path, "dump", range(2))
+    rl_utils.calls.clear()
+    for rank in (0, 1):
+        be(rank)
+        rollouts, replayed = run(tmp_path, "mock", range(2))
+        assert bits(taken_apart(replayed)) == bits(taken_apart(live))
+        assert rollouts.ledger.as_dict()["answered"]["get_batch"] == 2
+    assert rl_utils.calls == ["shutdown", "shutdown"]
+    assert barriers == [1, 0, 0, 1]
+
+
 def test_another_run_is_refused(tmp_path: Path) -> None:
     run(tmp_path, "dump", range(1), contract={"weights": "a"})
     with pytest.raises(StepNotFoundError):

@@ -107,7 +107,7 @@ def samples(draw: st.DrawFn) -> Any:
     return made
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(samples(), min_size=1, max_size=4))
 def test_samples_of_any_form_come_back(taken: list[Any]) -> None:
     check(taken)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from mock_scheduler import megatron, read_recording
 from mock_scheduler.adapters import ms_swift
-from mock_scheduler.adapters.ms_swift import plugin
+from mock_scheduler.adapters.ms_swift import plugin, rollouts
 from mock_scheduler.config.instruments import RUN_FILE_VARIABLE
 from mock_scheduler.errors import BatchError, ConfigError, ContractError
 from mock_scheduler.ledger import Ledger
@@ -81,6 +84,37 @@ def test_rollouts_of_dynamic_sampling_and_of_evaluations_have_numbers_of_their_o
     replayed = trainer(swift, dynamic_sample=True)
     assert bits(replayed.train(2, rounds=2, evaluates=True)) == bits(expected)
     assert replayed.calls == []
+
+
+def test_processes_record_their_own_samples_in_the_order_of_the_data(
+    swift: dict[str, Any], settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two data-parallel ranks of two processes each; the processes of a rank lie apart, as those of a pipeline do.
+
+    Each process is a thread: a step is on disk once all have written their part.
+    """
+    own = threading.local()
+    group = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group: own.process // 2)
+    group.get_world_size = lambda group=None: 4 if group is None else 2
+    monkeypatch.setattr(rollouts, "dist", group)
+    state = SimpleNamespace(get_data_parallel_rank=lambda: own.process % 2)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    monkeypatch.setattr(Trainer, "_get_rollout_group", lambda self: "the rank's", raising=False)
+
+    def train(process: int) -> Any:
+        own.process = process
+        (samples, rewards, _) = trainer(swift).train(1)[0]
+        return samples, rewards
+
+    settings("dump", run_id="swift-1")
+    with ThreadPoolExecutor(4) as pool:
+        expected = list(pool.map(train, range(4)))
+    batch = read_recording(tmp_path / "dump").batch(0)
+    assert [identity.numbers for identity in batch.identities] == [
+        (group, 0, member, 0) for group in range(4) for member in range(2)
+    ]
+    settings("mock")
+    assert [bits(train(process)) for process in range(4)] == [bits(one) for one in expected]
 
 
 def test_a_replay_of_another_run_is_refused(swift: dict[str, Any], settings: Any) -> None:
