@@ -58,6 +58,7 @@ _STORAGES = {
 _ARRAY_MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _FROM_BUFFER = ("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer")
 _TYPED_TENSOR = "torch._tensor._rebuild_from_type_v2"
+_PARAMETER = "torch._utils._rebuild_parameter"
 _NESTED = "torch.nested._internal.nested_tensor"
 
 #: Every global that a pickle of values may name.
@@ -66,7 +67,7 @@ VALUE_NAMES = frozenset(
         *_STORAGES,
         *(f"torch.{name}" for name in DTYPES),
         *("torch.Size", "torch.device", "torch.Tensor"),
-        *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _TYPED_TENSOR),
+        *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _TYPED_TENSOR, _PARAMETER),
         *("torch._utils._rebuild_nested_tensor", f"{_NESTED}._rebuild_njt", f"{_NESTED}.NestedTensor"),
         # Among the marks of a nested tensor, which are not read; nothing is made of them elsewhere.
         *("torch._dynamo.decorators._DimRange", "__builtin__.set", "builtins.set"),
@@ -255,6 +256,10 @@ class _Builder:
             raise self._problem("has a tensor of a class of its own; expected torch.Tensor")
         return self._build_record(Record(kind=function, arguments=arguments))
 
+    def make_parameter(self, record: Record) -> tuple[Any, int]:
+        """``_rebuild_parameter``: its tensor, whether it wants a gradient, hooks."""
+        return self.build(record.arguments[0])
+
     def make_jagged(self, record: Record) -> tuple[Jagged, int]:
         """``_rebuild_njt``: all rows one after another, and where each begins."""
         fields = record.arguments[0]
@@ -341,6 +346,7 @@ _MAKERS: Mapping[str, Callable[[_Builder, Record], tuple[Any, int]]] = {
     "torch._utils._rebuild_tensor_v3": _Builder.make_tensor,
     "torch._utils._rebuild_nested_tensor": _Builder.make_nested,
     _TYPED_TENSOR: _Builder.make_typed_tensor,
+    _PARAMETER: _Builder.make_parameter,
     f"{_NESTED}._rebuild_njt": _Builder.make_jagged,
     **dict.fromkeys(("_codecs.encode", *NO_BYTES), _Builder.make_bytes),
     **dict.fromkeys(_FROM_BUFFER, _Builder.make_array_of_buffer),

@@ -80,12 +80,14 @@ class TraceKey:
     """One tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
 
     A tensor of a step rather than of an update (``STEP_KINDS``) has update 0.
+    ``place``: of the entry that it was read from; it does not tell two tensors apart.
     """
 
     step: int
     update: int
     kind: TraceKind
     name: str
+    place: int | None = field(default=None, compare=False)
 
     def describe(self) -> str:
         """The key in words: ``gradient of output_layer.weight at step 0, update 0``."""
@@ -104,6 +106,8 @@ class TraceEntry:
     ``dims``: the name of each dimension; empty where nobody said.
     ``is_masked``: a token tensor defined at some tokens only (response tokens): tokens in no piece are masked
     out, where otherwise they would be missing.
+    ``place``: its rank among the tensors of its phase in the order of computation, in a trace whose names are not
+    Megatron's; ``None``: the name says it.
     """
 
     update: int
@@ -112,6 +116,7 @@ class TraceEntry:
     tensor: torch.Tensor
     dims: tuple[DimName, ...] = ()
     is_masked: bool = False
+    place: int | None = None
 
     @property
     def is_by_token(self) -> bool:
