@@ -1,8 +1,8 @@
 """What SGLang's dumper wrote, as a trace: a folder of ``step=…___rank=…___dump_index=…___name=….pt``.
 
 Each file holds ``{"value", "meta"}``. SGLang and miles write such folders (``DUMPER_ENABLE=1``, ``--dumper-enable``).
-Contract: ``dims`` in the meta say where a tensor lies in the whole one (``sglang_dims``). A tensor without them is whole
-in a run of one process; of several, its name begins with its rank. Tensors stand in the order in which they were
+Contract: ``dims`` in the meta say where a tensor lies in the whole one (``sglang_dims``). A tensor without them is
+whole in a run of one process; of several, its name begins with its rank. Tensors stand in the order in which they were
 dumped, later pipeline stages behind the earlier ones, in the backward pass before them.
 """
 
