@@ -136,7 +136,9 @@ class BatchCodec(Protocol):
     """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit.
 
     A codec may also have ``prompt_problems(batch, request)``, which lists the differences between the prompts of a
-    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some.
+    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some. And
+    ``late_rewards(values)``, which gives each row's reward of the step's late values by name, for those who look at the
+    recording; None: these are no rewards.
     """
 
     def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:

@@ -87,7 +87,14 @@ class Jagged:
     rows: tuple[torch.Tensor, ...]
 
 
-def read_values(data: bytes, *, size_bytes: int, storages: Storages | None = None, kept: Collection[str] = ()) -> Any:  # noqa: ANN401 - data of any kind
+def read_values(
+    data: bytes,
+    *,
+    size_bytes: int,
+    storages: Storages | None = None,
+    kept: Collection[str] = (),
+    max_expanded_bytes: int = 0,
+) -> Any:  # noqa: ANN401 - data of any kind
     """Reads one pickle of tensors, arrays and plain data.
 
     Args:
@@ -95,6 +102,7 @@ def read_values(data: bytes, *, size_bytes: int, storages: Storages | None = Non
         size_bytes: of the file that it is of; bounds the values.
         storages: the storages that the file has beside it; ``None``: it has none.
         kept: further globals; objects of them stay a ``Record``.
+        max_expanded_bytes: of all tensors together that repeat elements of their storage; they stay views of it.
 
     Raises:
         PickledDataError: it would run code, claims more than is there, or has a value of another kind; the text goes on
@@ -103,15 +111,21 @@ def read_values(data: bytes, *, size_bytes: int, storages: Storages | None = Non
     described = read_pickled_data(
         data, names=VALUE_NAMES | set(kept), has_persistent_ids=storages is not None, max_bytes=MAX_VALUES_BYTES
     )
-    builder = _Builder(storages=storages or {}, kept=frozenset(kept), max_weight=_VALUES_PER_BYTE * size_bytes)
+    builder = _Builder(
+        storages=storages or {},
+        kept=frozenset(kept),
+        max_weight=_VALUES_PER_BYTE * size_bytes,
+        max_expanded_bytes=max_expanded_bytes,
+    )
     return builder.build(described)[0]
 
 
 class _Builder:
     """Makes the values of one file; each object once, however often it occurs."""
 
-    def __init__(self, *, storages: Storages, kept: frozenset[str], max_weight: int) -> None:
+    def __init__(self, *, storages: Storages, kept: frozenset[str], max_weight: int, max_expanded_bytes: int) -> None:
         self._storages, self._kept, self._max_weight = storages, kept, max_weight
+        self._left_expanded_bytes = max_expanded_bytes
         self._made: dict[int, tuple[Any, int]] = {}
         # Objects whose addresses ``_made`` has: a temporary one would give its address to another.
         self._held: list[object] = []
@@ -238,7 +252,10 @@ class _Builder:
             raise self._problem(f"has a tensor of size {list(sizes)} and strides {list(steps)}")
         numel, stored = math.prod(sizes), len(content) // dtype.itemsize
         last = start + sum((count - 1) * step for count, step in zip(sizes, steps, strict=True)) if numel else start
-        if numel and (last >= stored or numel > stored):
+        is_expanded = numel > stored
+        if is_expanded:
+            self._left_expanded_bytes -= numel * dtype.itemsize
+        if numel and (last >= stored or (is_expanded and self._left_expanded_bytes < 0)):
             raise self._problem(
                 f"holds {dtype} {list(sizes)} on cpu, of which it stores {len(content)} bytes: the others are claimed"
             )
@@ -247,7 +264,7 @@ class _Builder:
         whole = from_bytes(content[: stored * dtype.itemsize], dtype, (stored,))
         if dtype is torch.bool and int(content.max()) > 1:
             raise self._problem("has a bool tensor with other bytes than 0 and 1")
-        return whole.as_strided(sizes, steps, start), 1 + numel * dtype.itemsize
+        return whole.as_strided(sizes, steps, start), 1 + min(numel, stored) * dtype.itemsize
 
     def make_typed_tensor(self, record: Record) -> tuple[Any, int]:
         """``_rebuild_from_type_v2``: a function, the tensor's class, the function's arguments, marks."""

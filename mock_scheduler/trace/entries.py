@@ -106,8 +106,8 @@ class TraceEntry:
     ``dims``: the name of each dimension; empty where nobody said.
     ``is_masked``: a token tensor defined at some tokens only (response tokens): tokens in no piece are masked
     out, where otherwise they would be missing.
-    ``place``: its rank among the tensors of its phase in the order of computation, in a trace whose names are not
-    Megatron's; ``None``: the name says it.
+    ``place``: its rank among all tensors of its update in the order of computation, in a trace whose names are not
+    Megatron's; ``None``: kind and name say it.
     """
 
     update: int
@@ -192,7 +192,10 @@ class RowTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unobserved:
-    """A tensor this model does not show, like the output of a norm fused into a linear layer."""
+    """A tensor this model does not show, like the output of a norm fused into a linear layer.
+
+    ``name``: its own, or a glob with ``*`` of names that a trace of this kind may have, and this run cannot.
+    """
 
     kind: TraceKind
     name: str

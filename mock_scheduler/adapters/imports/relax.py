@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mock_scheduler.adapters.imports.steps import find_files
-from mock_scheduler.adapters.imports.traces import RankTensors, Traces, name_tensor, write_ranks
+from mock_scheduler.adapters.imports.traces import RankTensors, Traces, name_apart, name_tensor, write_ranks
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError
 from mock_scheduler.support.foreign_files import load_json, read_bytes
@@ -132,7 +132,7 @@ def _entries_of(bundle: _Bundle) -> Iterator[TraceEntry]:
             )
         yield _place(bundle, kind, called, tensor, update=update, place=number)
     for number, (name, value) in enumerate(bundle.reported.items()):
-        called = f"rank{bundle.rank}.{name}" if bundle.world_size > 1 else name
+        called = name_apart(name, "rank", bundle.rank, bundle.world_size) if bundle.world_size > 1 else name
         tensor = torch.tensor([value], dtype=torch.float64)
         yield TraceEntry(update=update, kind="loss", spec=whole(called, (1,)), tensor=tensor, place=_REPORTED + number)
 

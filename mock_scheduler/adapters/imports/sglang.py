@@ -2,7 +2,7 @@
 
 Each file holds ``{"value", "meta"}``. SGLang and miles write such folders (``DUMPER_ENABLE=1``, ``--dumper-enable``).
 Contract: ``dims`` in the meta say where a tensor lies in the whole one (``sglang_dims``). A tensor without them is
-whole in a run of one process; of several, its name begins with its rank. Tensors stand in the order in which they were
+whole in a run of one process; of several, each rank has its own. Tensors stand in the order in which they were
 dumped, later pipeline stages behind the earlier ones, in the backward pass before them.
 """
 
@@ -19,12 +19,20 @@ import torch
 
 from mock_scheduler.adapters.imports.sglang_dims import AxisPlace, place_tensor, read_places
 from mock_scheduler.adapters.imports.steps import find_files
-from mock_scheduler.adapters.imports.traces import RankTensors, Traces, name_tensor, write_ranks
+from mock_scheduler.adapters.imports.traces import (
+    MAX_EXPANDED_BYTES,
+    RankTensors,
+    Traces,
+    list_apart,
+    name_apart,
+    name_tensor,
+    write_ranks,
+)
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest
 from mock_scheduler.support.torch_files import read_torch_file
-from mock_scheduler.trace.entries import PHASES, Phase, TraceEntry, Unobserved
+from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.shards import whole
 
 _PATTERN = r"step=(\d+)___rank=(\d+)___dump_index=(\d+)___name=[^/]+\.pt"
@@ -81,7 +89,7 @@ def _read_rank(step: int, rank: int, own: _RankStep, inside: Path | None, writer
 
 
 def _load(path: Path, inside: Path | None) -> tuple[Any, Mapping[str, Any]]:
-    content = read_torch_file(path, inside=inside, what="a dump of SGLang's")
+    content = read_torch_file(path, inside=inside, what="a dump of SGLang's", max_expanded_bytes=MAX_EXPANDED_BYTES)
     if (
         not isinstance(content, dict)
         or not {"value", "meta"} <= content.keys()
@@ -100,10 +108,13 @@ def _read_files(own: _RankStep, inside: Path | None, world_size: int) -> Iterato
         kind = _kind_of(base)
         name = _name_call(own, kind, _name_of(base, meta), str(meta.get("recompute_status")))
         if not isinstance(value, torch.Tensor):
-            own.unobserved.append(Unobserved(kind, name, f"its value is a {type(value).__name__}, and no tensor"))
+            own.unobserved.append(_unobserved(kind, name, f"its value is a {type(value).__name__}, and no tensor"))
+            continue
+        if not value.numel():
+            own.unobserved.append(_unobserved(kind, name, "it has no element on this rank"))
             continue
         if base in _SLOTS:
-            own.unobserved.append(Unobserved(kind, name, "places in the engine's memory are no result"))
+            own.unobserved.append(_unobserved(kind, name, "places in the engine's memory are no result"))
             continue
         if meta.get("recompute_status") == "recompute":
             # As a trace of ours: what is computed again is there where it has other bits.
@@ -118,7 +129,10 @@ def _read_files(own: _RankStep, inside: Path | None, world_size: int) -> Iterato
         if isinstance(dims, str):
             spec = place_tensor(name, shape, dims, places, str(path))
         else:
-            spec = whole(f"rank{meta.get('rank')}.{name}" if world_size > 1 else name, shape)
+            rank = int(meta["rank"])
+            spec = whole(name_apart(name, "rank", rank, world_size) if world_size > 1 else name, shape)
+        if spec.name != name:
+            own.unobserved.append(list_apart(kind, name))
         yield TraceEntry(update=0, kind=kind, spec=spec, tensor=value, place=index + _stage_of(kind, places) * _STAGE)
 
 
@@ -127,7 +141,7 @@ def _kind_of(name: str) -> TraceKind:
         return "gradient" if name.startswith(f"{_GRAD}{_PARAM}") else "activation_gradient"
     if name in _INPUTS:
         return "input"
-    return "parameter" if name.startswith(_PARAM) else "activation"
+    return "initial" if name.startswith(_PARAM) else "activation"
 
 
 def _name_of(base: str, meta: Mapping[str, Any]) -> str:
@@ -147,6 +161,13 @@ def _name_call(own: _RankStep, kind: TraceKind, name: str, status: str) -> str:
     return f"{name}.call{number}" if number else name
 
 
+def _unobserved(kind: TraceKind, name: str, reason: str) -> Unobserved:
+    return Unobserved(kind=kind, name=name, reason=reason)
+
+
 def _stage_of(kind: TraceKind, places: Mapping[str, AxisPlace]) -> int:
+    """Counts the stages of the forward pass, then those of the backward pass, then what stands behind both."""
     stage = places.get("pp", AxisPlace(0, 1))
-    return stage.size - 1 - stage.rank if PHASES[kind] is Phase.BACKWARD else stage.rank
+    if kind in ("gradient", "initial"):
+        return 2 * stage.size
+    return 2 * stage.size - 1 - stage.rank if kind == "activation_gradient" else stage.rank

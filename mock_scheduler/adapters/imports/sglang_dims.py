@@ -2,8 +2,8 @@
 
 ``b s[cp:zigzag,sp] (heads*size)[tp] # dp:=attn_dp`` names each dimension; in brackets the axes over which it is split,
 the outer one first. Ranks of an axis that is not named hold copies. Contract: nothing is added up or moved. Where the
-ranks hold different tensors of one name (parts of a sum, other samples, packed rows over cp), the name begins with the
-rank's place on that axis.
+ranks hold different tensors of one name (parts of a sum, other samples, packed rows over cp), each is a tensor of its
+own (``traces.name_apart``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mock_scheduler.adapters.imports.traces import name_apart
 from mock_scheduler.errors import ForeignFileError
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
 _DIM = re.compile(r"(?P<name>1|[A-Za-z_]\w*|\([^()\[\]]+\))(?:\[(?P<axes>[^\]]+)\])?")
-_AXES = ("tp", "cp", "ep", "sp")
+_AXES = ("tp", "cp", "ep", "sp", "dp", "etp", "edp", "attn_tp", "attn_dp", "moe_ep", "moe_tp", "moe_dp")
 _INFOS = ("sglang_parallel_info", "megatron_parallel_info")
 _SEQUENCE, _TOKENS = "s", "t"
 
@@ -62,34 +63,37 @@ def place_tensor(name: str, shape: Sequence[int], dims: str, places: Mapping[str
     words = text.split()
     if len(words) != len(shape):
         raise ForeignFileError(f"{where}: dims {dims!r} name {len(words)} dimensions of {list(shape)}")
-    prefix = _name_replica(remark, places)
+    if not re.search(r"dp\b", text):
+        name = _name_replica(name, remark, places)
     whole, splits = [], []
     for dim, (word, size) in enumerate(zip(words, shape, strict=True)):
         shares, apart = _read_dim(word, places, f"{where}: dims {dims!r}")
-        prefix += apart
+        for axis in apart:
+            name = name_apart(name, axis, places[axis].rank, places[axis].size)
         blocks = (Block(local_start=0, global_start=0, length=size * _count(shares)),)
         for share in shares:
             blocks = _cut(blocks, share, f"{where}: dims {dims!r}, {word}")
         if shares:
             splits.append(Split(dim=dim, blocks=blocks))
         whole.append(size * _count(shares))
-    return ShardSpec(name=f"{prefix}{name}", global_shape=tuple(whole), local_shape=tuple(shape), splits=tuple(splits))
+    return ShardSpec(name=name, global_shape=tuple(whole), local_shape=tuple(shape), splits=tuple(splits))
 
 
-def _name_replica(remark: str, places: Mapping[str, AxisPlace]) -> str:
-    """Begins a name with the place among replicas of the model, which hold other samples."""
+def _name_replica(name: str, remark: str, places: Mapping[str, AxisPlace]) -> str:
+    """Names the place among replicas of the model, which hold other samples; the first has the name itself."""
     alias = re.search(r"\bdp:=(\w+)", remark)
-    names = (alias[1],) if alias else ("attn_dp", "dp")
-    place = next((places[name] for name in names if name in places), None)
-    return "" if place is None else f"dp{place.rank}."
+    axes = (alias[1],) if alias else ("attn_dp", "dp")
+    place = next((places[axis] for axis in axes if axis in places), None)
+    return name if place is None or place.rank == 0 else name_apart(name, "dp", place.rank, place.size)
 
 
-def _read_dim(word: str, places: Mapping[str, AxisPlace], where: str) -> tuple[list[_Share], str]:
-    """Gives the cuts of a dimension, the outer one first, and the beginning of the name for axes that cut nothing."""
+def _read_dim(word: str, places: Mapping[str, AxisPlace], where: str) -> tuple[list[_Share], list[str]]:
+    """Gives the cuts of a dimension, the outer one first, and the axes whose ranks hold other tensors."""
     match = _DIM.fullmatch(word)
     if match is None:
         raise ForeignFileError(f"{where}: {word!r} names no dimension; expected for example h[tp] or s[cp:zigzag,sp]")
-    shares, apart = [], ""
+    shares: list[_Share] = []
+    apart: list[str] = []
     for item in filter(None, (match["axes"] or "").split(",")):
         axis, _, marks = item.strip().partition(":")
         words = set(filter(None, marks.split("+")))
@@ -100,7 +104,7 @@ def _read_dim(word: str, places: Mapping[str, AxisPlace], where: str) -> tuple[l
             continue
         # The rows of packed tokens are cut one by one, and no file says where they begin.
         if "partial" in words or (match["name"] == _TOKENS and axis == "cp"):
-            apart += f"{axis}{place.rank}."
+            apart.append(axis)
         elif "zigzag" in words and match["name"] != _SEQUENCE:
             raise ForeignFileError(f"{where}: {word!r} is zigzag; expected that of dimension {_SEQUENCE} alone")
         else:

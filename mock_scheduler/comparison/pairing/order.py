@@ -104,7 +104,12 @@ def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
 
 
 def phase_of(key: TraceKey) -> int:
-    """Returns the place of a tensor's phase within its update: ``PHASES``; behind all of them for means of a pass."""
+    """Returns the place of a tensor's phase within its update: ``PHASES``; behind all of them for means of a pass.
+
+    Tensors whose trace states their places have one phase.
+    """
+    if key.place is not None:
+        return Phase.FORWARD  # one for all: their places say what comes first
     # Means are bookkeeping: recomputation may count twice, and nothing is computed from them.
     return BOOKKEEPING if key.kind == "loss" and _MEAN.search(key.name) else PHASES[key.kind]
 
