@@ -36,9 +36,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def run(arguments: Sequence[str], folder: Path) -> str:
+def run(arguments: Sequence[str], folder: Path, *, path: str = str(ROOT)) -> str:
     """Run a program in ``.venv-engines``."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(
         [str(ENGINES), "-W", "ignore", *arguments],
         cwd=folder,
@@ -80,19 +80,40 @@ def test_grpo_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert "trl.tokenizer: recorded" in tokenizer
 
 
-def test_vllm_samples_for_the_recording_and_is_not_there_in_the_replay(root: Path) -> None:
-    run(["-m", "tests.integrations.trl_run", str(root), "vdump:dump:vllm=1"], root)
+def test_trls_own_vllm_samples_for_the_recording_and_is_not_there_in_the_replay(root: Path) -> None:
+    # TRL asks for a distribution called vllm, and that of the CPU build is called otherwise.
+    metadata = root / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n", encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(root / "metadata")])
+    run(["-m", "tests.integrations.trl_run", str(root), "vdump:dump:vllm=1"], root, path=path)
     run(["-m", "tests.integrations.trl_run", str(root), "vmock:mock:vllm=1"], root)
     dump, mock = results(root, "vdump", "vmock")
     assert dump["calls"] == {"engine": 1, "generate": 3, "reward": 6}
-    assert len(dump["children"]) == 1
+    assert dump["has_engine"]
     assert mock["calls"] == {"engine": 0, "generate": 0, "reward": 0}
-    assert mock["children"] == []
+    assert not mock["has_engine"]
     assert mock["ledger"]["suppressed"] == {"engine": 1, "sync_weights": 3, "close": 1}
     assert mock["weights"] == dump["weights"]
     assert mock["logs"] == dump["logs"]
-    # Logged where TRL corrects for the engine's log-probabilities.
-    assert dump["logs"][0]["sampling/sampling_logp_difference/max"] < 1e-4
+    # Logged where TRL corrects for the engine's log-probabilities: each sync of weights reached the engine.
+    differences = [line["sampling/sampling_logp_difference/max"] for line in dump["logs"][:3]]
+    assert max(differences) < 1e-5
+
+
+def test_two_processes_train_on_a_recording_to_the_same_bits(root: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run([*launch, "-m", "tests.integrations.trl_run", str(root), "pdump:dump", "pmock:mock", "pverify:verify"], root)
+    for rank in range(2):
+        dump, mock, verify = results(root, *(f"{name}-{rank}" for name in ("pdump", "pmock", "pverify")))
+        assert dump["calls"] == {"engine": 0, "generate": 3, "reward": 6}
+        assert mock["calls"] == {"engine": 0, "generate": 0, "reward": 0}
+        assert mock["ledger"]["answered"] == {"get_batch": 3, "late_values": 6}
+        assert verify["ledger"]["recording"] == {"verified_steps": 3}
+        assert mock["weights"] == verify["weights"] == dump["weights"]
+        assert mock["logs"] == verify["logs"] == dump["logs"]
+    first, second = (result["weights"] for result in results(root, "pdump-0", "pdump-1"))
+    assert first == second
 
 
 def test_the_asynchronous_trainer_trains_on_a_recording_to_the_same_bits(root: Path) -> None:

@@ -104,8 +104,8 @@ def _load_manifest(source: Path) -> dict[str, _Boundary]:
     except ValueError as error:
         raise ForeignFileError(f"{path} {error}") from error
     if not isinstance(manifest, dict) or manifest.get("schema_version") != _SCHEMA:
-        found = manifest.get("schema_version") if isinstance(manifest, dict) else None
-        raise ForeignFileError(f"{path} is of schema {found!r}; expected {_SCHEMA}")
+        schema = manifest.get("schema_version") if isinstance(manifest, dict) else None
+        raise ForeignFileError(f"{path} is of schema {schema!r}; expected {_SCHEMA}")
     found: dict[str, _Boundary] = {}
     for number, item in enumerate(manifest["boundaries"]):
         name, positions = item["id"], item["positions"]
@@ -177,7 +177,7 @@ def _identify(record: Mapping[str, Any], path: Path) -> str:
     identity = record.get("identity")
     if not isinstance(identity, Mapping) or any(identity.get(name) is None for name in _SAMPLE):
         raise ForeignFileError(f"{path} does not say which {', '.join(_SAMPLE)} it is of")
-    return f"sample {compute_json_digest([str(identity[name]) for name in _SAMPLE])[:16]}"
+    return compute_json_digest([str(identity[name]) for name in _SAMPLE])[:16]
 
 
 def _check_whole(side: str, captures: Sequence[_Capture], boundaries: Mapping[str, _Boundary], source: Path) -> None:

@@ -70,7 +70,7 @@ def place_tensor(name: str, shape: Sequence[int], dims: str, places: Mapping[str
         shares, apart = _read_dim(word, places, f"{where}: dims {dims!r}")
         for axis in apart:
             name = name_apart(name, axis, places[axis].rank, places[axis].size)
-        blocks = (Block(local_start=0, global_start=0, length=size * _count(shares)),)
+        blocks: tuple[Block, ...] = (Block(local_start=0, global_start=0, length=size * _count(shares)),)
         for share in shares:
             blocks = _cut(blocks, share, f"{where}: dims {dims!r}, {word}")
         if shares:
