@@ -39,6 +39,11 @@ class ForeignFormat:
     refusal: str = ""
     tracer: str = ""
 
+    @property
+    def becomes(self) -> str:
+        """What its files become: ``recording``, ``trace``, or nothing."""
+        return "recording" if self.reader else "trace" if self.tracer else ""
+
 
 _SAMPLING = "sampling parameters"
 
