@@ -7,6 +7,7 @@ the ledger; or the error that refused it.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -111,7 +112,7 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         "weights": digest_weights(model),
         "calls": dict(CALLS),
         "ledger": rollouts.ledger.as_dict(),
-        "has_engine": "vllm.v1.engine.core" in sys.modules,
+        "has_engine": any(type(item).__name__ == "LLMEngine" for item in gc.get_objects()),
     }
 
 
