@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.plain_values import from_json, to_json
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue
 from mock_scheduler.batch.plausibility import VALID_COLUMN
