@@ -138,7 +138,7 @@ class BatchCodec(Protocol):
     A codec may also have ``prompt_problems(batch, request)``, which lists the differences between the prompts of a
     batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some. And
     ``late_rewards(values)``, which gives each row's reward of the step's late values by name, for those who look at the
-    recording; None: these are no rewards.
+    recording (``decode`` reads no rewards then); None: these are no rewards.
     """
 
     def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:

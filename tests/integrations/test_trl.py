@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mock_scheduler.api.compare import compare
+from mock_scheduler.api.reading import read_recording
 from mock_scheduler.verdict.verdict import VerdictKind
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(2400)]
@@ -52,6 +53,15 @@ def run(arguments: Sequence[str], folder: Path, *, path: str = str(ROOT)) -> str
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def vllm_path(root: Path) -> str:
+    """A path with metadata of vLLM: TRL asks for a distribution of this name, and the CPU build has another."""
+    metadata = root / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n", encoding="utf-8")
+    return os.pathsep.join([str(ROOT), str(root / "metadata")])
+
+
 def results(root: Path, *names: str) -> list[dict[str, Any]]:
     return [json.loads((root / f"{name}.json").read_text(encoding="utf-8")) for name in names]
 
@@ -80,13 +90,8 @@ def test_grpo_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert "trl.tokenizer: recorded" in tokenizer
 
 
-def test_trls_own_vllm_samples_for_the_recording_and_is_not_there_in_the_replay(root: Path) -> None:
-    # TRL asks for a distribution called vllm, and that of the CPU build is called otherwise.
-    metadata = root / "metadata" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n", encoding="utf-8")
-    path = os.pathsep.join([str(ROOT), str(root / "metadata")])
-    run(["-m", "tests.integrations.trl_run", str(root), "vdump:dump:vllm=1"], root, path=path)
+def test_trls_own_vllm_samples_for_the_recording_and_is_not_there_in_the_replay(root: Path, vllm_path: str) -> None:
+    run(["-m", "tests.integrations.trl_run", str(root), "vdump:dump:vllm=1"], root, path=vllm_path)
     run(["-m", "tests.integrations.trl_run", str(root), "vmock:mock:vllm=1"], root)
     dump, mock = results(root, "vdump", "vmock")
     assert dump["calls"] == {"engine": 1, "generate": 3, "reward": 6}
@@ -127,6 +132,20 @@ def test_the_asynchronous_trainer_trains_on_a_recording_to_the_same_bits(root: P
     assert mock["ledger"]["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
     assert mock["ledger"]["suppressed"]["send_weights"] == dump["model_version"] == mock["model_version"]
     assert "trl.per_device_train_batch_size: recorded 4, current 8" in other["error"]
+
+
+def test_trls_own_asynchronous_worker_is_recorded_and_not_there_in_the_replay(root: Path, vllm_path: str) -> None:
+    run(["-m", "tests.integrations.trl_async_run", str(root), "odump:dump:own=1"], root, path=vllm_path)
+    run(["-m", "tests.integrations.trl_async_run", str(root), "omock:mock:own=1"], root)
+    dump, mock = results(root, "odump", "omock")
+    assert dump["calls"]["generate"] >= 24
+    assert mock["calls"]["generate"] == 0
+    assert mock["weights"] == dump["weights"]
+    for key in ("loss", "grad_norm"):
+        assert [line.get(key) for line in mock["logs"]] == [line.get(key) for line in dump["logs"]]
+    recorded = read_recording(root / "own_dumps")
+    assert len(recorded) == 3
+    assert all(batch.rewards.max() > 0 for batch in recorded)
 
 
 def test_the_pages_example_runs(root: Path, tmp_path: Path) -> None:
