@@ -7,7 +7,6 @@ the ledger; or the error that refused it.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -112,7 +111,7 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         "weights": digest_weights(model),
         "calls": dict(CALLS),
         "ledger": rollouts.ledger.as_dict(),
-        "has_engine": any(type(item).__name__ == "LLMEngine" for item in gc.get_objects()),
+        "has_engine": hasattr(getattr(trainer, "vllm_generation", None), "llm"),
     }
 
 

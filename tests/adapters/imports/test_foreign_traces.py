@@ -263,6 +263,21 @@ def test_later_stages_stand_behind_and_go_back_first(tmp_path: Path) -> None:
     assert [name for _, name in tensors_of(tmp_path / "t", 0)] == ["layer0", "layer1", "layer1", "layer0"]
 
 
+def test_weights_of_a_later_step_are_compared(tmp_path: Path) -> None:
+    """A step begins with what the step before left, but a dump has no parameters after a step."""
+    for run, value in (("a", 1.0), ("b", 1.5)):
+        for step in range(2):
+            about = {"rank": 0, "dump_index": 1, "name": "param__w", "world_size": 1, "step": step}
+            weights = torch.full((3,), value if step else 1.0)
+            file = f"{run}/step={step}___rank=0___dump_index=1___name=param__w.pt"
+            write(tmp_path / file, torch_bytes({"value": torch.nn.Parameter(weights), "meta": about}))
+        run_import("sglang-dumper", tmp_path / run, tmp_path / f"trace {run}", ImportCommand())
+    verdict = compare(tmp_path / "trace a", tmp_path / "trace b")
+    assert not verdict.passes
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind, verdict.first.name) == (1, "initial", "w")
+
+
 @pytest.mark.parametrize(
     ("dims", "shape", "rank", "indices"),
     [
