@@ -3,8 +3,9 @@
 Contract: ``pickled_data`` gives inert data, and this module alone turns the closed list ``VALUE_NAMES`` of it into
 values, by code of its own: a tensor out of a storage that is there, an array out of bytes that are there, ``dict`` for
 ``OrderedDict``. A caller may keep further objects as ``Record``, whose arguments and states are made in the same way.
-A tensor lies within its storage with every element once; an array has as many bytes as its shape says; and all values
-together, each counted wherever it stands, are no more than the file's size allows.
+A tensor lies within its storage with every element once, unless a caller states how large those may be that repeat
+elements; an array has as many bytes as its shape says; and all values together, each counted wherever it stands, are no
+more than the file's size allows.
 """
 
 from __future__ import annotations
