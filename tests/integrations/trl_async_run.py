@@ -6,6 +6,7 @@ those of ``trl_run``. The live worker is in this process, and plays by transform
 
 from __future__ import annotations
 
+import copy
 import json
 import queue
 import sys
@@ -29,6 +30,11 @@ from mock_scheduler.errors import MockSchedulerError
 from tests.integrations.trl_run import CALLS, PROMPTS, count_generation, digest_weights, lasting_logs
 
 NUM_GENERATIONS = 4
+RESPONSE = {
+    "x-regex": r"(?s)^(?P<content>.*?)(?:<\|im_end\|>|$)",
+    "type": "object",
+    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}},
+}
 
 
 class LiveWorker:
@@ -123,6 +129,8 @@ class OwnWorker(AsyncRolloutWorker):
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         data = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS] * 8
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.response_schema = RESPONSE  # TRL knows those of large models' templates alone
         super().__init__(
             model_name=name,
             dataset=Dataset.from_list(data),
