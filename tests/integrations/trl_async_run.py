@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen3_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 
@@ -30,11 +31,6 @@ from mock_scheduler.errors import MockSchedulerError
 from tests.integrations.trl_run import CALLS, PROMPTS, count_generation, digest_weights, lasting_logs
 
 NUM_GENERATIONS = 4
-RESPONSE = {
-    "x-regex": r"(?s)^(?P<content>.*?)(?:<\|im_end\|>|$)",
-    "type": "object",
-    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}},
-}
 
 
 class LiveWorker:
@@ -130,7 +126,7 @@ class OwnWorker(AsyncRolloutWorker):
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         data = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS] * 8
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.response_schema = RESPONSE  # TRL knows those of large models' templates alone
+        tokenizer.response_template = qwen3_template  # else TRL looks for the chat template among those that it knows
         super().__init__(
             model_name=name,
             dataset=Dataset.from_list(data),
