@@ -144,7 +144,7 @@ def test_trls_own_asynchronous_worker_is_recorded_and_not_there_in_the_replay(ro
     for key in ("loss", "grad_norm"):
         assert [line.get(key) for line in mock["logs"]] == [line.get(key) for line in dump["logs"]]
     recorded = read_recording(root / "own_dumps")
-    assert len(recorded) == 3
+    assert len(recorded) == mock["ledger"]["answered"]["get_batch"] >= 3
     assert all(batch.rewards.max() > 0 for batch in recorded)
 
 
