@@ -138,8 +138,10 @@ class BatchCodec(Protocol):
     """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit.
 
     A codec may also have ``prompt_problems(batch, request)``, which lists the differences between the prompts of a
-    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some. And it
-    may have ``count_problems(batch, request)``, which lists what is wrong with the size of a batch where that is open.
+    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some. It may
+    have ``count_problems(batch, request)``, which lists what is wrong with the size of a batch where that is open; and
+    ``late_rewards(values)``, which gives each row's reward of the step's late values by name, for those who look at the
+    recording (``decode`` reads no rewards then); None: these are no rewards.
     """
 
     def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:

@@ -26,7 +26,8 @@ class ForeignFormat:
         reader: ``module:function`` from a path and ``ImportOptions`` to steps; "": they cannot be read safely.
         writer: ``module:function`` from a recording's steps to files; "": they are not written.
         refusal: why they are not read, and what to do; "" where they are.
-        tracer: ``module:function`` from a path and a folder, of values inside of training steps: they become a trace.
+        tracer: ``module:function`` from a path and a folder to the steps of each trace in it, of values inside of
+            training steps.
     """
 
     name: str
@@ -37,6 +38,11 @@ class ForeignFormat:
     writer: str = ""
     refusal: str = ""
     tracer: str = ""
+
+    @property
+    def becomes(self) -> str:
+        """What its files become: ``recording``, ``trace``, or nothing."""
+        return "recording" if self.reader else "trace" if self.tracer else ""
 
 
 _SAMPLING = "sampling parameters"
@@ -126,6 +132,44 @@ FORMATS = (
         source="the folder with wgrads/iter_{N}/mp_rank_….pth or params/…",
         lacks="how tensors are split: two runs of one layout can be compared",
         tracer=f"{_IMPORTS}.gradients:write_megatron",
+    ),
+    ForeignFormat(
+        name="sglang-dumper",
+        framework="SGLang's dumper, in SGLang and miles: DUMPER_ENABLE=1, --dumper-enable",
+        source="the folder of one experiment, with step=…___rank=…___dump_index=…___name=….pt",
+        lacks="how tensors are split, where their dims were not dumped: two runs of one layout can be compared",
+        tracer=f"{_IMPORTS}.sglang:write_dumps",
+    ),
+    ForeignFormat(
+        name="msprobe",
+        framework="msprobe: PrecisionDebugger, task tensor",
+        source="dump_path, with step{N}/rank{R}/dump.json and dump_tensor_data, or one step's folder",
+        lacks="how tensors are split: two runs of one layout can be compared",
+        tracer=f"{_IMPORTS}.msprobe:write_dumps",
+    ),
+    ForeignFormat(
+        name="rl-kernel",
+        framework="RL-Kernel: Capture and AutoCapture of its consistency debugger",
+        source="the folder with capture-manifest.json and captures/",
+        lacks="all but outputs of the forward pass; two traces are made, training and rollout",
+        tracer=f"{_IMPORTS}.rl_kernel:write_captures",
+    ),
+    ForeignFormat(
+        name="relax",
+        framework="Relax: RELAX_REPLAY_CAPTURE=1",
+        source="RELAX_REPLAY_CAPTURE_DIR, with one folder a bundle, or one bundle",
+        lacks="tokens, so that it is a trace: of log-probabilities, advantages, entropy and the reported losses",
+        tracer=f"{_IMPORTS}.relax:write_bundles",
+    ),
+    ForeignFormat(
+        name="megatron-determinism",
+        framework="Megatron-LM: --determinism-trace-dir",
+        source="rank_{R}.jsonl",
+        lacks="",
+        refusal=(
+            "it holds digests of tensors and no values, so there is nothing to compare by size. Its own "
+            "tools/determinism/compare_traces.py says which digest is another; megatron.attach writes values"
+        ),
     ),
     ForeignFormat(
         name="skyrl",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mock_scheduler.adapters.padded.values import to_json
+from mock_scheduler.adapters.plain_values import to_json
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import shown
 from mock_scheduler.support.digests import JSON, compute_json_digest

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.adapters.trees import pack, unpack
+from mock_scheduler.adapters.plain_values import pack, unpack
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue, TensorColumn
 from mock_scheduler.batch.engine_columns import (

@@ -18,6 +18,7 @@ from typing import Any
 
 from mock_scheduler.adapters.formats import ForeignFormat, find_format
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
+from mock_scheduler.adapters.imports.traces import Traces
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.display.console import Console
@@ -82,31 +83,35 @@ def run_import(
     if chosen.tracer:
         return _import_trace(chosen, source, dump_dir, console or build_console())
     contract = Contract.of(_load_contract(command.contract))
-    aside = dump_dir.parent / f".{dump_dir.name}.{os.getpid()}.importing"
     read: Read = _load(chosen.reader)
-    try:
+    with _published(dump_dir) as aside:
         lacks, steps = _write(read(source, command.rollouts), aside, chosen, source, contract, command.shift)
         if not steps:
             raise RecordingError(f"{source} holds no step")
-        os.rename(aside, dump_dir)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     _report(console or build_console(), dump_dir, steps, lacks)
     return int(ExitCode.ALIGNED)
 
 
 def _import_trace(chosen: ForeignFormat, source: Path, folder: Path, console: Console) -> int:
-    aside = folder.parent / f".{folder.name}.{os.getpid()}.importing"
-    write: Callable[[Path, Path], list[int]] = _load(chosen.tracer)
+    write: Callable[[Path, Path], Traces] = _load(chosen.tracer)
+    with _published(folder) as aside, _explained(chosen, source):
+        traces = write(source, aside)
+    for name, steps in traces.items():
+        place = in_prose(str(folder / name))
+        text = f"wrote {place}: a trace of {count_of(len(steps), 'step')}; mock-scheduler compare opens it"
+        console.print(text, markup=False, highlight=False)
+    return int(ExitCode.ALIGNED)
+
+
+@contextmanager
+def _published(folder: Path) -> Iterator[Path]:
+    """Give a path to write at; what is there at the end goes to its folder, all or none."""
+    aside = folder.parent / f".{folder.name}.{os.getpid()}.aside"
     try:
-        with _explained(chosen, source):
-            steps = write(source, aside)
-        os.rename(aside, folder)
+        yield aside
+        _publish(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    text = f"wrote {in_prose(str(folder))}: a trace of {count_of(len(steps), 'step')}; mock-scheduler compare opens it"
-    console.print(text, markup=False, highlight=False)
-    return int(ExitCode.ALIGNED)
 
 
 def _write(
@@ -208,12 +213,8 @@ def run_export(
     ranges, listings = parse_steps(steps), list_recording(reader.storage)
     _check_steps(listings, ranges, recording)
     write: Write = _load(chosen.writer)
-    aside = folder.parent / f".{folder.name}.{os.getpid()}.exporting"
-    try:
+    with _published(folder) as aside:
         num_files = len(write(_read_steps(reader, listings, ranges), aside))
-        _publish(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     out = console or build_console()
     out.print(f"wrote {count_of(num_files, 'file')} to {in_prose(str(folder))}", markup=False, highlight=False)
     return int(ExitCode.ALIGNED)

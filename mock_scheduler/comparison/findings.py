@@ -373,13 +373,17 @@ Fact = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One difference without a number, where it first appears; ``update``: ``None`` where it belongs to no update."""
+    """One difference without a number, where it first appears; ``update``: ``None`` where it belongs to no update.
+
+    ``place``: of its tensor's key.
+    """
 
     kind: DifferenceKind
     step: int
     update: int | None
     name: str
     fact: Fact
+    place: int | None = None
 
     @property
     def is_selection(self) -> bool:
@@ -399,7 +403,7 @@ class Finding:
 
 def finding(key: TraceKey, fact: Fact) -> Finding:
     """Makes a finding on one tensor."""
-    return Finding(kind=key.kind, step=key.step, update=key.update, name=key.name, fact=fact)
+    return Finding(kind=key.kind, step=key.step, update=key.update, name=key.name, fact=fact, place=key.place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -235,3 +235,11 @@ def list_alternatives(annotation: Any) -> Iterator[Any]:  # noqa: ANN401 - a typ
 def is_section(kind: Any) -> TypeGuard[type[ConfigSection]]:  # noqa: ANN401 - a type's expression
     """Says whether a type is a section of a configuration."""
     return isinstance(kind, type) and issubclass(kind, ConfigSection)
+
+
+def is_same_value(first: object, second: object) -> bool:
+    """Whether two plain values, or built sections of them, are equal; 1 is 1.0, and no number is true."""
+    first, second = (item.model_dump() if isinstance(item, ConfigSection) else item for item in (first, second))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(is_same_value(first[name], item) for name, item in second.items())
+    return first == second and isinstance(first, bool) == isinstance(second, bool)

@@ -119,8 +119,23 @@ def share(
         if item["error"] is not None:
             by_message.setdefault((item["error"]["type"], item["error"]["message"]), []).append(global_rank)
     if by_message:
-        raise _combined(by_message, world_size=ranks.world_size)
+        raise _combined(by_message, world_size=ranks.world_size) from error
     return [item["content"] for item in gathered]
+
+
+def on_first_rank(ranks: RankGroup, compute: Callable[[], object]) -> Any:  # noqa: ANN401 - whatever it gave, as JSON
+    """Computes on rank 0; returns on every rank the answer as JSON has it. Collective.
+
+    Raises:
+        MockSchedulerError: on every rank, as of ``share``, where rank 0 raised one.
+    """
+    answer, error = None, None
+    if ranks.global_rank == 0:
+        try:
+            answer = compute()
+        except MockSchedulerError as raised:
+            error = raised
+    return share(ranks, {"answer": answer}, error)[0]["answer"]
 
 
 def do_together(ranks: RankGroup, work: Callable[[], T]) -> T:

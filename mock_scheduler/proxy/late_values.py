@@ -7,8 +7,10 @@ batch goes to the pipeline without them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import Column, RowValue, build_column
@@ -20,6 +22,9 @@ from mock_scheduler.recording.paths import step_folder
 from mock_scheduler.scheduler import RolloutRequest
 
 LATE_PREFIX = "late/"
+
+#: Gives each row's reward of all late values by name; None: they are no rewards.
+ReadRewards = Callable[[Mapping[str, Sequence[RowValue]]], Sequence[float] | None]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,12 +41,18 @@ class AwaitedStep:
     columns: dict[str, Column] = field(default_factory=dict)
     states_before: States | None = None
 
-    def complete(self) -> None:
-        """Add the late values to the batch."""
+    def complete(self, read_rewards: ReadRewards | None) -> None:
+        """Add the late values to the batch, and its rewards where they are these."""
         batch = self.taken.batch
         assert batch is not None  # examined before it is awaited
+        rewards = None
+        if read_rewards is not None:
+            rewards = read_rewards({n.removeprefix(LATE_PREFIX): list(c.rows()) for n, c in self.columns.items()})
         try:
-            self.taken.batch = replace(batch, extras={**batch.extras, **self.columns})
+            batch = replace(batch, extras={**batch.extras, **self.columns})
+            if rewards is not None:
+                batch = replace(batch, rewards=torch.tensor(rewards, dtype=torch.float32))
+            self.taken.batch = batch
         except BatchError as error:
             raise BatchError(f"{_named(self.taken.request)}: late values: {error}") from error
 
@@ -57,10 +68,14 @@ class _ReplayedStep:
 
 
 class LateValues:
-    """The late values of the last step of each kind and scheduler, recorded or yet to come; ``names``: all of them."""
+    """The late values of the last step of each kind and scheduler, recorded or yet to come; ``names``: all of them.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    ``read_rewards``: the codec's ``late_rewards``, where it has one.
+    """
+
+    def __init__(self, names: Sequence[str], read_rewards: ReadRewards | None = None) -> None:
         self.names = tuple(names)
+        self._read_rewards = read_rewards
         self._awaited: dict[str, AwaitedStep] = {}
         self._replayed: dict[str, _ReplayedStep] = {}
         self._ended: dict[RequestKey, str] = {}
@@ -150,7 +165,7 @@ class LateValues:
         step.columns[column] = build_column(column, values)
         if len(step.columns) < len(self.names):
             return None
-        step.complete()
+        step.complete(self._read_rewards)
         return step
 
     def end(self, step: AwaitedStep) -> None:

@@ -30,7 +30,7 @@ class StepRecorder:
         self._settings = settings
         self._access = access
         self._real = real
-        self.late = LateValues(settings.late_values)
+        self.late = LateValues(settings.late_values, getattr(settings.codec, "late_rewards", None))
 
     def record(self, taken: Taken, route: Route) -> Flow[dict[str, float]]:
         """Hand a step to the writer, at once or when its late values have come; returns its metrics."""

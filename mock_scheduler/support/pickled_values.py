@@ -3,8 +3,9 @@
 Contract: ``pickled_data`` gives inert data, and this module alone turns the closed list ``VALUE_NAMES`` of it into
 values, by code of its own: a tensor out of a storage that is there, an array out of bytes that are there, ``dict`` for
 ``OrderedDict``. A caller may keep further objects as ``Record``, whose arguments and states are made in the same way.
-A tensor lies within its storage with every element once; an array has as many bytes as its shape says; and all values
-together, each counted wherever it stands, are no more than the file's size allows.
+A tensor lies within its storage with every element once, unless a caller states how large those may be that repeat
+elements; an array has as many bytes as its shape says; and all values together, each counted wherever it stands, are no
+more than the file's size allows.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ _STORAGES = {
 _ARRAY_MODULES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _FROM_BUFFER = ("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer")
 _TYPED_TENSOR = "torch._tensor._rebuild_from_type_v2"
+_PARAMETER = "torch._utils._rebuild_parameter"
 _NESTED = "torch.nested._internal.nested_tensor"
 
 #: Every global that a pickle of values may name.
@@ -66,7 +68,7 @@ VALUE_NAMES = frozenset(
         *_STORAGES,
         *(f"torch.{name}" for name in DTYPES),
         *("torch.Size", "torch.device", "torch.Tensor"),
-        *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _TYPED_TENSOR),
+        *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", _TYPED_TENSOR, _PARAMETER),
         *("torch._utils._rebuild_nested_tensor", f"{_NESTED}._rebuild_njt", f"{_NESTED}.NestedTensor"),
         # Among the marks of a nested tensor, which are not read; nothing is made of them elsewhere.
         *("torch._dynamo.decorators._DimRange", "__builtin__.set", "builtins.set"),
@@ -86,7 +88,14 @@ class Jagged:
     rows: tuple[torch.Tensor, ...]
 
 
-def read_values(data: bytes, *, size_bytes: int, storages: Storages | None = None, kept: Collection[str] = ()) -> Any:  # noqa: ANN401 - data of any kind
+def read_values(
+    data: bytes,
+    *,
+    size_bytes: int,
+    storages: Storages | None = None,
+    kept: Collection[str] = (),
+    max_expanded_bytes: int = 0,
+) -> Any:  # noqa: ANN401 - data of any kind
     """Reads one pickle of tensors, arrays and plain data.
 
     Args:
@@ -94,6 +103,7 @@ def read_values(data: bytes, *, size_bytes: int, storages: Storages | None = Non
         size_bytes: of the file that it is of; bounds the values.
         storages: the storages that the file has beside it; ``None``: it has none.
         kept: further globals; objects of them stay a ``Record``.
+        max_expanded_bytes: of all tensors together that repeat elements of their storage; they stay views of it.
 
     Raises:
         PickledDataError: it would run code, claims more than is there, or has a value of another kind; the text goes on
@@ -102,15 +112,21 @@ def read_values(data: bytes, *, size_bytes: int, storages: Storages | None = Non
     described = read_pickled_data(
         data, names=VALUE_NAMES | set(kept), has_persistent_ids=storages is not None, max_bytes=MAX_VALUES_BYTES
     )
-    builder = _Builder(storages=storages or {}, kept=frozenset(kept), max_weight=_VALUES_PER_BYTE * size_bytes)
+    builder = _Builder(
+        storages=storages or {},
+        kept=frozenset(kept),
+        max_weight=_VALUES_PER_BYTE * size_bytes,
+        max_expanded_bytes=max_expanded_bytes,
+    )
     return builder.build(described)[0]
 
 
 class _Builder:
     """Makes the values of one file; each object once, however often it occurs."""
 
-    def __init__(self, *, storages: Storages, kept: frozenset[str], max_weight: int) -> None:
+    def __init__(self, *, storages: Storages, kept: frozenset[str], max_weight: int, max_expanded_bytes: int) -> None:
         self._storages, self._kept, self._max_weight = storages, kept, max_weight
+        self._left_expanded_bytes = max_expanded_bytes
         self._made: dict[int, tuple[Any, int]] = {}
         # Objects whose addresses ``_made`` has: a temporary one would give its address to another.
         self._held: list[object] = []
@@ -237,7 +253,10 @@ class _Builder:
             raise self._problem(f"has a tensor of size {list(sizes)} and strides {list(steps)}")
         numel, stored = math.prod(sizes), len(content) // dtype.itemsize
         last = start + sum((count - 1) * step for count, step in zip(sizes, steps, strict=True)) if numel else start
-        if numel and (last >= stored or numel > stored):
+        is_expanded = numel > stored
+        if is_expanded:
+            self._left_expanded_bytes -= numel * dtype.itemsize
+        if numel and (last >= stored or (is_expanded and self._left_expanded_bytes < 0)):
             raise self._problem(
                 f"holds {dtype} {list(sizes)} on cpu, of which it stores {len(content)} bytes: the others are claimed"
             )
@@ -246,7 +265,7 @@ class _Builder:
         whole = from_bytes(content[: stored * dtype.itemsize], dtype, (stored,))
         if dtype is torch.bool and int(content.max()) > 1:
             raise self._problem("has a bool tensor with other bytes than 0 and 1")
-        return whole.as_strided(sizes, steps, start), 1 + numel * dtype.itemsize
+        return whole.as_strided(sizes, steps, start), 1 + min(numel, stored) * dtype.itemsize
 
     def make_typed_tensor(self, record: Record) -> tuple[Any, int]:
         """Returns ``_rebuild_from_type_v2``: a function, the tensor's class, the function's arguments, marks."""
@@ -254,6 +273,10 @@ class _Builder:
         if kind not in (Name("torch.Tensor"), Name(f"{_NESTED}.NestedTensor")) or not isinstance(function, Name):
             raise self._problem("has a tensor of a class of its own; expected torch.Tensor")
         return self._build_record(Record(kind=function, arguments=arguments))
+
+    def make_parameter(self, record: Record) -> tuple[Any, int]:
+        """``_rebuild_parameter``: its tensor, whether it wants a gradient, hooks."""
+        return self.build(record.arguments[0])
 
     def make_jagged(self, record: Record) -> tuple[Jagged, int]:
         """``_rebuild_njt``: all rows one after another, and where each begins."""
@@ -341,6 +364,7 @@ _MAKERS: Mapping[str, Callable[[_Builder, Record], tuple[Any, int]]] = {
     "torch._utils._rebuild_tensor_v3": _Builder.make_tensor,
     "torch._utils._rebuild_nested_tensor": _Builder.make_nested,
     _TYPED_TENSOR: _Builder.make_typed_tensor,
+    _PARAMETER: _Builder.make_parameter,
     f"{_NESTED}._rebuild_njt": _Builder.make_jagged,
     **dict.fromkeys(("_codecs.encode", *NO_BYTES), _Builder.make_bytes),
     **dict.fromkeys(_FROM_BUFFER, _Builder.make_array_of_buffer),

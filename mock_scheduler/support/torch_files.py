@@ -30,7 +30,12 @@ _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EO
 
 
 def read_torch_file(
-    path: Path, *, inside: Path | None = None, kept: Collection[str] = (), what: str = "such a file"
+    path: Path,
+    *,
+    inside: Path | None = None,
+    kept: Collection[str] = (),
+    what: str = "such a file",
+    max_expanded_bytes: int = 0,
 ) -> Any:  # noqa: ANN401 - data of any kind
     """Reads the content, tensors on the CPU.
 
@@ -39,13 +44,14 @@ def read_torch_file(
         inside: no link leads out of this folder; ``None``: the user named this file.
         kept: globals whose objects stay a ``Record``.
         what: the file in words.
+        max_expanded_bytes: of tensors that repeat elements of their storage; 0: such a file is refused.
 
     Raises:
         ForeignFileError: it is damaged, would run code, or claims more than it holds; the text begins with the path.
         OSError: it cannot be opened.
     """
     with open_foreign(path, inside=inside, max_bytes=MAX_TORCH_BYTES, what=what) as stream:
-        return _read(stream, str(path), kept)
+        return _read(stream, str(path), kept, max_expanded_bytes)
 
 
 def read_torch_bytes(data: bytes, where: str, *, kept: Collection[str] = ()) -> Any:  # noqa: ANN401 - data of any kind
@@ -64,11 +70,11 @@ def read_pickle_file(
         raise ForeignFileError(f"{path} {_explain(error)}") from error
 
 
-def _read(stream: BinaryIO, where: str, kept: Collection[str]) -> Any:  # noqa: ANN401 - data of any kind
+def _read(stream: BinaryIO, where: str, kept: Collection[str], max_expanded_bytes: int = 0) -> Any:  # noqa: ANN401 - data of any kind
     size_bytes = stream.seek(0, os.SEEK_END)
     try:
         with zipfile.ZipFile(stream) as archive:
-            return _read_archive(archive, where, size_bytes, kept)
+            return _read_archive(archive, where, size_bytes, kept, max_expanded_bytes)
     except ForeignFileError:
         raise
     except PickledDataError as error:
@@ -82,7 +88,9 @@ def _read(stream: BinaryIO, where: str, kept: Collection[str]) -> Any:  # noqa: 
         raise ForeignFileError(f"{where} is no whole file of torch.save: {first_line}") from error
 
 
-def _read_archive(archive: zipfile.ZipFile, where: str, size_bytes: int, kept: Collection[str]) -> Any:  # noqa: ANN401
+def _read_archive(
+    archive: zipfile.ZipFile, where: str, size_bytes: int, kept: Collection[str], max_expanded_bytes: int
+) -> Any:  # noqa: ANN401 - data of any kind
     entries = archive.infolist()
     _check_entries(entries, where, size_bytes)
     pickles = [entry.filename for entry in entries if re.fullmatch(r"[^/]+/data\.pkl", entry.filename)]
@@ -94,7 +102,13 @@ def _read_archive(archive: zipfile.ZipFile, where: str, size_bytes: int, kept: C
         raise ForeignFileError(f"{where} was written on a machine of the other byte order; it is not read")
     storages = _Storages(archive, prefix=f"{prefix}data/", names=names)
     try:
-        return read_values(archive.read(pickles[0]), size_bytes=size_bytes, storages=storages, kept=kept)
+        return read_values(
+            archive.read(pickles[0]),
+            size_bytes=size_bytes,
+            storages=storages,
+            kept=kept,
+            max_expanded_bytes=max_expanded_bytes,
+        )
     except PickledDataError as error:
         raise ForeignFileError(f"{where}: {pickles[0]} {_explain(error)}") from error
 

@@ -81,12 +81,14 @@ class TraceKey:
     """Names one tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
 
     A tensor of a step rather than of an update (``STEP_KINDS``) has update 0.
+    ``place``: of the entry that it was read from; it does not tell two tensors apart.
     """
 
     step: int
     update: int
     kind: TraceKind
     name: str
+    place: int | None = field(default=None, compare=False)
 
     def describe(self) -> str:
         """Returns the key in words: ``gradient of output_layer.weight at step 0, update 0``."""
@@ -105,6 +107,8 @@ class TraceEntry:
     ``dims``: the name of each dimension; empty where nobody said.
     ``is_masked``: a token tensor defined at some tokens only (response tokens): tokens in no piece are masked
     out, where otherwise they would be missing.
+    ``place``: its rank among all tensors of its update in the order of computation, in a trace whose names are not
+    Megatron's; ``None``: kind and name say it.
     """
 
     update: int
@@ -113,6 +117,7 @@ class TraceEntry:
     tensor: torch.Tensor
     dims: tuple[DimName, ...] = ()
     is_masked: bool = False
+    place: int | None = None
 
     @property
     def is_by_token(self) -> bool:
@@ -188,7 +193,10 @@ class RowTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unobserved:
-    """A tensor this model does not show, like the output of a norm fused into a linear layer."""
+    """A tensor this model does not show, like the output of a norm fused into a linear layer.
+
+    ``name``: its own, or a glob with ``*`` of names that a trace of this kind may have, and this run cannot.
+    """
 
     kind: TraceKind
     name: str

@@ -286,4 +286,7 @@ def _trace_key(item: Divergence) -> TraceKey | None:
 
 def _certain_key(item: Divergence) -> TraceKey:
     assert item.kind in TRACE_KINDS
-    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name)
+    place = item.evidence.place if isinstance(item.evidence, Finding) else None
+    if isinstance(item.evidence, TensorDifference | ReplicaConflict):
+        place = item.evidence.key.place
+    return TraceKey(step=item.step, update=item.update or 0, kind=item.kind, name=item.name, place=place)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from mock_scheduler.adapters.huggingface.config import read_model
-from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, PositiveInt
+from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, PositiveInt, is_same_value
 from mock_scheduler.config.problems import raise_keyed
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import bullet_list
@@ -150,7 +150,7 @@ class ModelConfig(ConfigSection):
         problems = [
             (name, f"is {given[name]!r}, and {folder}/config.json has {value!r}; leave it out, or set the checkpoint's")
             for name, value in fields.items()
-            if name in given and not _is_same(given[name], value)
+            if name in given and not is_same_value(given[name], value)
         ]
         if problems:
             raise_keyed(cls.__name__, problems, values)
@@ -240,11 +240,3 @@ class ModelConfig(ConfigSection):
 
     def _is_changed(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).model_fields[name].default)
-
-
-def _is_same(given: object, read: object) -> bool:
-    """Whether a key of the file has the checkpoint's value; both are plain values, and a section may be built."""
-    plain = given.model_dump() if isinstance(given, ConfigSection) else given
-    if isinstance(plain, Mapping) and isinstance(read, Mapping):
-        return plain.keys() == read.keys() and all(_is_same(plain[name], value) for name, value in read.items())
-    return plain == read and isinstance(plain, bool) == isinstance(read, bool)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mock_scheduler.adapters import frameworks
+from mock_scheduler.adapters.formats import FORMATS
 from mock_scheduler.adapters.frameworks import Framework, find_frameworks, look_around
 from mock_scheduler.cli import main
 
@@ -40,4 +41,16 @@ def test_the_command_lists_every_adapter_with_a_declaration(capsys: pytest.Captu
     (trl,) = [item for item in listed if item["name"] == "TRL"]
     assert trl["tried"] == ["1.16.0"]
     assert main(["frameworks"]) == 0
-    assert "TRL" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "TRL" in shown
+    assert "files that mock-scheduler import makes a trace of: vime-gradients, megatron-saved, sglang-dumper" in shown
+    assert "docs/import_export.md" in shown
+
+
+def test_the_command_lists_the_files_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["frameworks", "--json", "-"]) == 0
+    formats = {item["name"]: item for item in json.loads(capsys.readouterr().out)["formats"]}
+    assert list(formats) == [one.name for one in FORMATS]
+    assert (formats["slime"]["becomes"], formats["msprobe"]["becomes"]) == ("recording", "trace")
+    assert formats["skyrl"]["becomes"] is None
+    assert "classes of SkyRL's own" in formats["skyrl"]["refusal"]

@@ -6,11 +6,14 @@ those of ``trl_run``. The live worker is in this process, and plays by transform
 
 from __future__ import annotations
 
+import copy
 import json
 import queue
 import sys
+import threading
 import time
 from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +22,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen3_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 
 from mock_scheduler.adapters.trl import AsyncRollouts
 from mock_scheduler.errors import MockSchedulerError
@@ -93,10 +97,77 @@ class LiveWorker:
         self._num_groups += 1
 
 
+def count_letters(completions: list[Any], **_columns: Any) -> list[float]:
+    """A reward that the worker's own process computes."""
+    return [len({letter for message in completion for letter in message["content"]}) / 10 for completion in completions]
+
+
+class OwnWorker(AsyncRolloutWorker):
+    """TRL's own worker: a process that asks a server, and that server is a thread here, which plays by transformers."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self.model = model
+        self._lock = threading.Lock()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = json.dumps(owner.complete(asked)).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_arguments: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        data = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in PROMPTS] * 8
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.response_template = qwen3_template  # else TRL looks for the chat template among those that it knows
+        super().__init__(
+            model_name=name,
+            dataset=Dataset.from_list(data),
+            reward_funcs=[count_letters],
+            processing_class=tokenizer,
+            eos_token_ids=[tokenizer.eos_token_id],
+            num_generations=NUM_GENERATIONS,
+            max_inflight_tasks=NUM_GENERATIONS,
+            queue_maxsize=8,
+            vllm_server_url=f"http://127.0.0.1:{self._server.server_port}",
+            max_tokens=8,
+        )
+
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Answer as vLLM's ``/v1/completions`` does."""
+        with self._lock, torch.no_grad():
+            torch.manual_seed(asked["seed"])
+            ids = torch.tensor([asked["prompt"]])
+            played = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=asked["max_tokens"],
+                return_dict_in_generate=True,
+                output_scores=True,
+                pad_token_id=0,
+            )
+        tokens = played.sequences[0, ids.shape[1] :]
+        logprobs = torch.stack(played.scores, 1)[0].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return {"choices": [{"token_ids": tokens.tolist(), "logprobs": {"token_logprobs": logprobs.tolist()}}]}
+
+    def stop(self) -> None:
+        super().stop()
+        self._server.shutdown()
+
+
 class LiveTransfer:
     """Puts the trainer's weights into the worker's model."""
 
-    def __init__(self, worker: LiveWorker) -> None:
+    def __init__(self, worker: LiveWorker | OwnWorker) -> None:
         self._worker = worker
 
     def init_weight_transfer(self) -> None: ...
@@ -160,14 +231,16 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         model_init_kwargs={"dtype": "float32"},
     )
 
-    def make_worker() -> LiveWorker:
+    is_own = "own" in given
+
+    def make_worker() -> LiveWorker | OwnWorker:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        made.append(LiveWorker(model, tokenizer))
+        made.append(OwnWorker(model, tokenizer, str(folder / "model")) if is_own else LiveWorker(model, tokenizer))
         return made[0]
 
-    made: list[LiveWorker] = []
+    made: list[LiveWorker | OwnWorker] = []
     with AsyncRollouts(
-        {"enable": True, "mode": mode, "dump_dir": str(folder / "async_dumps")},
+        {"enable": True, "mode": mode, "dump_dir": str(folder / ("own_dumps" if is_own else "async_dumps"))},
         args=args,
         processing_class=tokenizer,
         contract={"model": "tiny"},

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,11 @@ def shortness(completions: list[str], log_metric: Any, log_extra: Any, **_column
     log_metric("shortness", sum(values))
     log_extra("length", [len(text) for text in completions])
     return [None, *values[1:]]
+
+
+def name_of_dumps(is_vllm: bool) -> str:
+    """Runs of one kind share a recording."""
+    return "vllm_dumps" if is_vllm else "shared_dumps" if "WORLD_SIZE" in os.environ else "dumps"
 
 
 async def vowels(completions: list[str], **_columns: Any) -> list[float]:
@@ -81,13 +85,14 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
     CALLS.update(engine=0, generate=0, reward=0)
     random.seed(int(given.get("seed", 1)))
     data = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-    config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / ("vllm_dumps" if is_vllm else "dumps"))}
+    config = {"enable": mode != "real", "mode": mode, "dump_dir": str(folder / name_of_dumps(is_vllm))}
     with Rollouts(
         config if mode != "real" else {"enable": False},
         args=args,
         processing_class=tokenizer,
         reward_funcs=[shortness, vowels],
         contract={"model": "tiny"},
+        run_id=name if mode == "dump" else None,
     ) as rollouts:
         trainer = GRPOTrainer(
             model,
@@ -106,51 +111,8 @@ def main(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str,
         "weights": digest_weights(model),
         "calls": dict(CALLS),
         "ledger": rollouts.ledger.as_dict(),
-        "children": [process.name for process in multiprocessing.active_children()],
+        "has_engine": hasattr(getattr(trainer, "vllm_generation", None), "llm"),
     }
-
-
-class HostEngine:
-    """vLLM on the CPU in the place of TRL's ``VLLMGeneration``, whose weights and memory are a GPU's."""
-
-    def __init__(self, *, model: Any, processing_class: Any, max_completion_length: int, **_options: Any) -> None:
-        from vllm import LLM
-
-        CALLS["engine"] += 1
-        self._model, self._length, self._num_played = model, max_completion_length, 0
-        self._folder = tempfile.mkdtemp()
-        processing_class.save_pretrained(self._folder)
-        model.save_pretrained(self._folder)
-        self._llm = LLM(
-            model=self._folder,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=128,
-            seed=0,
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=False,
-        )
-
-    def sync_weights(self) -> None:
-        self._model.save_pretrained(self._folder)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": self._folder})
-
-    def generate(self, *, prompts: list[list[int]], **_options: Any) -> tuple[Any, ...]:
-        from vllm import SamplingParams
-
-        CALLS["generate"] += 1
-        sampling = []
-        for _ in prompts:
-            self._num_played += 1
-            sampling.append(SamplingParams(max_tokens=self._length, logprobs=0, seed=self._num_played))
-        asked = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = [output.outputs[0] for output in self._llm.generate(asked, sampling, use_tqdm=False)]
-        completions = [list(output.token_ids) for output in outputs]
-        logprobs = [
-            [[found[token].logprob] for token, found in zip(ids, output.logprobs, strict=True)]
-            for ids, output in zip(completions, outputs, strict=True)
-        ]
-        return prompts, completions, logprobs, None
 
 
 def lasting_logs(trainer: Any) -> list[dict[str, Any]]:
@@ -183,8 +145,11 @@ def count_generation() -> None:
 
 if __name__ == "__main__":
     count_generation()
+    given_environment = set(os.environ)  # vLLM and accelerate add to it
     if any("vllm=" in word and ":mock:" not in word for word in sys.argv):
-        grpo_trainer.VLLMGeneration = HostEngine
+        from tests.integrations.trl_vllm import build_host_engine
+
+        grpo_trainer.VLLMGeneration = partial(build_host_engine, CALLS)
     place = Path(sys.argv[1])
     for word in sys.argv[2:]:
         name, mode, *pairs = word.split(":")
@@ -192,4 +157,5 @@ if __name__ == "__main__":
             result = main(place, name, mode, dict(pair.split("=", 1) for pair in pairs))
         except MockSchedulerError as error:
             result = {"error": f"{type(error).__name__}: {error}"}
-        (place / f"{name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        rank = f"-{os.environ['RANK']}" if "RANK" in given_environment else ""
+        (place / f"{name}{rank}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")

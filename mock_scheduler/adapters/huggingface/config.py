@@ -19,6 +19,7 @@ from mock_scheduler.adapters.huggingface.architectures import (
     Architecture,
     HuggingFaceModel,
 )
+from mock_scheduler.config.base import is_same_value
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.foreign_files import load_json
 from mock_scheduler.support.text import bullet_list, shorten
@@ -122,7 +123,7 @@ class _Reader:
         self._check_windows()
         for name, only in {**_ONLY, **self._of_architecture()}.items():
             value = self._take(name, only)
-            if value is not None and not _is_same(value, only):
+            if value is not None and not is_same_value(value, only):
                 self.problems.append(f"{name} is {_show(value)}; this release computes only {name} {_show(only)}")
         unknown = sorted(self.content.keys() - self.read_names - _HARMLESS)
         self.problems += [
@@ -213,7 +214,7 @@ class _Reader:
         for one in (*nested, {"rope_theta": given["rope_theta"]}):
             for name, value in one.items():
                 name = "rope_type" if name == "type" else name
-                if value is not None and not _is_same(values.setdefault(name, value), value):
+                if value is not None and not is_same_value(values.setdefault(name, value), value):
                     self.problems.append(f"rope: {name} is {_show(values[name])} and {_show(value)}")
         kind = values.get("rope_type", "default")
         allowed = {"rope_theta", "rope_type", "partial_rotary_factor"}
@@ -224,7 +225,7 @@ class _Reader:
         elif kind != "default":
             self.problems.append(f"rope: rope_type is {_show(kind)}; this release computes default and llama3")
             allowed |= set(values)
-        if not _is_same(values.get("partial_rotary_factor", 1), 1):
+        if not is_same_value(values.get("partial_rotary_factor", 1), 1):
             self.problems.append(
                 f"rope: partial_rotary_factor is {_show(values['partial_rotary_factor'])}; this release turns "
                 "whole heads"
@@ -286,8 +287,3 @@ class _Reader:
 
 def _show(value: object) -> str:
     return shorten(json.dumps(value), 80)
-
-
-def _is_same(first: object, second: object) -> bool:
-    """Whether two values of JSON are equal; 1 is 1.0, and no number is true."""
-    return first == second and isinstance(first, bool) == isinstance(second, bool)

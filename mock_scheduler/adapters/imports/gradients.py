@@ -15,18 +15,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mock_scheduler.adapters.imports.steps import find_files
+from mock_scheduler.adapters.imports.traces import RankTensors, Traces, write_ranks
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError, TraceError
 from mock_scheduler.support.torch_files import read_torch_file
-from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
-from mock_scheduler.trace.full.writing import FullSink
+from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.shards import ShardSpec, even_split, whole
 
 _VIME = r"(?:[^/]*/)*rollout-(\d+)/step-(\d+)/rank-(\d+)\.pt"
@@ -35,17 +34,7 @@ _KINDS: Mapping[str, TraceKind] = {"wgrads": "gradient", "params": "parameter"}
 _RECORD = {"shape", "start", "grad", "tp_rank", "tp_size", "partition_dim", "partition_stride", "glu"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankEntries:
-    """What one rank wrote of a step."""
-
-    step: int
-    rank: int
-    world_size: int
-    entries: list[TraceEntry]
-
-
-def write_vime(source: Path, folder: Path) -> list[int]:
+def write_vime(source: Path, folder: Path) -> Traces:
     """Writes a trace of vime's gradients of one role; gives its steps.
 
     Raises:
@@ -60,10 +49,10 @@ def write_vime(source: Path, folder: Path) -> list[int]:
     inside = source if source.is_dir() else None
     found = Counter(rollout for rollout, _ in files)
     ranks = (_read_vime(rollout, rank, own, inside, found[rollout]) for (rollout, rank), own in sorted(files.items()))
-    return _write(ranks, folder)
+    return {"": write_ranks(ranks, folder)}
 
 
-def write_megatron(source: Path, folder: Path) -> list[int]:
+def write_megatron(source: Path, folder: Path) -> Traces:
     """Writes a trace of Megatron's saved gradients and parameters; gives its steps. Raises as ``write_vime``."""
     entries: dict[int, list[TraceEntry]] = {}
     inside = source if source.is_dir() else None
@@ -71,29 +60,13 @@ def write_megatron(source: Path, folder: Path) -> list[int]:
         kind, iteration, place = file.parts
         content = read_torch_file(file.path, inside=inside, what="a file of saved gradients")
         entries.setdefault(int(iteration), []).extend(_read_chunks(content, _KINDS[kind], place, file.path))
-    steps = (RankEntries(step=step, rank=0, world_size=1, entries=own) for step, own in sorted(entries.items()))
-    return _write(steps, folder)
-
-
-def _write(ranks: Iterator[RankEntries], folder: Path) -> list[int]:
-    steps: dict[int, None] = {}
-    for own in ranks:
-        place = RankPlace(global_rank=own.rank, coordinates={"rank": own.rank})
-        sink = FullSink(folder, step=own.step, place=place, world_size=own.world_size)
-        try:
-            for entry in own.entries:
-                sink.add(entry)
-        except BaseException:
-            sink.abandon()
-            raise
-        sink.close(StepFooter(ranks=tuple(range(own.world_size))))
-        steps[own.step] = None
-    return list(steps)
+    steps = (RankTensors(step=step, rank=0, world_size=1, entries=own) for step, own in sorted(entries.items()))
+    return {"": write_ranks(steps, folder)}
 
 
 def _read_vime(
     rollout: int, rank: int, files: list[tuple[int, Path]], inside: Path | None, num_ranks: int
-) -> RankEntries:
+) -> RankTensors:
     entries, world_sizes = [], set()
     for update, path in sorted(files):
         content = read_torch_file(path, inside=inside, what="a snapshot of gradients")
@@ -112,7 +85,7 @@ def _read_vime(
             f"{files[0][1]}: rollout {rollout} is of {world_size} ranks, and {num_ranks} of them have files: put the "
             "files of all ranks there"
         )
-    return RankEntries(step=rollout, rank=rank, world_size=world_size, entries=entries)
+    return RankTensors(step=rollout, rank=rank, world_size=world_size, entries=entries)
 
 
 def _read_piece(name: str, record: Mapping[str, Any], update: int, path: Path) -> TraceEntry | None:

@@ -37,13 +37,13 @@ from mock_scheduler.adapters.padded.fields import (
 from mock_scheduler.adapters.padded.layout import PaddedLayout
 from mock_scheduler.adapters.padded.values import (
     describe_rows,
-    from_json,
     read_column,
     write_dense,
     write_identity,
     write_meta,
     write_rows,
 )
+from mock_scheduler.adapters.plain_values import from_json
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SamplingParams
 from mock_scheduler.batch.columns import Column, TensorColumn
 from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN, VERSIONS_COLUMN

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.adapters.plain_values import pack, unpack
 from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
 from mock_scheduler.adapters.rows import (
     FROM_CORE,
@@ -39,7 +40,6 @@ from mock_scheduler.adapters.token_lists import (
     select_support,
     spread_logprobs,
 )
-from mock_scheduler.adapters.trees import pack, unpack
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.batch.engine_columns import SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN
 from mock_scheduler.config.base import Mode

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions, find_files
+from mock_scheduler.adapters.plain_values import pack, unpack
 from mock_scheduler.adapters.slime.codec import META_KEY, SlimeCodec
 from mock_scheduler.adapters.slime.sample_fields import TERMINATIONS
-from mock_scheduler.adapters.trees import pack, unpack
 from mock_scheduler.batch import RolloutBatch, Trajectory
 from mock_scheduler.errors import BatchError, ForeignFileError
 from mock_scheduler.scheduler import Mode

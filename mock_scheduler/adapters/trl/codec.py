@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.plain_values import from_json, to_json
 from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue
@@ -47,12 +47,19 @@ class TrlCodec:
     ``eos_token_ids``: a completion that ends with one has terminated, any other was cut; none given: all have
     terminated. ``shard``: this process's rows, where several processes each play their own. ``model``: describes the
     trainer's, and goes into the meta of each batch; ``recorded_model``: that of the last one decoded, if it has one.
+    ``reward_weights``: by the name of the late values of each reward function.
     """
 
     def __init__(
-        self, *, sampling: SamplingParams, eos_token_ids: Collection[int] = (), shard: RowShard | None = None
+        self,
+        *,
+        sampling: SamplingParams,
+        eos_token_ids: Collection[int] = (),
+        shard: RowShard | None = None,
+        reward_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._sampling = sampling
+        self._reward_weights = dict(reward_weights or {})
         self._eos_token_ids = frozenset(eos_token_ids)
         self._shard = shard
         self.model: dict[str, JSON] = {}
@@ -146,6 +153,14 @@ class TrlCodec:
                 values[name] = [from_json(item) for item in _items(batch, name)]
         return {name: values[name] for name in about["keys"]}
 
+    def late_rewards(self, values: Mapping[str, Sequence[RowValue]]) -> list[float]:
+        """Return each row's reward as TRL adds it up: weighted, without the functions that have none for it."""
+        weighted = [
+            [self._reward_weights.get(name, 1.0) * _reward_of(item) for item in items] for name, items in values.items()
+        ]
+        totals = [math.fsum(value for value in row if math.isfinite(value)) for row in zip(*weighted, strict=True)]
+        return [total if abs(total) <= FLOAT32_MAX else 0.0 for total in totals]
+
     def prompt_problems(self, batch: RolloutBatch, request: RolloutRequest) -> list[str]:
         """List the rows whose prompt is not the one that the trainer drew for it."""
         column = batch.extras.get(PROMPT_COLUMN)
@@ -209,6 +224,15 @@ def _is_same(given: list[Any], core: list[Any]) -> bool:
         type(a) is type(b) and a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
         for a, b in zip(given, core, strict=True)
     )
+
+
+def _reward_of(item: Any) -> float:  # noqa: ANN401 - what ``rewards`` recorded of one row
+    """A reward function's value as TRL's float32 tensor has it; NaN where there is none, or no number."""
+    try:
+        value = float(from_json(item["value"]))
+    except (TypeError, ValueError, OverflowError):  # TRL will say what is wrong with it
+        return math.nan
+    return float(np.float32(value)) if abs(value) <= FLOAT32_MAX else math.nan
 
 
 def _items(batch: RolloutBatch, name: str) -> Sequence[JSON]:

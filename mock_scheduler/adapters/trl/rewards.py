@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.plain_values import from_json, to_json
 from mock_scheduler.batch.columns import RowValue
 from mock_scheduler.errors import BatchError
 from mock_scheduler.proxy.effects import is_async

@@ -86,8 +86,13 @@ class Rollouts:
         tokenizer: TrlObject = getattr(processing_class, "tokenizer", processing_class)
         shard = row_shard()
         self._num_processes = 1 if shard is None else shard.count
+        weights = getattr(args, "reward_weights", None) or [1.0] * len(functions)
         self._codec = TrlCodec(
-            sampling=read_sampling(args), eos_token_ids={tokenizer.eos_token_id} - {None}, shard=shard
+            sampling=read_sampling(args),
+            eos_token_ids={tokenizer.eos_token_id} - {None},
+            shard=shard,
+            # TRL refuses another number of weights than of functions itself.
+            reward_weights={name: float(weights[index]) for index, name in names.items() if index < len(weights)},
         )
         self._scheduler: ProxyScheduler = build_scheduler(
             checked,

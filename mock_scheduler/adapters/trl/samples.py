@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.plain_values import from_json, to_json
 from mock_scheduler.adapters.trl.codec import FLOAT32_MAX
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, RowValue, TensorColumn

@@ -2,7 +2,8 @@
 
 Contract: names are canonical, so the order does not depend on the layout. Parts of a layer are those of megatron-core
 0.16.1 and 0.19.2 in the order of their forward pass; a module's own output comes after its parts. Names with a prefix,
-as ``critic.``, stand beside the policy's. Unknown names come after known ones beside them.
+as ``critic.``, stand beside the policy's. Unknown names come after known ones beside them. A tensor whose trace states
+its place stands there, whatever its name.
 """
 
 from __future__ import annotations
@@ -103,7 +104,12 @@ def order_keys(keys: Iterable[TraceKey]) -> list[TraceKey]:
 
 
 def phase_of(key: TraceKey) -> int:
-    """Returns the place of a tensor's phase within its update: ``PHASES``; behind all of them for means of a pass."""
+    """Returns the place of a tensor's phase within its update: ``PHASES``; behind all of them for means of a pass.
+
+    Tensors whose trace states their places have one phase.
+    """
+    if key.place is not None:
+        return Phase.FORWARD  # one for all: their places say what comes first
     # Means are bookkeeping: recomputation may count twice, and nothing is computed from them.
     return BOOKKEEPING if key.kind == "loss" and _MEAN.search(key.name) else PHASES[key.kind]
 
@@ -111,7 +117,9 @@ def phase_of(key: TraceKey) -> int:
 def _key_position(key: TraceKey) -> tuple[int, int, int, _Place, int, _NaturalName]:
     phase = phase_of(key)
     place, name = _execution_position(key.name)
-    if phase is Phase.BACKWARD:
+    if key.place is not None:
+        place = (key.place,)  # as the writer of the trace counted it
+    elif phase is Phase.BACKWARD:
         # The backward pass goes through the same model the other way round.
         place = tuple(-number for number in place)
         name = tuple((-number, text) for number, text in name)

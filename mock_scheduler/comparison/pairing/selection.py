@@ -133,7 +133,7 @@ def explain_absence(key: TraceKey, side: Side, footer: StepFooter, *, is_partial
 
 def _find_reason(key: TraceKey, footer: StepFooter, *, is_partial: bool) -> NotShown | NotWritten | NotTraced | None:
     # What the model does not show comes first: it was asked for, so that no setting of the trace is to blame.
-    shown = next((item for item in footer.unobserved if (item.kind, item.name) == (key.kind, key.name)), None)
+    shown = next((item for item in footer.unobserved if item.kind == key.kind and _has_name(item.name, key)), None)
     if shown is not None:
         return NotShown(reason=shown.reason)
     if footer.kinds and key.kind not in footer.kinds:
@@ -144,6 +144,10 @@ def _find_reason(key: TraceKey, footer: StepFooter, *, is_partial: bool) -> NotS
         return NotTraced(setting="exclude", values=tuple(footer.exclude))
     # Only the settings above explain an absence by intent; ranks that wrote nothing may have had the tensor.
     return NotWritten(ranks=tuple(footer.ranks)) if is_partial else None
+
+
+def _has_name(name: str, key: TraceKey) -> bool:
+    return name == key.name or ("*" in name and fnmatchcase(key.name, name))
 
 
 def find_faults(absences: Sequence[Absence]) -> list[Finding]:

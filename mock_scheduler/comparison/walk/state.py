@@ -99,13 +99,18 @@ def _judge(
     before: TensorPair | None, pair: TensorPair, gradient: TensorPair | None, rules: StateRules
 ) -> Outcome | None:
     if pair.key.kind == "initial":
+        # A trace of another tool has no parameter after a step that would be compared instead.
+        if pair.key.place is not None:
+            return "any tensor" if pair.is_equal else OtherStart()
         # Later in a walk it is the parameter that the step before ended with, compared there.
         if not rules.is_first:
             return None
         if pair.key.step > 0:
             return "any tensor"
         return "exact" if pair.is_equal else _check_start(pair, rules.narrow)
-    return LacksParameter(needed_by="update") if before is None else _compare_update(before, pair, gradient, rules)
+    if before is not None:
+        return _compare_update(before, pair, gradient, rules)
+    return "any tensor" if pair.is_equal else LacksParameter(needed_by="update")
 
 
 def _check_start(pair: TensorPair, narrow: Narrow | None) -> OtherStart | Literal["exact"]:

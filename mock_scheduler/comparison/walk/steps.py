@@ -256,7 +256,7 @@ class StepSides:
             for item in footer.unobserved:
                 key = TraceKey(step=self.step, update=0, kind=item.kind, name=item.name)
                 # What one side shows is an absence on the other, which the walk itself finds.
-                if (item.kind, item.name) not in named and self.is_selected(key):
+                if "*" not in item.name and (item.kind, item.name) not in named and self.is_selected(key):
                     absences.append(Absence(key=key, side=side, reason=NotShown(reason=item.reason)))
         return absences
 

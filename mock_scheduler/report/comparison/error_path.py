@@ -247,7 +247,7 @@ def _key_of(finding: Finding) -> TraceKey | None:
     kind = next((kind for kind in TRACE_KINDS if kind == finding.kind), None)
     if kind is None or finding.update is None:
         return None
-    return TraceKey(step=finding.step, update=finding.update, kind=kind, name=finding.name)
+    return TraceKey(step=finding.step, update=finding.update, kind=kind, name=finding.name, place=finding.place)
 
 
 def _point(key: TraceKey, outcome: TensorDifference | Finding, *, is_first: bool) -> PathPoint:

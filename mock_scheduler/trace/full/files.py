@@ -20,7 +20,8 @@ A piece has its local shape, or is flat where the rank owns only a range of the 
 - ``format_version``, ``step``, ``global_rank``, ``world_size``, ``coordinates`` (of the rank, by axis) and ``part``;
 - ``tensors``: by stored name ``update``, ``kind``, ``name``, ``dtype``, ``global_shape``, ``local_shape``, ``splits``,
   ``flat_range`` (``[start, stop]`` of the flattened local tensor, or null), ``dims`` (the name of each dimension; empty
-  where nobody said), ``is_masked`` (a token tensor defined at some tokens only), ``sha256`` and ``crc32``;
+  where nobody said), ``is_masked`` (a token tensor defined at some tokens only), ``sha256``, ``crc32``, and ``place``
+  where kind and name do not say when the tensor was computed: its rank in that order among those of its update;
 - ``blocks``: lists of ``[local start, global start, length]``. A split is ``[dim, position in blocks]``: its indices
   of the local tensor are its indices of the whole one. Local indices in no block belong to no canonical element;
 - ``ending``, in the last part only: ``num_parts``; ``earlier_parts``, the ``digest`` of each earlier header, so

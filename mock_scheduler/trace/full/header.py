@@ -57,6 +57,7 @@ class _StoredPiece:
     is_masked: bool
     sha256: str
     crc32: Count
+    place: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +136,14 @@ def pieces_as_json(records: Sequence[PieceRecord]) -> dict[str, JSON]:
             is_masked=record.is_masked,
             sha256=record.sha256,
             crc32=record.crc32,
+            place=record.key.place,
         )
     stored: dict[str, JSON] = _PIECES.dump(_StoredPieces(tensors=tensors, blocks=tuple(positions)))
+    pieces: Any = stored["tensors"]
+    for piece in pieces.values():
+        if piece["place"] is None:
+            # A piece that the order of names places is stored as it was before there were others.
+            del piece["place"]
     return stored
 
 
@@ -174,7 +181,7 @@ def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ..
         whole = (spec.local_shape[0], *whole[1:])
     check_size(spec.name, dtype, whole, spec.local_shape)
     return PieceRecord(
-        key=TraceKey(step=step, update=piece.update, kind=piece.kind, name=piece.name),
+        key=TraceKey(step=step, update=piece.update, kind=piece.kind, name=piece.name, place=piece.place),
         stored_name=name,
         dtype=dtype,
         spec=spec,

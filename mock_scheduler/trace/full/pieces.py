@@ -111,7 +111,7 @@ def stored_name(update: int, kind: str, name: str, *, piece: int = 0) -> str:
 def record_entry(entry: TraceEntry, *, step: int, name: str) -> PieceRecord:
     """Records an entry, with digests; its tensor is exactly the one stored under ``name``."""
     return PieceRecord(
-        key=TraceKey(step=step, update=entry.update, kind=entry.kind, name=entry.spec.name),
+        key=TraceKey(step=step, update=entry.update, kind=entry.kind, name=entry.spec.name, place=entry.place),
         stored_name=name,
         dtype=entry.tensor.dtype,
         spec=entry.spec,

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.determinism.agreement import RankGroup, on_first_rank
 from mock_scheduler.errors import SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.scheduler import Mode
@@ -29,7 +29,6 @@ from pipelines.rollout.changed_weights import other_head
 from pipelines.rollout.engine import PolicyEngine, TokenScores
 from pipelines.rollout.engines.access import read_key
 from pipelines.rollout.engines.client import EngineAddress, EngineClient, TurnAnswer, TurnOrder
-from pipelines.rollout.engines.first_rank import on_first_rank
 from pipelines.rollout.engines.server import MODEL, VllmServer
 from pipelines.rollout.engines.verification import (
     PROBE_TEMPERATURE,

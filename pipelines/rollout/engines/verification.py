@@ -25,12 +25,11 @@ from mock_scheduler.comparison.thresholds import (
     EXPLAINED_SHARE,
 )
 from mock_scheduler.correction.report.mismatch_causes import Floats, ScoredTokens, find_causes
-from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.determinism.agreement import RankGroup, on_first_rank
 from mock_scheduler.errors import EngineError
 from mock_scheduler.support.text import count_of
 from pipelines.environments.seeds import derive_seed
 from pipelines.rollout.engine import TokenScores
-from pipelines.rollout.engines.first_rank import on_first_rank
 
 #: Flatter than any usual distribution, so that unlikely tokens are sampled, too: those tell most of the weights. And
 #: not 1, at which both modes of log-probabilities are the same.

@@ -15,7 +15,7 @@ import torch
 
 from mock_scheduler.adapters.huggingface.config import read_model
 from mock_scheduler.adapters.huggingface.files import INDEX_FILE, SINGLE_FILE, WeightFiles
-from mock_scheduler.determinism.agreement import RankGroup
+from mock_scheduler.determinism.agreement import RankGroup, on_first_rank
 from mock_scheduler.errors import EngineError
 from mock_scheduler.trace.names import OUTPUT_LAYER, WORD_EMBEDDINGS
 from pipelines.megatron.hf_export import describe_own, single_header, write_stored
@@ -24,7 +24,6 @@ from pipelines.megatron.parameter_shapes import parameter_shapes
 from pipelines.megatron.stored_boxes import PARAMETER_KEY, LocalTensor, StoredTensors, write_tensors
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.megatron.transformer_config import DTYPES
-from pipelines.rollout.engines.first_rank import on_first_rank
 
 ENGINE_FOLDER = "engine"
 _PARTS = ".parts"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mock_scheduler import compare, open_trace
-from mock_scheduler.adapters.formats import FORMATS
 from mock_scheduler.commands.foreign import ImportCommand, run_import
 from mock_scheduler.errors import ForeignFileError, MockSchedulerError, TraceError
 from tests.adapters.imports.forging import Described, Global, torch_bytes
@@ -120,11 +119,21 @@ def test_saved_gradients_of_megatron_are_compared_in_one_layout(tmp_path: Path) 
     assert "mp_rank_00_001.model_chunk0.decoder.final_layernorm.weight" in str(verdict)
 
 
+def test_saved_parameters_of_megatron_are_compared_without_those_before(tmp_path: Path) -> None:
+    for run, value in (("a", 1.0), ("b", 1.0), ("c", 1.5)):
+        content = {"model_chunk0": {"module.decoder.final_layernorm.weight": torch.full((3,), value)}}
+        write(tmp_path / run / "params/iter_0000004/mp_rank_00.pth", torch_bytes(content))
+    first, same, other = (imported("megatron-saved", tmp_path / run) for run in "abc")
+    assert compare(first, same).passes
+    verdict = compare(first, other)
+    assert not verdict.passes
+    assert "mp_rank_00.model_chunk0.decoder.final_layernorm.weight" in str(verdict)
+
+
 def test_a_hostile_snapshot_runs_nothing(tmp_path: Path) -> None:
     write(tmp_path / "actor/rollout-0/step-0/rank-0.pt", torch_bytes({"x": Described(Global("os", "system"), "true")}))
     with pytest.raises(ForeignFileError, match=r"names 'os\.system'"):
         imported("vime-gradients", tmp_path / "actor")
-    assert [one.name for one in FORMATS if one.tracer] == ["vime-gradients", "megatron-saved"]
 
 
 @pytest.mark.parametrize("world_size", [2, 200_000_000])

@@ -171,7 +171,7 @@ def test_rows_of_a_part_of_a_batch_come_back() -> None:
             [[-0.5, 0.0], [math.nan], [-1.0, -2.0]],
             "row 1: rollout_logprobs is not finite",
         ),
-        ("env_metrics", [object(), None, None], "row 0: env_metrics is a builtins.object"),
+        ("env_metrics", [object(), None, None], "row 0: env_metrics holds a value of type builtins.object"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(field: str, value: object, problem: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mock_scheduler.adapters.plain_values import pack, unpack
 from mock_scheduler.adapters.slime.codec import SlimeCodec
-from mock_scheduler.adapters.trees import pack, unpack
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import RolloutRequest
@@ -209,7 +209,8 @@ def test_a_sample_that_contradicts_itself_is_refused(fields: dict[str, Any], pro
 
 def test_an_object_in_a_sample_is_refused_by_name() -> None:
     with pytest.raises(
-        BatchError, match=r"row 0: multimodal_inputs\.images\[0\] is a pathlib\.PosixPath, which a recording"
+        BatchError,
+        match=r"row 0: multimodal_inputs\.images\[0\] holds a value of type pathlib\.PosixPath, which cannot",
     ):
         CODEC.encode([[sample(multimodal_inputs={"images": [Path("x")]})]], REQUEST)
 

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from mock_scheduler import read_recording
 from mock_scheduler.adapters.trl import Rollouts
+from mock_scheduler.commands.foreign import run_export
 from mock_scheduler.errors import BatchError, ConfigError, ContractError, SchedulerError
+from mock_scheduler.recording.inspection.description import RecordingStatistics
+from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_file import decode_step
+from mock_scheduler.support.torch_files import read_torch_file
 
 ARGUMENTS = {
     "num_generations": 2,
@@ -144,6 +149,36 @@ def test_a_replay_calls_nothing_and_trains_on_the_same(tmp_path: Path, trl: Any)
     assert rollouts.ledger.as_dict()["answered"] == {"get_batch": 2, "late_values": 4}
     assert again.logged == trainer.logged == [("length", 3.0)] * 2
     assert repr(train(tmp_path, "verify")[0]) == repr(live)
+
+
+def totals_of(results: list[Any], weights: tuple[float, float]) -> list[list[float]]:
+    """What TRL adds up: weighted, and without the values that a function does not have."""
+    return [
+        [
+            sum(w * value for w, value in zip(weights, row, strict=True) if value is not None and not np.isnan(value))
+            for row in zip(*rewards, strict=True)
+        ]
+        for _, rewards, _ in results
+    ]
+
+
+def test_rewards_are_those_of_the_rows_for_who_looks_at_the_recording(tmp_path: Path, trl: Any) -> None:
+    live = train(tmp_path, "dump", arguments={"reward_weights": [2.0, -1.0]})[0]
+    recording = read_recording(tmp_path / "dumps")
+    for step, total in enumerate(totals_of(live, (2.0, -1.0))):
+        assert recording.batch(step).rewards.tolist() == pytest.approx(total, rel=1e-6)
+        assert total[0] == 0.0  # no function has a value
+        assert total[3] == 0.0 == 2.0 * 1 - 2.0
+    statistics = RecordingStatistics()
+    for step in range(2):
+        statistics.add("train", recording.batch(step), recording.info(step), size_bytes=0)
+    assert statistics.totals().reward.maximum == pytest.approx(max(map(max, totals_of(live, (2.0, -1.0)))))
+    run_export("slime", str(tmp_path / "dumps"), tmp_path / "slime", steps=None)
+    exported = read_torch_file(tmp_path / "slime" / "1.pt")["samples"]
+    assert [sample["reward"] for sample in exported] == recording.batch(1).rewards.tolist()
+    train(tmp_path / "other", "dump", arguments={"reward_weights": [2.0, 1.0]})
+    other = read_recording(tmp_path / "other" / "dumps")
+    assert set(compare_batches(recording.batch(0), other.batch(0)).field_counts) == {"reward"}
 
 
 def test_a_reward_keeps_its_name_and_whether_it_is_awaited(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.plain_values import from_json, to_json
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import canonical_json
 
