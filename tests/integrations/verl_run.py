@@ -1,7 +1,8 @@
 """Runs verl's own command several times, and writes what came of it.
 
-``python -m tests.integrations.verl_run FOLDER NAME:MODE[:KEY=VALUE]…`` runs in ``.venv-verl``. Each run is the command
-of ``docs/frameworks/verl.md`` with the same keys; ``MODE`` is that of the settings, or ``real``: without any of ours.
+``python tests/integrations/verl_run.py FOLDER NAME:MODE[:KEY=VALUE]…`` runs in ``.venv-verl``, where ``tests`` is a
+package of verl's wheel. Each run is the command of ``docs/frameworks/verl.md`` with the same keys; ``MODE`` is that of
+the settings, or ``real``: without any of ours.
 For each it writes ``FOLDER/NAME.json``: exit code, output, metrics, digests of the weights after the last step, and how
 often engines were made, asked and given weights.
 """
@@ -83,7 +84,8 @@ def run(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, 
     counts.touch()
     environ = {
         **{key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"},
-        "VERL_USE_EXTERNAL_MODULES": "tests.integrations.verl_cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "PYTHONPATH": str(HERE),
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_COUNTS": str(counts),

@@ -64,12 +64,13 @@ def read_sampling(config: VerlObject) -> Mapping[Mode, SamplingParams]:
     """Read how tokens are sampled; a ``top_k`` below 1 turns it off."""
     rollout = config.actor_rollout_ref.rollout
     is_processed = "raw" not in str(rollout.get("logprobs_mode") or "processed")
-    return {
-        mode: SamplingParams(
+
+    def read(values: VerlObject) -> SamplingParams:
+        return SamplingParams(
             temperature=float(values.temperature),
             top_p=float(values.top_p),
             top_k=max(int(values.top_k), 0),
             logprobs_mode="processed" if is_processed else "raw",
         )
-        for mode, values in (("train", rollout), ("val", rollout.val_kwargs))
-    }
+
+    return {"train": read(rollout), "val": read(rollout.val_kwargs)}

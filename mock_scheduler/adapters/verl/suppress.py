@@ -85,7 +85,7 @@ def suppress_engines(ledger: Ledger, find: Callable[[str], Any] = import_module)
     ``find``: gives verl's modules by name. Raises ``ConfigError`` where this release of verl has other ones.
     """
 
-    def servers(_owner: object, *_arguments: object, **_options: object) -> SuppressedServers:
+    def servers(_owner: type[Any], /, *_arguments: object, **_options: object) -> SuppressedServers:
         ledger.count("suppressed", "engine")
         return SuppressedServers()
 

@@ -195,7 +195,7 @@ class EngineRegistry:
 
 def test_engines_that_train_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attached: list[Any] = []
-    monkeypatch.setattr(trace.megatron, "attach", lambda *a, **k: attached.append((a, k)), raising=False)
+    monkeypatch.setitem(vars(trace.megatron), "attach", lambda *a, **k: attached.append((a, k)))
     monkeypatch.setattr(trace, "trace_training", lambda *a, **k: attached.append((a, k)))
     settings = VerlSettings(rollout_mock={"enable": False}, trace_dir=str(tmp_path), trace={"level": "sketch"})
     restore = trace.trace_engines(settings, lambda module: SimpleNamespace(EngineRegistry=EngineRegistry))
