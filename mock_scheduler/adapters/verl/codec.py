@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from mock_scheduler.adapters.padded import VERL, PaddedCodec
-from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.padded.values import from_json
+from mock_scheduler.adapters.prompts import digest_prompts
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams
 from mock_scheduler.batch.columns import JsonColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest, shown
-from mock_scheduler.support.digests import compute_json_digest
 
 #: A ``DataProto``, whose attributes are read by name: verl is imported where one is made.
 Proto: TypeAlias = Any
@@ -49,10 +49,12 @@ class Drawn:
     @classmethod
     def of(cls, proto: Proto) -> Drawn:
         """Digest the rows, before an agent loop adds fields to them."""
-        fields = {name: values for name, values in sorted(proto.non_tensor_batch.items()) if name not in _NOT_DRAWN}
-        return cls(
-            proto, tuple({name: _digest(values[row]) for name, values in fields.items()} for row in range(len(proto)))
-        )
+        fields = {
+            name: digest_prompts(list(values))
+            for name, values in sorted(proto.non_tensor_batch.items())
+            if name not in _NOT_DRAWN
+        }
+        return cls(proto, tuple({name: digests[row] for name, digests in fields.items()} for row in range(len(proto))))
 
     @property
     def num_sampled(self) -> int:
@@ -88,7 +90,7 @@ class VerlCodec:
         both = sorted(tensors.keys() & arrays.keys())
         if both:
             raise BatchError(f"{', '.join(both)}: a tensor and an array have one name; expected different ones")
-        if _PROMPT in arrays and any(_digest(prompt) is None for prompt in arrays[_PROMPT]):
+        if _PROMPT in arrays and None in digest_prompts(list(arrays[_PROMPT])):
             arrays[_PROMPT] = np.full(len(native), _AS_DRAWN, dtype=object)
         drawn = _drawn_of(request)
         fields: dict[str, object] = {**tensors, **arrays, VERL.meta: native.meta_info}
@@ -160,13 +162,6 @@ def _make_proto(
 
 def _drawn_of(request: RolloutRequest) -> Drawn | None:
     return request.prompts if isinstance(request.prompts, Drawn) else None
-
-
-def _digest(value: object) -> str | None:
-    try:
-        return compute_json_digest(to_json(value, "a drawn field"))
-    except BatchError:  # images and the like, which are no plain data
-        return None
 
 
 def _differing(recorded: Mapping[str, str | None], current: Mapping[str, str | None]) -> list[str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from omegaconf import OmegaConf
-
+from mock_scheduler.adapters.settings import describe_keys
 from mock_scheduler.adapters.transformers_objects import describe_model, describe_tokenizer
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.scheduler import Mode
@@ -31,9 +30,8 @@ _KEYS = (
 
 def describe_run(config: VerlObject) -> dict[str, JSON]:
     """Describe the run: its batches, how they are sampled and scored, its model and its tokenizer."""
-    found = {key: OmegaConf.select(config, key) for key in _KEYS}
     return {
-        **{f"verl.{key}": value for key, value in found.items() if value is not None},
+        **describe_keys(config, _KEYS, "verl"),
         **describe_checkpoint(config.actor_rollout_ref.model),
     }
 

@@ -8,23 +8,28 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from mock_scheduler.adapters.settings import AdapterSettings, read_settings
+from mock_scheduler.adapters import settings
+from mock_scheduler.adapters.settings import RolloutSettings
 
 VARIABLE = "MOCK_SCHEDULER_VERL"
 
 
-class VerlSettings(AdapterSettings):
-    """The content of the file.
+class VerlSettings(RolloutSettings):
+    """The content of the file; further keys are those of ``RolloutSettings``.
 
     Attributes:
         real: the agent loop manager that plays: ``module.name``.
+        with_engines: a replay may have engines beside it, as for a measurement of memory.
         trace_dir: where engines in plain torch (FSDP2) write their traces; ``None``: nowhere.
         trace: as the section ``trace`` of a configuration; ``None``: whole tensors of every update.
     """
 
+    variable: ClassVar = VARIABLE
+
     real: str = "verl.experimental.agent_loop.AgentLoopManager"
+    with_engines: bool = False
     trace_dir: str | None = None
     trace: Mapping[str, Any] | None = None
 
@@ -37,7 +42,7 @@ class VerlSettings(AdapterSettings):
 
 def load_settings(path: Path | None = None) -> VerlSettings:
     """Read the file; ``None``: the one that the variable names; raises ``ConfigError`` listing all its problems."""
-    return read_settings(VerlSettings, VARIABLE, path)
+    return settings.load_settings(VerlSettings, path)
 
 
 def find_settings() -> VerlSettings | None:
