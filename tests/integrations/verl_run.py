@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def run(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, 
         environ["MOCK_SCHEDULER_VERL"] = str(path)
         if "bare" not in given:
             keys.append(f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}")
+    started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray:
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *keys, f"+ray_kwargs.ray_init._temp_dir={ray}"]
         done = subprocess.run(
@@ -111,6 +113,7 @@ def run(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, 
     metrics = place / "metrics.jsonl"
     return {
         "code": done.returncode,
+        "seconds": round(time.monotonic() - started_s),
         "output": done.stdout,
         "metrics": [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
         if metrics.exists()

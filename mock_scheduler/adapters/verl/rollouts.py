@@ -9,6 +9,7 @@ evaluations are numbered one after another, in their own folder. A step is on di
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -46,6 +47,7 @@ class AgentLoopManager:
         self.settings = load_settings() if settings is None else settings
         check_process(self.settings)
         _check_rewards(config)
+        _show_lines()
         self.ledger: Ledger = this_process().ledger
         self._config, self._arguments, self._options = config, arguments, options
         self._num_evaluated = 0
@@ -131,6 +133,13 @@ class _Live:
     def get_batch(self, request: RolloutRequest) -> Proto:
         """Play the prompts of a request."""
         return self._owner.play(request.prompts, self._real)
+
+
+def _show_lines() -> None:
+    """Show this library's lines where nobody chose otherwise: verl sets up logging from its warnings on."""
+    logger = logging.getLogger("mock_scheduler")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
 
 
 def _check_rewards(config: VerlObject) -> None:
