@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def run(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, 
     place.mkdir()
     counts = place / "counts"
     counts.touch()
+    (place / "token").write_text(secrets.token_hex(32), encoding="utf-8")
     environ = {
         **{key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"},
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
@@ -93,6 +95,8 @@ def run(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, 
         "VERL_FILE_LOGGER_PATH": str(place / "metrics.jsonl"),
         "VERL_USE_EXTERNAL_PLUGINS": given.get("plugins", "auto"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(place / "token"),
         "RAY_DEDUP_LOGS": "0",
     }
     keys = list_keys(folder, name, given)
