@@ -58,6 +58,7 @@ def test_verl_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert real["counts"] == dump["counts"] == {"engine": 1, "generate": 36, "weights": 4}
     assert mock["counts"] == {}
     assert "[Rollout Mock] Loaded step 3" in mock["output"]
+    assert "[Rollout Mock] Did not start or call: engine 1, reward_workers 1, sync_weights 1" in mock["output"]
     assert mock["weights"] == dump["weights"] == real["weights"]
     assert len(real["weights"]) == 25
     assert lasting(mock) == lasting(dump) == lasting(real)

@@ -23,6 +23,9 @@ from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.scheduler import RolloutRequest
 
+_LIBRARY = "mock_scheduler"
+_LOGGER = logging.getLogger(f"{_LIBRARY}.rollout_mock")
+
 
 class AgentLoopManager:
     """One agent loop manager of a run, which verl makes by ``create`` with the arguments of its own.
@@ -51,7 +54,7 @@ class AgentLoopManager:
         self.ledger: Ledger = this_process().ledger
         self._config, self._arguments, self._options = config, arguments, options
         self._num_evaluated = 0
-        self._is_live = False
+        self._is_live = self._is_told = False
         checked = self.settings.mock_config()
         if checked.random_states is None:
             # The trainer waits for its rollout, so what moves meanwhile was moved by it.
@@ -83,6 +86,7 @@ class AgentLoopManager:
             self._scheduler.state_dict()  # returns when the step is on disk: verl tells nobody that the run ends
         else:
             restore_prompts(batch, drawn)
+            self._tell_suppressed()
         return batch
 
     def play(self, prompts: Drawn, real: VerlObject) -> Proto:
@@ -102,6 +106,14 @@ class AgentLoopManager:
     def close(self) -> None:
         """Write the rest."""
         self._scheduler.close()
+
+    def _tell_suppressed(self) -> None:
+        """Log once what this run did not start: nobody asks for the ledger of a process of verl's."""
+        suppressed = self.ledger.as_dict()["suppressed"]
+        if suppressed and not self._is_told:
+            counts = ", ".join(f"{name} {count}" for name, count in sorted(suppressed.items()))
+            _LOGGER.info("[Rollout Mock] Did not start or call: %s", counts)
+        self._is_told = True
 
     def _next_request(self, drawn: Drawn) -> RolloutRequest:
         meta = drawn.proto.meta_info
@@ -137,7 +149,7 @@ class _Live:
 
 def _show_lines() -> None:
     """Show this library's lines where nobody chose otherwise: verl sets up logging from its warnings on."""
-    logger = logging.getLogger("mock_scheduler")
+    logger = logging.getLogger(_LIBRARY)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
 
