@@ -1,4 +1,4 @@
-"""What the ranks of a checkpoint test run: ``python -m tests.dist.checkpoint_worker FOLDER TASK ...``.
+"""What the ranks of a checkpoint test run: ``-m tests.dist.workers.checkpoint_worker FOLDER TASK ...``.
 
 A task is ``model/precision/layout``: train a step, save a checkpoint, train another step; or, with a second layout
 behind it as in ``dense/float64/tp2-sp-pp2>dp4``: a model with other parameters loads that checkpoint and trains the

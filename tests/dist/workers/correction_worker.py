@@ -1,4 +1,4 @@
-"""Trains corrected steps of cases of ``benchmarks.layouts``: ``python -m tests.dist.correction_worker FOLDER TASK ...``.
+"""Trains corrected steps of cases of ``benchmarks.layouts``: ``-m tests.dist.workers.correction_worker FOLDER TASK ...``.
 
 A task is ``{correction}/{layout}/{option}``, a correction of ``CORRECTIONS``. ``FOLDER/{task}/{rank}.json`` gets the
 step's metrics and, by ``kind/update/name`` and ``row,position``, the weights and kept tokens that this rank trained

@@ -1,4 +1,4 @@
-"""Trains cases of order emulation: ``python -m tests.dist.emulation_worker FOLDER CASE ...``.
+"""Trains cases of order emulation: ``-m tests.dist.workers.emulation_worker FOLDER CASE ...``.
 
 A case is ``model/precision/layout`` of ``tests.dist.emulation_cases``. In one process it is the run that emulates the
 layout, in several the run that has it. ``FOLDER/{case}`` gets metrics and a trace of everything; a fault's name and a

@@ -1,4 +1,4 @@
-"""Trains one step with replayed experts, rightly and wrongly: ``python -m tests.pipelines.routing_worker FOLDER``.
+"""Trains one step with replayed experts, rightly and wrongly: ``-m tests.pipelines.workers.routing_worker FOLDER``.
 
 Writes a full trace to ``FOLDER/{case}`` for each of ``WRONG`` and for ``right``; nothing is judged here.
 """
@@ -21,7 +21,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import replacing
+from tests.faults.injectors.patching import replacing
 
 Numbers = Callable[[RoutingTable, torch.Tensor], torch.Tensor]
 Replayed = Callable[[RoutingTable, int, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,8 +11,8 @@ from mock_scheduler.trace.entries import PHASES
 from mock_scheduler.trace.entries import Phase as TracePhase
 from mock_scheduler.trace.names import CLIP
 from mock_scheduler.verdict.divergences import Divergence
-from tests.faults.evidence import OWN_PROOFS, PROOFS, Evidence, Finding
 from tests.faults.fault import Expected, Phase, Precision
+from tests.faults.matrix.evidence import OWN_PROOFS, PROOFS, Evidence, Finding
 
 Score = Literal["whole", "half", "missed"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tests.faults.campaign import CLEAN
 from tests.faults.catalogue import FAULTS
-from tests.faults.judging import Judgement
-from tests.faults.table import summarise, to_markdown
+from tests.faults.matrix.judging import Judgement
+from tests.faults.matrix.table import summarise, to_markdown
 
 _HEAD = """# The fault catalogue
 

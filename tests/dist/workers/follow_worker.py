@@ -1,4 +1,4 @@
-"""Trains a plain Megatron loop: ``python -m tests.dist.follow_worker FOLDER CASE ...``.
+"""Trains a plain Megatron loop: ``-m tests.dist.workers.follow_worker FOLDER CASE ...``.
 
 A case is ``model/precision/layout`` with options of the training behind the model's ``+``. In several processes it is
 the layout itself; in one process the layout is followed, wrongly where a fault and a colon stand before the case. Each

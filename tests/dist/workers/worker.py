@@ -1,4 +1,4 @@
-"""What the ranks of a distributed test run: ``python -m tests.dist.worker FOLDER LAYOUT ...`` under any launcher.
+"""What the ranks of a distributed test run: ``-m tests.dist.workers.worker FOLDER LAYOUT ...`` under any launcher.
 
 A layout is written as in ``tp2-pp2``. For each, and for each of two model variants, every rank writes to
 ``FOLDER/{layout}/{variant}``: initial parameters, gradients and parameters of one update, and the metrics of two. One

@@ -1,4 +1,4 @@
-"""What the ranks of a rollout test run: ``python -m tests.dist.rollout_worker FOLDER LAYOUT ...`` under any launcher.
+"""What the ranks of a rollout test run: ``-m tests.dist.workers.rollout_worker FOLDER LAYOUT ...`` under any launcher.
 
 A layout is written as in ``pp2-vpp2-dp2``. For each, and for each model that it can run, every rank plays one batch and
 writes its digest to ``FOLDER/{layout}/{model}``; rank 0 writes the batch too. Nothing is judged here.

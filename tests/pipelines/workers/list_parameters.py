@@ -1,6 +1,6 @@
 """Builds one model per line of a JSON file and prints its parameters' canonical names and global shapes.
 
-``python -m tests.pipelines.list_parameters FILE``: a line is a ``PipelineConfig``; ``vocab_size`` is the model's own.
+``-m tests.pipelines.workers.list_parameters FILE``: a line is a ``PipelineConfig``; ``vocab_size`` is the model's own.
 """
 
 from __future__ import annotations

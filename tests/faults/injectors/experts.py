@@ -12,8 +12,8 @@ from pipelines.megatron.layers import expert_router
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import ep_rank, replacing
-from tests.faults.softmax import round_to_bfloat16
+from tests.faults.injectors.patching import ep_rank, replacing
+from tests.faults.injectors.softmax import round_to_bfloat16
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 

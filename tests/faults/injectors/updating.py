@@ -16,7 +16,7 @@ from pipelines.megatron.trained_model import TrainedModel
 from tests.faults import optimizer_frozen
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import dp_rank, dp_size, replacing, tp_rank, tp_size, without_all_reduce
+from tests.faults.injectors.patching import dp_rank, dp_size, replacing, tp_rank, tp_size, without_all_reduce
 
 
 def _clip_nothing(fired: Fired, clip: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Sums of 4 gloo processes with and without ``order.ordered_reductions``: ``-m tests.dist.ordered_worker FOLDER``.
+"""Sums of 4 gloo processes with and without ``order.ordered_reductions``: ``-m tests.dist.workers.ordered_worker FOLDER``.
 
 Writes to ``FOLDER/{rank}.safetensors`` what each function gives, by ``{function}.{dtype}``; library sums by
 ``library.{function}.{dtype}``; and to ``FOLDER/{rank}.json`` counts and refusals. Nothing is judged here.

@@ -1,9 +1,9 @@
-"""Traces one training step of cases of ``benchmarks.layouts``: ``python -m tests.dist.trace_worker FOLDER TASK ...``.
+"""Traces one training step of cases of ``benchmarks.layouts``: ``-m tests.dist.workers.trace_worker FOLDER TASK ...``.
 
 A task is a case, of which ``FOLDER/{case}`` gets everything that modules compute, or another form of it, a colon and a
 case, with results in ``FOLDER/{form}/{case}``. Forms: ``state``, gradients and parameters alone; ``full``, both;
 ``fault``, layer 2 leaves out a reduction; ``rows``, in a file ``{case}.safetensors`` what the modules of the untrained
-model give for each row on its own, as ``tests.pipelines.plain_forward`` has it. ``probe:`` and a task of
+model give for each row on its own, as ``tests.pipelines.workers.plain_forward`` has it. ``probe:`` and a task of
 ``probe_tasks`` writes to ``FOLDER/probe/{task}``. The first task is a case. Nothing is judged here.
 """
 
@@ -24,8 +24,8 @@ from pipelines.megatron.learner import Learner
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.probe.step_probe import StepProbe
 from pipelines.megatron.process_of_rank import build_layout, leave_layout, start_runtime, stop_runtime
-from tests.dist import probe_tasks
-from tests.pipelines.plain_forward import forward_by_row
+from tests.dist.workers import probe_tasks
+from tests.pipelines.workers.plain_forward import forward_by_row
 
 MODULES: list[TraceKind | LedgerKind] = ["activation", "router", "logits", "activation_gradient"]
 STATE: list[TraceKind | LedgerKind] = ["gradient", "parameter"]

@@ -20,7 +20,7 @@ from pipelines.megatron.places import OwnBatch
 from pipelines.megatron.trainer import PolicyTrainer
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import (
+from tests.faults.injectors.patching import (
     cp_size,
     dp_rank,
     dp_size,

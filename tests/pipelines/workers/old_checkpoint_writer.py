@@ -1,6 +1,6 @@
 """Writes a checkpoint again as releases before seals did.
 
-``python -m tests.pipelines.old_checkpoint_writer RUN FOLDER``: RUN is the folder of a finished run, whose checkpoint of
+``-m tests.pipelines.workers.old_checkpoint_writer RUN FOLDER``: RUN is a finished run, whose checkpoint of
 step 1 is taken.
 """
 

@@ -24,7 +24,7 @@ from pipelines.megatron.layers import attention
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from tests.faults.counting import Fired
-from tests.faults.patching import (
+from tests.faults.injectors.patching import (
     cp_size,
     ep_rank,
     ep_size,

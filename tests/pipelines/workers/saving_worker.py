@@ -1,4 +1,4 @@
-"""What tests of saving run in a process of its own: ``python -m tests.pipelines.saving_worker TASK FOLDER ...``.
+"""What tests of saving run in a process of its own: ``-m tests.pipelines.workers.saving_worker TASK FOLDER ...``.
 
 - ``trace FOLDER``: save one checkpoint, and print what was synced and renamed on the way, in order, as JSON.
 - ``kill FOLDER NUM SEED``: let children save one checkpoint after another, end each by SIGKILL at a moment of chance,

@@ -15,7 +15,7 @@ from pipelines.megatron.execution import Execution
 from pipelines.megatron.logprobs import Exponentials
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import dp_rank, dp_size, replacing, tp_rank, tp_size
+from tests.faults.injectors.patching import dp_rank, dp_size, replacing, tp_rank, tp_size
 
 
 def round_to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What four ranks run for the tests of layers with experts: ``python -m tests.dist.experts_worker FOLDER``.
+"""What four ranks run for the tests of layers with experts: ``-m tests.dist.workers.experts_worker FOLDER``.
 
 For each case every rank writes ``FOLDER/{case}/{rank}.safetensors``: gradients of one update by canonical name (this
 rank's part), expert biases, the routers' sums over all ranks and, with ``steps``, the parameters after Adam's first

@@ -1,4 +1,4 @@
-"""What the ranks of a test of Hugging Face checkpoints run: ``python -m tests.dist.hf_worker FOLDER TASK ...``.
+"""What the ranks of a test of Hugging Face checkpoints run: ``-m tests.dist.workers.hf_worker FOLDER TASK ...``.
 
 A task is ``model/precision/layout``; ``FOLDER/model`` is a Hugging Face checkpoint. Each rank writes its parameters to
 ``FOLDER/{task}/rank_{N}.safetensors``, one of them the logits of ``token_ids`` to ``logits.safetensors``, and all

@@ -22,7 +22,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.places import OwnBatch, own_batch
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import dp_rank, dp_size, ep_size, pp_rank, replacing, tp_rank
+from tests.faults.injectors.patching import dp_rank, dp_size, ep_size, pp_rank, replacing, tp_rank
 
 Cut = Callable[[torch.Tensor, ShardSpec], torch.Tensor]
 

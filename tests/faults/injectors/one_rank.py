@@ -15,7 +15,7 @@ from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.places import OwnBatch
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import (
+from tests.faults.injectors.patching import (
     dp_rank,
     on_layer,
     on_modules,

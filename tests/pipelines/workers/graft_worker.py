@@ -1,4 +1,4 @@
-"""Grafts a traced step of one process into other layouts: ``python -m tests.pipelines.graft_worker FOLDER CASE ...``.
+"""Grafts a traced step of one process into other layouts: ``-m tests.pipelines.workers.graft_worker FOLDER CASE ...``.
 
 A case of one process writes its trace to ``FOLDER/reference/{case}``. Any other is trained twice, into
 ``FOLDER/{kind}/{case}``: with other weights in layers 0 to 2 and outputs of its reference put in, and with the

@@ -1,4 +1,4 @@
-"""Plays with real engines in one process: ``python -m tests.pipelines.engine_worker FOLDER``.
+"""Plays with real engines in one process: ``-m tests.pipelines.workers.engine_worker FOLDER``.
 
 A process of its own, since Megatron on the host replaces functions of torch for good. Writes ``FOLDER/{case}.json`` and
 the batches as ``FOLDER/{case}.safetensors``; nothing is judged here.
@@ -25,7 +25,7 @@ from pipelines.megatron.places import ModelInputs, own_batch
 from pipelines.megatron.process_of_rank import Runtime, stop_runtime
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from tests.dist.rollout_worker import (
+from tests.dist.workers.rollout_worker import (
     MODELS,
     build_scheduler,
     build_trainer,

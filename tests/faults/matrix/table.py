@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.faults.campaign import CLEAN
 from tests.faults.catalogue import FAULTS, find_fault
-from tests.faults.evidence import PROOFS, Finding
-from tests.faults.judging import Judgement
+from tests.faults.matrix.evidence import PROOFS, Finding
+from tests.faults.matrix.judging import Judgement
 
 _WORDS = {"found": "found", "silent": "-", "not available": "n/a"}
 

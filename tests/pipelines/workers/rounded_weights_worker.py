@@ -1,4 +1,4 @@
-"""Plays with rounded weights on real ranks: ``python -m tests.pipelines.rounded_weights_worker FOLDER LAYOUT ...``.
+"""Plays with rounded weights on real ranks: ``-m tests.pipelines.workers.rounded_weights_worker FOLDER LAYOUT ...``.
 
 A process of its own, since Megatron on the host replaces functions of torch for good. For each layout every rank writes
 ``FOLDER/{layout}/{case}/rank_{rank}.json``, and rank 0 the batch; one process answers all other cases. Nothing is
@@ -30,7 +30,7 @@ from pipelines.megatron.process_of_rank import Runtime, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
 from pipelines.megatron.trainer import PolicyTrainer
 from pipelines.rollout.engine import PolicyEngine
-from tests.dist.rollout_worker import (
+from tests.dist.workers.rollout_worker import (
     MODELS,
     ONE_RANK,
     build_scheduler,

@@ -11,9 +11,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from pipelines.megatron.layers import attention
 from tests.faults.counting import Fired
-from tests.faults.gradients import _finalize
-from tests.faults.one_rank import Heads, attending
-from tests.faults.patching import on_layer, pp_size, replacing, tp_size, wrap_forward
+from tests.faults.injectors.gradients import _finalize
+from tests.faults.injectors.one_rank import Heads, attending
+from tests.faults.injectors.patching import on_layer, pp_size, replacing, tp_size, wrap_forward
 
 
 class _HalfSilu(torch.autograd.Function):
