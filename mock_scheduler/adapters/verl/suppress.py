@@ -140,17 +140,22 @@ def suppress_engines(ledger: Ledger, find: Callable[[str], Any] = import_module)
 class SuppressedServers:
     """Stands for ``LLMServerManager``: nothing is started, and there is nobody to ask."""
 
+    def __init__(self) -> None:
+        self.rollout_replicas: list[object] = []
+        self.server_handles: list[object] = []
+        self.server_addresses: list[str] = []
+
     def get_client(self, *_arguments: object, **_options: object) -> SuppressedClient:
         """Return a client that refuses."""
         return SuppressedClient()
 
     def get_replicas(self) -> list[object]:
-        """There is none."""
-        return []
+        """Return the replicas: none."""
+        return self.rollout_replicas
 
     def get_addresses(self) -> list[str]:
-        """There is none."""
-        return []
+        """Return the servers' addresses: none."""
+        return self.server_addresses
 
     def start_profile(self, **_options: object) -> None:
         """There is nothing to profile."""
