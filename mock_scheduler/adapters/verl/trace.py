@@ -1,8 +1,9 @@
 """Traces the engines that verl trains with: FSDP2 by plain torch's hooks, Megatron by ``megatron.attach``.
 
-verl makes every engine by its registry, and builds model and optimizer when it first initialises it; the plugin of each
-worker stands between. Contract: engines without an optimizer (reference) are left alone; a policy's files are in
-``trace_dir/actor``, a critic's in ``trace_dir/critic``. A step of the trace is one update, so one mini-batch of verl.
+verl makes every engine by its registry; the plugin of each worker stands before the engine's ``train_batch``. Contract:
+an engine is attached to before it first trains: by then weights and checkpoints are loaded. One that never trains
+(reference) is left alone. A policy's files are in ``trace_dir/actor``, a critic's in ``trace_dir/critic``. A step of
+the trace is one update, so one mini-batch of verl.
 Megatron's trace is asked for by a run file (``MOCK_SCHEDULER_RUN``), as for any training on Megatron-core.
 """
 
@@ -33,13 +34,14 @@ def trace_engines(settings: VerlSettings | None, find: Callable[[str], Any] = im
 
     def new(owner: Any, model_type: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - verl's
         engine = original.__get__(None, owner)(model_type, *arguments, **options)
-        initialize = engine.initialize
+        train, attached = engine.train_batch, list[object]()
 
-        def initialize_and_attach() -> None:
-            initialize()
-            attach_engine(engine, is_critic=model_type == _CRITIC, settings=settings)
+        def attach_and_train(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - verl's
+            if not attached:
+                attached.append(attach_engine(engine, is_critic=model_type == _CRITIC, settings=settings))
+            return train(*given, **named)
 
-        engine.initialize = initialize_and_attach
+        engine.train_batch = attach_and_train
         return engine
 
     registry.new = classmethod(new)
@@ -47,10 +49,8 @@ def trace_engines(settings: VerlSettings | None, find: Callable[[str], Any] = im
 
 
 def attach_engine(engine: Any, *, is_critic: bool, settings: VerlSettings | None) -> object:  # noqa: ANN401 - verl's
-    """Attach to an engine that has built its model, and return what was attached; None where it does not train."""
-    optimizer = getattr(engine, "optimizer", None)
-    if optimizer is None:
-        return None
+    """Attach to an engine that has built its model, and return what was attached; None where nothing was asked."""
+    optimizer = engine.optimizer
     if isinstance(engine.module, torch.nn.Module):
         if settings is None or settings.trace_dir is None:
             return None

@@ -173,18 +173,15 @@ def test_a_plugin_that_failed_says_why_to_the_run_that_needs_it(
 
 
 class Engine:
-    """Builds model and optimizer when it is first initialised, as verl's do."""
+    """Has a model and an optimizer once it is initialised, as verl's do."""
 
-    def __init__(self, model_type: str, backend: str, *, is_trained: bool) -> None:
-        self.backend = backend
-        self.is_trained = is_trained
-        self.module: Any = None
-        self.optimizer: Any = None
+    def __init__(self, model_type: str, backend: str, *, size: int) -> None:
+        module = torch.nn.Linear(size, 2)
+        self.module: Any = module if backend == "fsdp2" else [module]
+        self.optimizer = object()
 
-    def initialize(self) -> None:
-        module = torch.nn.Linear(2, 2)
-        self.module = module if self.backend == "fsdp2" else [module]
-        self.optimizer = object() if self.is_trained else None
+    def train_batch(self, data: int, loss_function: Any = None) -> int:
+        return data + 1
 
 
 class EngineRegistry:
@@ -200,7 +197,7 @@ def test_engines_that_train_are_traced(tmp_path: Path, monkeypatch: pytest.Monke
     settings = VerlSettings(rollout_mock={"enable": False}, trace_dir=str(tmp_path), trace={"level": "sketch"})
     restore = trace.trace_engines(settings, lambda module: SimpleNamespace(EngineRegistry=EngineRegistry))
     engines = {
-        name: EngineRegistry.new(kind, backend, is_trained=name != "reference")
+        name: EngineRegistry.new(kind, backend, size=2)
         for name, kind, backend in (
             ("actor", "language_model", "fsdp2"),
             ("critic", "value_model", "fsdp2"),
@@ -208,8 +205,9 @@ def test_engines_that_train_are_traced(tmp_path: Path, monkeypatch: pytest.Monke
             ("megatron", "value_model", "megatron"),
         )
     }
-    for engine in engines.values():
-        engine.initialize()
+    assert attached == []  # weights and checkpoints are not loaded yet
+    for name in ("actor", "critic", "megatron", "actor"):
+        assert engines[name].train_batch(1, loss_function=None) == 2
     actor, critic, megatron = (engines[name] for name in ("actor", "critic", "megatron"))
     assert attached == [
         ((actor.module, actor.optimizer), {"trace_dir": tmp_path / "actor", "trace": {"level": "sketch"}}),
@@ -217,5 +215,5 @@ def test_engines_that_train_are_traced(tmp_path: Path, monkeypatch: pytest.Monke
         ((megatron.module, megatron.optimizer), {"vocab_size": None, "prefix": "critic."}),
     ]
     restore()
-    EngineRegistry.new("language_model", "megatron", is_trained=True).initialize()
+    EngineRegistry.new("language_model", "megatron", size=2).train_batch(1)
     assert len(attached) == 3
