@@ -66,5 +66,7 @@ setup(
     entry_points={
         "console_scripts": ["mock-scheduler = mock_scheduler.cli:main"],
         "pytest11": ["mock_scheduler = mock_scheduler.pytest_plugin"],
+        # Loaded by verl in each of its processes.
+        "verl.plugins": ["mock_scheduler = mock_scheduler.adapters.verl.plugin"],
     },
 )

@@ -3,8 +3,8 @@
 # megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there,
 # TransformerEngine's and Megatron-Bridge's Python 0.2 GB, SkyRL's and AReaL's with what they import 0.9 GB, ms-swift's
 # 0.4 GB. megatron/rl is in no wheel: its test runs where $MEGATRON_LM names Megatron-LM's sources. vLLM and TRL have
-# .venv-engines, of Python 3.11: 3.4 GB
-# (vLLM alone took 5 minutes).
+# .venv-engines, of Python 3.11: 3.4 GB (vLLM alone took 5 minutes). verl has .venv-verl, of Python 3.11: 2.0 GB,
+# 5 minutes, and 11 minutes for its test of trainer V0; it takes no transformers that vLLM takes.
 #   launch/test.sh --integrations            all of them
 #   launch/test.sh --integrations ARGS...    arguments go to pytest
 set -euo pipefail
@@ -52,25 +52,45 @@ if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
     printf '%s\n' "$wanted" >"$stamp"
 fi
 
-# vLLM's CPU build is for the CPU build of torch, which is there for Python 3.11 alone. $ENGINE_PYTHON, else as above.
-engines=.venv-engines
-wanted="$(sha256sum tests/integrations/engine_requirements.txt)"
-if [[ ! -f "$engines/.requirements.sha256" || "$(<"$engines/.requirements.sha256")" != "$wanted" ]]; then
-    candidates=("${ENGINE_PYTHON:-}" python3.11)
-    while read -r found; do
-        candidates+=("$found")
-    done < <(compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.11.*/bin/python" | sort --version-sort --reverse)
-    for candidate in "${candidates[@]}"; do
-        if [[ -n "$candidate" ]] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            rm -rf "$engines"
-            "$candidate" -m venv "$engines"
-            pip=("$engines/bin/python" -m pip --quiet --quiet --disable-pip-version-check)
-            "${pip[@]}" install -r tests/integrations/engine_requirements.txt
-            "${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
-            printf '%s\n' "$wanted" >"$engines/.requirements.sha256"
-            break
-        fi
-    done
+# The CPU builds of torch and vLLM are there for Python 3.11 alone. $ENGINE_PYTHON, else as above.
+candidates=("${ENGINE_PYTHON:-}" python3.11)
+while read -r found; do
+    candidates+=("$found")
+done < <(compgen -G "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.11.*/bin/python" | sort --version-sort --reverse)
+engine_python=""
+for candidate in "${candidates[@]}"; do
+    if [[ -n "$candidate" ]] && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+        engine_python="$candidate"
+        break
+    fi
+done
+
+# is_made FOLDER FILES...: it was made for these files, or cannot be made for want of Python 3.11
+is_made() {
+    [[ -z "$engine_python" ]] && return
+    [[ -f "$1/.requirements.sha256" && "$(<"$1/.requirements.sha256")" == "$(sha256sum "${@:2}")" ]]
+}
+
+# make FOLDER ARGS...: anew; ARGS go to pip install
+make() {
+    rm -rf "$1"
+    "$engine_python" -m venv "$1"
+    "$1/bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${@:2}"
+}
+
+requirements=tests/integrations/engine_requirements.txt
+if ! is_made .venv-engines "$requirements"; then
+    make .venv-engines -r "$requirements"
+    # vLLM asks for what is linked to CUDA here.
+    .venv-engines/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+    sha256sum "$requirements" >.venv-engines/.requirements.sha256
 fi
+
+requirements=tests/integrations/verl_requirements.txt
+if ! is_made .venv-verl "$requirements" setup.py; then
+    make .venv-verl -r "$requirements" -e . # with this project itself: verl finds plugins among what is installed
+    sha256sum "$requirements" setup.py >.venv-verl/.requirements.sha256
+fi
+
 selection=("$@")
 exec .venv-integrations/bin/python -m pytest -m integrations "${selection[@]:-tests/integrations}"

@@ -83,7 +83,7 @@ class Case:
     def _known(self, name: str, frame: Frame) -> torch.Tensor:
         if name == self.layout.rollout_logprobs:
             return self._garbage(frame, FLOATS, self._sampled, self._number)
-        if name == self.layout.rewards:
+        if name in (self.layout.rewards, *self.layout.rewards_later):
             return self._garbage(frame, FLOATS, self._attended, self._number)
         if name == self.layout.policy_versions:
             return self._garbage(frame, INTEGERS, self._sampled, self._token)

@@ -1,4 +1,4 @@
-"""The pages of SkyRL, AReaL and ROLL: their code runs and prints what they say, and their settings are settings."""
+"""The pages of SkyRL, AReaL, ROLL and verl: their code prints what they say, and their settings are settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from mock_scheduler.adapters.frameworks import find_frameworks
 from mock_scheduler.adapters.roll.settings import RollSettings
 from mock_scheduler.adapters.settings import RolloutSettings
 from mock_scheduler.adapters.skyrl.settings import SkyrlSettings
+from mock_scheduler.adapters.verl.settings import VerlSettings
 from tests.docs.test_pages import DOCS
 
 PAGES: dict[str, type[RolloutSettings]] = {"skyrl": SkyrlSettings, "areal": ArealSettings, "roll": RollSettings}
+SETTINGS: dict[str, type[RolloutSettings]] = {**PAGES, "verl": VerlSettings}
 
 
 def read_page(name: str) -> str:
@@ -35,7 +37,7 @@ def test_the_code_runs_and_prints_what_the_page_says(
     assert capsys.readouterr().out.strip() == said[1]
 
 
-@pytest.mark.parametrize(("name", "settings"), PAGES.items())
+@pytest.mark.parametrize(("name", "settings"), SETTINGS.items())
 def test_the_settings_of_the_page_are_settings(name: str, settings: type[RolloutSettings]) -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", read_page(name), re.DOTALL)
     assert settings.model_validate(yaml.safe_load(block)).mock_config().mode == "dump"

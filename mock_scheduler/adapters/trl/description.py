@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from mock_scheduler.adapters.transformers_objects import describe_model, describe_tokenizer
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.scheduler import RowShard
@@ -32,17 +33,6 @@ _ARGUMENTS = (
     "repetition_penalty",
     "use_vllm",
 )
-#: Of a model's configuration: neither its name nor how it is computed (precision, attention) makes it another one.
-_MODEL = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "tie_word_embeddings",
-)
 
 
 def describe_arguments(args: TrlObject, processing_class: TrlObject, reward_names: Sequence[str]) -> dict[str, JSON]:
@@ -58,20 +48,10 @@ def describe_arguments(args: TrlObject, processing_class: TrlObject, reward_name
     }
 
 
-def describe_model(model: TrlObject) -> dict[str, JSON]:
-    """Describe a model's kind and size by its configuration, that of the text part; empty where it has none."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "get_text_config", lambda: config)()
-    found = {name: getattr(config, name, None) for name in _MODEL}
-    return {f"trl.model.{name}": value for name, value in found.items() if type(value) in (str, int, bool)}
-
-
-def describe_tokenizer(tokenizer: TrlObject) -> str:
-    """Give the digest of a tokenizer: its vocabulary, its merges where it shows them, and its special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    whole: JSON = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-    special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
-    return compute_json_digest([whole, special])
+def describe_trainers_model(model: TrlObject) -> dict[str, JSON]:
+    """Describe a model's kind and size by its configuration; empty where it has none."""
+    found = describe_model(getattr(model, "config", None))
+    return {f"trl.model.{name}": value for name, value in found.items()}
 
 
 def read_sampling(args: TrlObject) -> SamplingParams:

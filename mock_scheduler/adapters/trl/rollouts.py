@@ -20,7 +20,7 @@ from mock_scheduler.adapters.trl.codec import Native, TrlCodec
 from mock_scheduler.adapters.trl.description import (
     TrlObject,
     describe_arguments,
-    describe_model,
+    describe_trainers_model,
     read_sampling,
     row_shard,
 )
@@ -115,7 +115,7 @@ class Rollouts:
             )
         self._refuse_unscored()
         self._trainer, self._request = trainer, self._next_request(prompts, trainer)
-        self._codec.model = describe_model(trainer.model)
+        self._codec.model = describe_trainers_model(trainer.model)
         answer: Native = self._scheduler.get_batch(self._request)
         self._check_model()
         self._unscored = set(self._names)

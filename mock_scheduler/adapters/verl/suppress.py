@@ -1,0 +1,198 @@
+"""What else must not start where rollouts are replayed: engines, weights sent to them, reward workers, teachers.
+
+verl makes all of it before it asks for a rollout, by classes that no key can change. So the plugin rebinds, in each
+process of a run that only replays, the methods that start something. Contract: nothing is rebound in any other run; a
+replay whose process has no plugin is refused before engines start; a replay that asks an engine is refused, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings, find_settings, load_settings
+from mock_scheduler.adapters.verl.trace import trace_engines
+from mock_scheduler.config.instruments import RUN_FILE_VARIABLE
+from mock_scheduler.errors import ConfigError, MockSchedulerError, SchedulerError
+from mock_scheduler.ledger import Ledger
+
+_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+_POLICY = "VERL_USE_EXTERNAL_PLUGINS"
+_SERVERS = "verl.workers.rollout.llm_server"
+_CHECKPOINTS = "verl.checkpoint_engine.base"
+_ROLLOUTS = "verl.workers.rollout.base"
+_REWARDS = "verl.experimental.reward_loop.reward_loop"
+_TEACHERS = "verl.experimental.teacher_loop.teacher_model"
+
+
+@dataclass
+class ProcessState:
+    """What the plugin did in this process. ``error``: why it was not loaded; ``restore``: put back what it rebound."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    is_loaded: bool = False
+    error: str | None = None
+    restore: list[Callable[[], None]] = field(default_factory=list)
+
+
+@functools.cache
+def this_process() -> ProcessState:
+    """Return the state of this process: verl makes its objects by names, and passes nothing on."""
+    return ProcessState()
+
+
+def prepare_process() -> None:
+    """Rebind what the settings ask for; raises, and keeps for ``check_process``, what went wrong."""
+    state = this_process()
+    if state.is_loaded:
+        return
+    try:
+        settings = find_settings()
+        if settings is not None and settings.is_replay and not settings.with_engines:
+            state.restore.append(suppress_engines(state.ledger))
+        if (settings is not None and settings.trace_dir is not None) or os.environ.get(RUN_FILE_VARIABLE):
+            state.restore.append(trace_engines(settings))
+    except (MockSchedulerError, ImportError, AttributeError) as error:
+        state.error = f"{type(error).__name__}: {error}"
+        raise
+    state.is_loaded = True
+
+
+def check_process(settings: VerlSettings | None = None) -> None:
+    """Raise ``ConfigError`` where this run needs the plugin, and it was not loaded."""
+    settings = load_settings() if settings is None else settings
+    state = this_process()
+    needs = "rollout_mock.mode=mock" if settings.is_replay and not settings.with_engines else None
+    needs = needs or ("trace_dir" if settings.trace_dir is not None else None)
+    if needs is None or state.is_loaded:
+        return
+    policy = os.environ.get(_POLICY, "auto")
+    reason = state.error or f"it was not asked for ({_POLICY}={policy})"
+    raise ConfigError(
+        f"{needs} needs the verl plugin of mock-scheduler, which was not loaded in this process: {reason}. Without it "
+        f"verl starts engines and sends them weights. Install mock-scheduler where each process of verl runs, and "
+        f"leave {_POLICY} unset; or set VERL_USE_EXTERNAL_MODULES=mock_scheduler.adapters.verl.plugin"
+    )
+
+
+def suppress_engines(ledger: Ledger, find: Callable[[str], Any] = import_module) -> Callable[[], None]:
+    """Keep all of verl's engines from starting in this process; returns what puts everything back.
+
+    ``find``: gives verl's modules by name. Raises ``ConfigError`` where this release of verl has other ones.
+    """
+
+    def servers(_owner: type[Any], /, *_arguments: object, **_options: object) -> SuppressedServers:
+        ledger.count("suppressed", "engine")
+        return SuppressedServers()
+
+    def send_nothing(_self: object, *_arguments: object, **_options: object) -> dict[str, float]:
+        ledger.count("suppressed", "sync_weights")
+        return {}
+
+    def no_rewards(self: Any, config: Any, *_arguments: object, **_options: object) -> None:  # noqa: ANN401 - verl's
+        ledger.count("suppressed", "reward_workers")
+        self.config, self.reward_loop_workers, self.reward_model_manager = config, [], None
+        self.reward_router_address = None
+
+    def no_teachers(self: Any, *_arguments: object, **_options: object) -> None:  # noqa: ANN401 - verl's
+        ledger.count("suppressed", "teachers")
+        self.teacher_model_managers = {}
+
+    rebindings: list[tuple[str, str, str, object]] = [
+        (_SERVERS, "LLMServerManager", "create", classmethod(servers)),
+        (_SERVERS, "LLMServerManager", "create_empty", classmethod(servers)),
+        (_CHECKPOINTS, "CheckpointEngineManager", "update_weights", send_nothing),
+        (_REWARDS, "RewardLoopManager", "__init__", no_rewards),
+        (_REWARDS, "RewardLoopManager", "compute_rm_score", _refuse_scores),
+        (_TEACHERS, "MultiTeacherModelManager", "__init__", no_teachers),
+    ]
+    registry = getattr(find(_ROLLOUTS), "_ROLLOUT_REGISTRY", None)
+    owners = [getattr(find(module), owner, None) for module, owner, _, _ in rebindings]
+    missing = [
+        f"{module}.{owner}.{name}"
+        for found, (module, owner, name, _) in zip(owners, rebindings, strict=True)
+        if not hasattr(found, name)
+    ]
+    missing += [f"{_ROLLOUTS}._ROLLOUT_REGISTRY"] if registry is None else []
+    if missing or registry is None:
+        raise ConfigError(
+            f"this release of verl has no {', '.join(missing)}: it starts its engines elsewhere, and a replay would "
+            "start them too. The adapter was tried with the versions that mock-scheduler frameworks lists"
+        )
+    originals = [(found, name, vars(found)[name]) for found, (_, _, name, _) in zip(owners, rebindings, strict=True)]
+    for found, (_, _, name, value) in zip(owners, rebindings, strict=True):
+        setattr(found, name, value)
+    rollouts = dict(registry)
+    registry.update(dict.fromkeys(registry, f"{__name__}.SuppressedRollout"))
+
+    def restore() -> None:
+        registry.update(rollouts)
+        for found, name, value in originals:
+            setattr(found, name, value)
+
+    return restore
+
+
+class SuppressedServers:
+    """Stands for ``LLMServerManager``: nothing is started, and there is nobody to ask."""
+
+    def __init__(self) -> None:
+        self.rollout_replicas: list[object] = []
+        self.server_handles: list[object] = []
+        self.server_addresses: list[str] = []
+
+    def get_client(self, *_arguments: object, **_options: object) -> SuppressedClient:
+        """Return a client that refuses."""
+        return SuppressedClient()
+
+    def get_replicas(self) -> list[object]:
+        """Return the replicas: none."""
+        return self.rollout_replicas
+
+    def get_addresses(self) -> list[str]:
+        """Return the servers' addresses: none."""
+        return self.server_addresses
+
+    def start_profile(self, **_options: object) -> None:
+        """There is nothing to profile."""
+
+    def stop_profile(self) -> None:
+        """There is nothing to profile."""
+
+
+class SuppressedClient:
+    """Stands for ``LLMServerClient``, which verl sends to the processes of its agent loops."""
+
+    async def generate(self, *_arguments: object, **_options: object) -> object:
+        """Refuse: a replay that generates would run live without a word."""
+        raise SchedulerError(
+            "verl asked its engine to generate in a run that only replays: the rollout was not taken from the "
+            f"recording. {VARIABLE} says mode: mock; set {_KEY}=mock_scheduler.adapters.verl.AgentLoopManager as well"
+        )
+
+
+class SuppressedRollout:
+    """Stands in a training worker for its end of the engine, which imports the engine's package."""
+
+    def __init__(self, *_arguments: object, **_options: object) -> None:
+        """Start nothing."""
+
+    async def resume(self, *_arguments: object, **_options: object) -> None:
+        """There is no memory to take back."""
+
+    async def release(self, *_arguments: object, **_options: object) -> None:
+        """There is no memory to release."""
+
+    async def update_weights(self, *_arguments: object, **_options: object) -> None:
+        """Take no weights: the iterator is not begun, so nothing is gathered."""
+
+
+def _refuse_scores(_self: object, *_arguments: object, **_options: object) -> object:
+    raise SchedulerError(
+        "verl asked a reward model for scores in a run that only replays: they are not in the recording. A reward "
+        "model with a resource pool of its own (reward.reward_model.enable_resource_pool=True) scores before the seam"
+    )
