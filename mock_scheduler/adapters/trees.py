@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,12 +53,13 @@ class _Packer:
         if isinstance(value, Mapping):
             return self._pack_dict(value, place, depth)
         if type(value) is tuple or isinstance(value, torch.Size):
-            return {"$tuple": [self.pack(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(value)]}
-        if isinstance(value, bytes | bytearray):
-            return {"$bytes": self._put(bytes(value))}
+            tag = "$tuple" if type(value) is tuple else "$size"
+            return {tag: [self.pack(item, f"{place}[{number}]", depth + 1) for number, item in enumerate(value)]}
+        if type(value) in (bytes, bytearray):
+            return {f"${type(value).__name__}": self._put(bytes(value))}  # type: ignore[call-overload]
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, place)
-        if isinstance(value, np.ndarray):
+        if type(value) is np.ndarray:  # masks and units of others would be lost
             return self._pack_array(value, place, depth)
         if isinstance(value, np.generic) and _ARRAY_DTYPE.fullmatch(value.dtype.str):
             return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
@@ -181,6 +182,16 @@ def _take_objects(item: Any, content: bytes) -> np.ndarray[Any, Any]:  # noqa: A
     return array.reshape(shape)
 
 
+def _take_scalar(item: Any, _content: bytes) -> np.generic:  # noqa: ANN401 - JSON
+    name, digits = item
+    content = bytes.fromhex(digits)
+    if np.dtype(name).kind not in "SU":
+        return cast("np.generic", np.frombuffer(content, dtype=name)[0])
+    # NumPy's buffers end a text at its last character that is not zero.
+    content = content[: np.dtype(name).itemsize]
+    return np.bytes_(content) if "S" in name else np.str_(content.decode("utf-32-le", "surrogatepass"))
+
+
 def _take_floats(place: Any, content: bytes) -> list[float]:  # noqa: ANN401 - JSON
     taken = _take(place, content)
     return list(struct.unpack(f"<{len(taken) // 8}d", taken))
@@ -191,10 +202,12 @@ _UNPACKERS: Mapping[str, Callable[[Any, bytes], Any]] = {
     "$float": lambda item, _content: struct.unpack(">d", bytes.fromhex(item))[0],
     "$tuple": lambda item, content: tuple(_unpack(one, content) for one in item),
     "$dict": lambda item, content: {_unpack(key, content): _unpack(one, content) for key, one in item},
+    "$size": lambda item, content: torch.Size(_unpack(one, content) for one in item),
     "$bytes": _take,
+    "$bytearray": lambda item, content: bytearray(_take(item, content)),
     "$ints": lambda item, content: np.frombuffer(_take(item, content), dtype="<i8").tolist(),
     "$floats": _take_floats,
-    "$scalar": lambda item, _content: np.frombuffer(bytes.fromhex(item[1]), dtype=item[0])[0],
+    "$scalar": _take_scalar,
     "$tensor": _take_tensor,
     "$array": _take_array,
     "$objects": _take_objects,

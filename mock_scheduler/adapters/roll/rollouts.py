@@ -47,7 +47,7 @@ def with_rollouts(pipeline: Pipeline, settings: GivenSettings = None, ledger: Le
 
         def __init__(self, pipeline_config: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - ROLL's
             check_supported(pipeline_config)
-            read = load_settings(RollSettings, settings)
+            read = load_settings(RollSettings, settings).with_absolute_folder()
             self.ledger = Ledger() if ledger is None else ledger
             self._replays = read.mock_config().modes_in_use == {"mock"}
             run_id = _find_run_id(read)
