@@ -171,7 +171,7 @@ def _pack_native(row: ForeignRow, columns: Mapping[str, str], number: int) -> di
     content = bytearray()
     packed: dict[str, RowValue] = {}
     for name, column in columns.items():
-        if not _FIELD.fullmatch(name):
+        if not isinstance(name, str) or not _FIELD.fullmatch(name):
             raise BatchError(f"row {number}: a field is called {name!r}; expected letters, digits and '_.:-'")
         if name not in row.native:
             packed[column] = _ABSENT

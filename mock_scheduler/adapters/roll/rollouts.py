@@ -64,6 +64,13 @@ def with_rollouts(pipeline: Pipeline, settings: GivenSettings = None, ledger: Le
             else:
                 super().set_model_update_pair(*arguments, **options)
 
+        def _validate_partial_gpu_config(self) -> bool:
+            # It checks how the GPUs of training lie in those of sampling and scoring; a replay has training alone.
+            if self._replays:
+                self.ledger.count("suppressed", "partial_gpu_mode")
+                return False
+            return bool(super()._validate_partial_gpu_config())
+
     RecordedPipeline.__name__ = RecordedPipeline.__qualname__ = f"Recorded{base.__name__}"
     return cast("Pipeline", RecordedPipeline)
 

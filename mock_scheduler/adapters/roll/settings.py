@@ -14,7 +14,8 @@ _CONTRACT = (
     *("pretrain", "seed", "rollout_batch_size", "val_batch_size", "sequence_length", "prompt_length"),
     *("response_length", "async_generation_ratio", "actor_infer.generating_args.temperature"),
     *("actor_infer.generating_args.top_p", "actor_infer.generating_args.top_k", "train_env_manager.tags"),
-    *("train_env_manager.group_size", "train_env_manager.num_env_groups"),
+    *("train_env_manager.group_size", "train_env_manager.num_env_groups", "val_env_manager.tags"),
+    *("val_env_manager.group_size", "val_env_manager.num_env_groups"),
 )
 
 

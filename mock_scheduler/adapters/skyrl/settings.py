@@ -17,6 +17,8 @@ _CONTRACT = (
     *("generator.max_input_length", "generator.step_wise_trajectories", "generator.vision_language_generator"),
     *("generator.sampling_params.max_generate_length", "generator.sampling_params.temperature"),
     *("generator.sampling_params.top_p", "generator.sampling_params.top_k", "generator.sampling_params.min_p"),
+    *("generator.eval_sampling_params.max_generate_length", "generator.eval_sampling_params.temperature"),
+    *("generator.eval_sampling_params.top_p", "generator.eval_sampling_params.top_k"),
     *("data.train_data", "environment.env_class"),
 )
 _SAMPLING: dict[Mode, str] = {"train": "generator.sampling_params", "val": "generator.eval_sampling_params"}

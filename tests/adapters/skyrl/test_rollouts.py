@@ -120,6 +120,8 @@ def test_other_prompts_and_another_configuration_are_refused(tmp_path: Path, mon
     run(tmp_path, "dump")
     with pytest.raises(ContractError, match=r"sampling_params\.temperature: recorded 0\.5, current 1"):
         run(tmp_path, "mock", config(generator__sampling_params__temperature=1.0))
+    with pytest.raises(ContractError, match=r"eval_sampling_params\.temperature: recorded 0\.0, current 1"):
+        run(tmp_path, "mock", config(generator__eval_sampling_params__temperature=1.0))
     init = Experiment.__init__
 
     def other_data(self: Experiment, cfg: Any) -> None:
