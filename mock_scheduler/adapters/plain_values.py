@@ -1,11 +1,11 @@
 """Python values of a framework, tensors and arrays within them too, as JSON, and back with every type and bit.
 
 Contract: a value that is JSON already is kept as it is, so it stays readable. Every other known value is an object with
-one key that starts with ``$``: ``$int`` (beyond 64 bits), ``$float`` (nan, inf), ``$tuple``, ``$bytes``, ``$dict``
-(keys other than text, or texts out of their sorted order, since a file sorts them), ``$scalar``, ``$array``,
-``$objects`` (NumPy), ``$tensor`` (torch). Their bytes are base64 (``to_json``), or lie beside the JSON, which has place
-and length (``pack``); long lists of numbers lie there too (``$ints``, ``$floats``). No code is run to read them. An
-unknown value is refused, never turned into text.
+one key that starts with ``$``: ``$int`` (beyond 64 bits), ``$float`` (nan, inf), ``$tuple``, ``$size``, ``$bytes``,
+``$bytearray``, ``$dict`` (keys other than text, or texts out of their sorted order, since a file sorts them),
+``$scalar``, ``$array``, ``$objects`` (NumPy), ``$tensor`` (torch). Their bytes are base64 (``to_json``), or lie beside
+the JSON, which has place and length (``pack``); long lists of numbers lie there too (``$ints``, ``$floats``). No code
+is run to read them. An unknown value is refused, never turned into text.
 """
 
 from __future__ import annotations
@@ -111,13 +111,16 @@ class _Writer:
         if isinstance(value, list) and kind is list:
             return self.write_list(value)
         if isinstance(value, tuple) and kind in (tuple, torch.Size):
-            return {"$tuple": [self._inner(item, f"[{number}]") for number, item in enumerate(value)]}
+            tag = "$tuple" if kind is tuple else "$size"
+            return {tag: [self._inner(item, f"[{number}]") for number, item in enumerate(value)]}
         if isinstance(value, dict) and kind is dict:
             return self._write_dict(value)
         if isinstance(value, bytes | bytearray) and kind in (bytes, bytearray):
-            return {"$bytes": self.put(bytes(value))}
+            return {f"${kind.__name__}": self.put(bytes(value))}
         if isinstance(value, np.generic) and value.dtype.kind not in "VO":
             return {"$scalar": [value.dtype.str, self.put(value.tobytes())]}
+        if isinstance(value, np.ndarray) and kind not in (np.ndarray, np.memmap):
+            raise self._unknown(kind)  # a mask, or fields, would be lost
         if isinstance(value, np.ndarray) and value.dtype.kind == "O":
             items = [self._inner(item, f"[{number}]") for number, item in enumerate(value.reshape(-1))]
             return {"$objects": [list(value.shape), items]}
@@ -126,7 +129,10 @@ class _Writer:
         if isinstance(value, torch.Tensor) and has_plain_bytes(value):
             content = as_bytes(value.detach().cpu()).numpy().tobytes()
             return {"$tensor": [dtype_name(value.dtype), list(value.shape), self.put(content)]}
-        raise BatchError(
+        raise self._unknown(kind)
+
+    def _unknown(self, kind: type) -> BatchError:
+        return BatchError(
             f"{self._where} holds a value of type {kind.__module__}.{kind.__qualname__}, which cannot be recorded; "
             "expected JSON values, tuples, bytes, NumPy arrays and scalars, or tensors. Convert it, or leave the field "
             "out of the batch."
@@ -196,8 +202,12 @@ def _read(value: JSON, take: Callable[[Any], bytes]) -> Any:  # noqa: ANN401 - a
             return tuple(_read(item, take) for item in items)
         case "$dict", [*pairs]:
             return {_read(key, take): _read(item, take) for key, item in pairs}
+        case "$size", [*items]:
+            return torch.Size(_read(item, take) for item in items)
         case "$bytes", _:
             return bytes(take(content))
+        case "$bytearray", _:
+            return bytearray(take(content))
         case "$ints", _:
             return np.frombuffer(take(content), dtype="<i8").tolist()
         case "$floats", _:

@@ -171,7 +171,7 @@ def _pack_native(row: ForeignRow, columns: Mapping[str, str], number: int) -> di
     content = bytearray()
     packed: dict[str, RowValue] = {}
     for name, column in columns.items():
-        if not _FIELD.fullmatch(name):
+        if not isinstance(name, str) or not _FIELD.fullmatch(name):
             raise BatchError(f"row {number}: a field is called {name!r}; expected letters, digits and '_.:-'")
         if name not in row.native:
             packed[column] = _ABSENT
@@ -242,7 +242,7 @@ def _routing_of(row: ForeignRow, rows: Sequence[ForeignRow]) -> torch.Tensor:
 
 def experts_are_usable(experts: object, num_tokens: int) -> bool:
     """Whether experts can be the engine's column: of all tokens or all but the last, whole numbers, none twice."""
-    if not isinstance(experts, np.ndarray) or experts.ndim != 3 or experts.dtype.kind not in "iu":
+    if type(experts) is not np.ndarray or experts.ndim != 3 or experts.dtype.kind not in "iu":
         return False
     if len(experts) not in (num_tokens, num_tokens - 1) or experts.dtype.str not in ("<i4", "<i2", "|u1", "<i8", "|i1"):
         return False

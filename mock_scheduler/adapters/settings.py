@@ -11,17 +11,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mock_scheduler.batch import SamplingParams
 from mock_scheduler.config.problems import raise_problems, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.proxy.build import read_config
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.foreign_files import read_text
+from mock_scheduler.support.foreign_files import describe_failure, read_text
+from mock_scheduler.support.yaml_text import load_yaml
 
 
 class RolloutSettings(BaseModel):
@@ -45,6 +46,14 @@ class RolloutSettings(BaseModel):
     def mock_config(self) -> RolloutMockConfig:
         """Read the section; raises ``ConfigError`` listing every problem."""
         return read_config(self.rollout_mock)
+
+    def with_absolute_folder(self) -> Self:
+        """Return the same settings for processes that may stand in another folder, as actors of Ray do."""
+        config = self.mock_config()
+        if "://" in config.dump_dir or config.modes_in_use == {"real"}:
+            return self
+        folder = os.path.abspath(os.path.expanduser(config.dump_dir))
+        return self.model_copy(update={"rollout_mock": {**self.rollout_mock, "dump_dir": folder}})
 
 
 Settings = TypeVar("Settings", bound=RolloutSettings)
@@ -70,9 +79,13 @@ def load_settings(kind: type[Settings], given: GivenSettings = None) -> Settings
             "Ray: runtime_env={'env_vars': ...})"
         )
     try:
-        value = yaml.safe_load(read_text(Path(named), what="settings"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{named} cannot be read: {error}") from error
+        value = load_yaml(read_text(Path(named), what="settings"))
+    except OSError as error:
+        raise ConfigError(describe_failure(error, Path(named))) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{named} is not UTF-8: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{named} {error}") from error
     if not isinstance(value, Mapping):
         raise ConfigError(f"{named} holds a {type(value).__name__}; expected keys such as rollout_mock")
     return _check(kind, value, str(named))
@@ -94,6 +107,18 @@ def describe_keys(config: object, keys: Iterable[str], prefix: str) -> dict[str,
         for key, value in found.items()
         if value is not ABSENT
     }
+
+
+def read_sampling_at(config: object, key: str) -> SamplingParams:
+    """Read how tokens are sampled from the section at a dotted key: all of them where it says nothing. Engines give
+    log-probabilities of what they sample from."""
+    found = {name: read_key(config, f"{key}.{name}", None) for name in ("temperature", "top_p", "top_k")}
+    return SamplingParams(
+        temperature=1.0 if found["temperature"] is None else float(found["temperature"]),
+        top_p=1.0 if found["top_p"] is None else float(found["top_p"]),
+        top_k=max(int(found["top_k"] or 0), 0),
+        logprobs_mode="processed",
+    )
 
 
 ABSENT = object()

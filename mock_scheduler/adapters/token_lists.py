@@ -23,7 +23,9 @@ _Mask = npt.NDArray[np.bool_]
 def check_tokens(tokens: object, name: str) -> list[int]:
     """Returns the ids of a row's tokens; raises ``BatchError`` where they are none."""
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-        raise BatchError(f"{name} is a {type(tokens).__name__}; expected a list of ints")
+        kinds = sorted({type(token).__name__ for token in tokens}) if isinstance(tokens, list) else []
+        found = f"has values of {', '.join(kinds)}" if kinds else f"is a {type(tokens).__name__}"
+        raise BatchError(f"{name} {found}; expected a list of ints")
     if tokens and not 0 <= min(tokens) <= max(tokens) <= INT32_MAX:
         raise BatchError(f"token ids lie from {min(tokens)} to {max(tokens)}; expected 0 to {INT32_MAX}")
     return tokens
@@ -50,7 +52,11 @@ def read_logprobs(stated: object, mask: _Mask, name: str) -> tuple[npt.NDArray[n
     if not isinstance(stated, _KINDS) or len(stated) != len(mask):
         found = len(stated) if isinstance(stated, _KINDS) else stated
         raise BatchError(f"{name} has {found} entries, and the response has {len(mask)} tokens")
-    numbers = stated.double().numpy() if isinstance(stated, torch.Tensor) else np.array(stated, dtype=np.float64)
+    numbers = (
+        stated.detach().double().cpu().numpy()
+        if isinstance(stated, torch.Tensor)
+        else np.array(stated, dtype=np.float64)
+    )
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = numbers.astype(np.float32)
     if not np.isfinite(rounded[mask]).all():

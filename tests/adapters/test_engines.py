@@ -66,7 +66,7 @@ def test_a_worker_is_attached_to_once_before_it_first_trains(attached: list[tupl
 
 
 def test_the_engine_within_a_worker_is_attached_to(attached: list[tuple[object, ...]]) -> None:
-    worker = with_trace(ActorWorker, roll.PARTS)()
+    worker = roll.traced_worker(ActorWorker)()
     assert worker.initialize(None) == "initialized"
     assert attached == []
     assert worker.strategy.train_step(batch="a", loss_func=None) == "trained on a"
@@ -100,9 +100,10 @@ def test_an_engine_of_another_kind_is_refused(attached: list[tuple[object, ...]]
 
 def test_a_framework_names_the_class_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """As AReaL's controller and ROLL's configuration do."""
-    module: Any = ModuleType("roll.pipeline.base_worker")
+    # The agentic pipeline's default: the one in base_worker has another loss.
+    module: Any = ModuleType("roll.pipeline.agentic.agentic_actor_worker")
     module.ActorWorker = ActorWorker
-    for name in ("roll", "roll.pipeline"):
+    for name in ("roll", "roll.pipeline", "roll.pipeline.agentic"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     try:

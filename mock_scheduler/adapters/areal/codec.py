@@ -136,11 +136,16 @@ def join(
     """
     if not trajectories:
         raise BatchError(f"{where} holds no trajectory")
+    for number, item in enumerate(trajectories):
+        if not isinstance(item, Mapping):
+            raise BatchError(f"{where}: trajectory {number} is a {type(item).__name__}; expected a dict of tensors")
     names = list(trajectories[0])
     if any(list(item) != names for item in trajectories):
-        raise BatchError(f"{where}: trajectories have other fields than the first one")
+        raise BatchError(f"{where}: trajectories have other fields than the first one, or in another order")
     if "attention_mask" not in names:
         raise BatchError(f"{where}: trajectories have no attention_mask; found {', '.join(names)}")
+    for number, item in enumerate(trajectories):
+        _check_rows(item, trajectories[0], f"{where}: trajectory {number}")
     widths = [item["attention_mask"].shape[1] for item in trajectories]
     wide = {name for name in names if all(map(_is_wide, (item[name] for item in trajectories), widths))}
     growth = _describe_growth(trajectories, wide, widths)
@@ -159,6 +164,20 @@ def join(
         except (RuntimeError, TypeError) as error:
             raise BatchError(f"{where}: {name} cannot be joined: {error}") from error
     return joined, wide
+
+
+def _check_rows(trajectory: Trajectory, first: Trajectory, where: str) -> None:
+    """Refuse fields that would not come back: of other rows, or of another type than in the first trajectory."""
+    mask = trajectory["attention_mask"]
+    if not isinstance(mask, torch.Tensor) or mask.dim() < 2 or not len(mask):
+        raise BatchError(f"{where}: attention_mask must be a tensor of rows and tokens, with at least one row")
+    for name, value in trajectory.items():
+        size = len(value) if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim()) else None
+        if size not in (None, len(mask)):
+            raise BatchError(f"{where}: {name} has {size} entries; expected one for each of its {len(mask)} rows")
+        kind, expected = (getattr(one, "dtype", type(one)) for one in (value, first[name]))
+        if kind != expected:
+            raise BatchError(f"{where}: {name} is of {kind}, and of {expected} in the first one")
 
 
 def _is_wide(value: object, width: int) -> bool:

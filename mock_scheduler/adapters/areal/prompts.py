@@ -30,11 +30,16 @@ class PromptLoader:
             if set_epoch is not None:
                 set_epoch(self._epoch)
             self._running = iter(self.loader)
-        for batch in self._running:
+        # Replayed steps may draw between two batches of a live rollout: it goes on where they ended.
+        while self._running is not None:
+            try:
+                batch = next(self._running)
+            except StopIteration:
+                self._running = None
+                self._epoch += 1
+                return
             self.drawn += 1
             yield batch
-        self._running = None
-        self._epoch += 1
 
     def draw(self, count: int) -> None:
         """Draw batches that a live rollout drew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
-from mock_scheduler.adapters.settings import RolloutSettings, describe_keys, read_key
+from mock_scheduler.adapters.settings import RolloutSettings, describe_keys, read_sampling_at
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
@@ -33,12 +33,7 @@ def describe_config(config: Any) -> dict[str, JSON]:  # noqa: ANN401 - AReaL's
 
 def read_sampling(config: Any) -> SamplingParams:  # noqa: ANN401 - AReaL's
     """Read how tokens are sampled; SGLang's log-probabilities are of the logits over the temperature."""
-    return SamplingParams(
-        temperature=float(read_key(config, "gconfig.temperature", 1.0)),
-        top_p=float(read_key(config, "gconfig.top_p", 1.0)),
-        top_k=max(int(read_key(config, "gconfig.top_k", 0)), 0),
-        logprobs_mode="processed",
-    )
+    return read_sampling_at(config, "gconfig")
 
 
 def check_supported(mock: RolloutMockConfig) -> None:

@@ -57,9 +57,13 @@ def read_fields(native: DataProto) -> dict[str, Any]:
         raise BatchError("the DataProto has data in ROLL's transfer backend; expected them in this process")
     # Releases before the transfer backend have the data themselves where later ones have views of them.
     tensors, arrays = own.get("_batch", own.get("batch")), own.get("_non_tensor_batch", own.get("non_tensor_batch"))
+    tensors, arrays = dict(tensors.items()) if tensors is not None else {}, arrays or {}
+    twice = sorted((tensors.keys() & arrays.keys()) | ({_META} & (tensors.keys() | arrays.keys())))
+    if twice:
+        raise BatchError(f"the DataProto has two fields called {', '.join(twice)}, of which one would be lost")
     return {
-        **(dict(tensors.items()) if tensors is not None else {}),
-        **(arrays or {}),
+        **tensors,
+        **arrays,
         _META: _without_times(native.meta_info),
     }
 

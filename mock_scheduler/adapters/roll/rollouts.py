@@ -47,7 +47,7 @@ def with_rollouts(pipeline: Pipeline, settings: GivenSettings = None, ledger: Le
 
         def __init__(self, pipeline_config: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - ROLL's
             check_supported(pipeline_config)
-            read = load_settings(RollSettings, settings)
+            read = load_settings(RollSettings, settings).with_absolute_folder()
             self.ledger = Ledger() if ledger is None else ledger
             self._replays = read.mock_config().modes_in_use == {"mock"}
             run_id = _find_run_id(read)
@@ -63,6 +63,13 @@ def with_rollouts(pipeline: Pipeline, settings: GivenSettings = None, ledger: Le
                 self.ledger.count("suppressed", "model_update_pair")
             else:
                 super().set_model_update_pair(*arguments, **options)
+
+        def _validate_partial_gpu_config(self) -> bool:
+            # It checks how the GPUs of training lie in those of sampling and scoring; a replay has training alone.
+            if self._replays:
+                self.ledger.count("suppressed", "partial_gpu_mode")
+                return False
+            return bool(super()._validate_partial_gpu_config())
 
     RecordedPipeline.__name__ = RecordedPipeline.__qualname__ = f"Recorded{base.__name__}"
     return cast("Pipeline", RecordedPipeline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mock_scheduler.adapters.settings import RolloutSettings, describe_keys, read_key
+from mock_scheduler.adapters.settings import RolloutSettings, describe_keys, read_key, read_sampling_at
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.digests import JSON
@@ -14,9 +14,9 @@ _CONTRACT = (
     *("pretrain", "seed", "rollout_batch_size", "val_batch_size", "sequence_length", "prompt_length"),
     *("response_length", "async_generation_ratio", "actor_infer.generating_args.temperature"),
     *("actor_infer.generating_args.top_p", "actor_infer.generating_args.top_k", "train_env_manager.tags"),
-    *("train_env_manager.group_size", "train_env_manager.num_env_groups"),
+    *("train_env_manager.group_size", "train_env_manager.num_env_groups", "val_env_manager.tags"),
+    *("val_env_manager.group_size", "val_env_manager.num_env_groups"),
 )
-_SAMPLING = "actor_infer.generating_args"
 
 
 class RollSettings(RolloutSettings):
@@ -32,12 +32,7 @@ def describe_config(config: Any) -> dict[str, JSON]:  # noqa: ANN401 - ROLL's
 
 def read_sampling(config: Any) -> SamplingParams:  # noqa: ANN401 - ROLL's
     """Read how tokens are sampled; log-probabilities are those after temperature."""
-    return SamplingParams(
-        temperature=float(read_key(config, f"{_SAMPLING}.temperature", 1.0)),
-        top_p=float(read_key(config, f"{_SAMPLING}.top_p", 1.0)),
-        top_k=max(int(read_key(config, f"{_SAMPLING}.top_k", 0)), 0),
-        logprobs_mode="processed",
-    )
+    return read_sampling_at(config, "actor_infer.generating_args")
 
 
 def check_supported(config: Any) -> None:  # noqa: ANN401 - ROLL's

@@ -162,7 +162,9 @@ def _identify(ids: object, count: int, group_size: int) -> list[tuple[int, int, 
     groups: dict[str, int] = {}
     seen: Counter[tuple[int, int]] = Counter()
     places = []
-    for one in ids:
+    for number, one in enumerate(ids):
+        if type(getattr(one, "repetition_id", None)) is not int or one.repetition_id < 0:
+            raise BatchError(f"row {number}: {_IDS} has {one!r}; expected instance_id, and repetition_id from 0")
         key = groups.setdefault(str(one.instance_id), len(groups)), int(one.repetition_id)
         places.append((*key, seen[key]))
         seen[key] += 1

@@ -11,6 +11,7 @@ one call: its number is SkyRL's global step times the rollouts that a step may t
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -25,7 +26,7 @@ from mock_scheduler.adapters.skyrl.settings import (
 )
 from mock_scheduler.adapters.skyrl.suppress import SuppressedClient, suppress_weight_updates
 from mock_scheduler.config.base import Mode
-from mock_scheduler.errors import SchedulerError
+from mock_scheduler.errors import ConfigError, SchedulerError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
 from mock_scheduler.proxy.build import build_async_scheduler
@@ -77,10 +78,10 @@ class Rollouts:
     async def generate(self, input_batch: Mapping[str, Any], **options: object) -> GeneratorOutput:
         """Answer SkyRL's call."""
         metadata = input_batch.get("batch_metadata")
-        if metadata is None:
+        if metadata is None or metadata.global_step is None:
             raise SchedulerError(
-                "SkyRL asked its generator without batch_metadata, which says the step and whether it trains: this "
-                "adapter serves SkyRL's trainers alone"
+                "SkyRL asked its generator without a step in batch_metadata: this adapter serves SkyRL's trainers, and "
+                "no entry point that only evaluates or generates"
             )
         mode: Mode = "train" if metadata.training_phase == "train" else "val"
         request = RolloutRequest(
@@ -108,8 +109,8 @@ class Rollouts:
         per_step = self._per_step[mode]
         if place >= per_step:
             raise SchedulerError(
-                f"{mode} step {global_step} asked for more than {per_step} rollouts, the most that the configuration "
-                "allows in one step"
+                f"{mode} step {global_step} asked for more than {per_step} rollouts, the most that this adapter "
+                "numbers for it: a trainer that has several steps played at once is not recorded"
             )
         self._counts[mode] = global_step, place
         return global_step * per_step + place
@@ -145,8 +146,16 @@ def with_rollouts(experiment: Experiment, settings: GivenSettings = None, ledger
     Args:
         experiment: its class.
         settings: None: of the file that ``MOCK_SCHEDULER_SKYRL`` names, read when the experiment is made.
+
+    Raises:
+        ConfigError: the experiment only evaluates.
     """
     base: Any = experiment
+    if inspect.iscoroutinefunction(base.run):
+        raise ConfigError(
+            f"{base.__module__}.{base.__name__} evaluates alone, by a run of its own kind: there is no training to "
+            "record. Give an experiment that trains, as BasePPOExp"
+        )
 
     class RecordedExperiment(base):  # type: ignore[misc]  # of SkyRL
         """The experiment with rollouts of the proxy."""

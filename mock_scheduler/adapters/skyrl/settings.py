@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mock_scheduler.adapters.settings import RolloutSettings, describe_keys, read_key
+from mock_scheduler.adapters.settings import RolloutSettings, describe_keys, read_key, read_sampling_at
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.config.base import Mode
 from mock_scheduler.errors import ConfigError
@@ -17,11 +17,14 @@ _CONTRACT = (
     *("generator.max_input_length", "generator.step_wise_trajectories", "generator.vision_language_generator"),
     *("generator.sampling_params.max_generate_length", "generator.sampling_params.temperature"),
     *("generator.sampling_params.top_p", "generator.sampling_params.top_k", "generator.sampling_params.min_p"),
+    *("generator.eval_sampling_params.max_generate_length", "generator.eval_sampling_params.temperature"),
+    *("generator.eval_sampling_params.top_p", "generator.eval_sampling_params.top_k"),
     *("data.train_data", "environment.env_class"),
 )
 _SAMPLING: dict[Mode, str] = {"train": "generator.sampling_params", "val": "generator.eval_sampling_params"}
-#: Rollouts that one step may take where SkyRL sets no limit.
-_UNLIMITED = 1000
+#: Numbers that are kept for the rollouts of one step with dynamic sampling. ``max_sample_batches`` is no bound: SkyRL
+#: counts anew where an epoch ends within a step.
+_DYNAMIC = 1000
 
 
 class SkyrlSettings(RolloutSettings):
@@ -37,15 +40,7 @@ def describe_config(cfg: Any) -> dict[str, JSON]:  # noqa: ANN401 - SkyRL's
 
 def read_sampling(cfg: Any) -> dict[Mode, SamplingParams]:  # noqa: ANN401 - SkyRL's
     """Read how tokens are sampled; SkyRL starts vLLM with log-probabilities after temperature, top-p and top-k."""
-    return {
-        mode: SamplingParams(
-            temperature=float(read_key(cfg, f"{key}.temperature", 1.0)),
-            top_p=float(read_key(cfg, f"{key}.top_p", 1.0)),
-            top_k=max(int(read_key(cfg, f"{key}.top_k", 0)), 0),
-            logprobs_mode="processed",
-        )
-        for mode, key in _SAMPLING.items()
-    }
+    return {mode: read_sampling_at(cfg, key) for mode, key in _SAMPLING.items()}
 
 
 def check_supported(cfg: Any) -> None:  # noqa: ANN401 - SkyRL's
@@ -58,8 +53,7 @@ def check_supported(cfg: Any) -> None:  # noqa: ANN401 - SkyRL's
 
 
 def rollouts_per_step(cfg: Any) -> int:  # noqa: ANN401 - SkyRL's
-    """Count the rollouts that one step of training may take: more than one with dynamic sampling."""
+    """Count the rollouts that one step of training may have here: more than one with dynamic sampling."""
     if read_key(cfg, "trainer.algorithm.dynamic_sampling.type", default=None) is None:
         return 1
-    limit = int(read_key(cfg, "trainer.algorithm.dynamic_sampling.max_sample_batches", -1))
-    return limit if limit > 0 else _UNLIMITED
+    return _DYNAMIC

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mock_scheduler.adapters.padded import VERL, PaddedCodec
-from mock_scheduler.adapters.padded.values import from_json
+from mock_scheduler.adapters.plain_values import from_json
 from mock_scheduler.adapters.prompts import digest_prompts
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams
 from mock_scheduler.batch.columns import JsonColumn

@@ -113,8 +113,27 @@ def test_rows_of_a_part_of_a_batch_come_back() -> None:
     assert bits(found) == bits([{name: value[1:2] for name, value in whole[0].items()}, whole[1]])
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"logprobs": torch.zeros(1, 2).double()}, "logprobs is of torch.float64, and of torch.float32 in the first"),
+        ({"images": [1, 2]}, "images has 2 entries; expected one for each of its 1 rows"),
+        ({"images": torch.zeros(3)}, "images has 3 entries; expected one for each of its 1 rows"),
+        ({"attention_mask": torch.ones(2)}, "attention_mask must be a tensor of rows and tokens"),
+        ({"attention_mask": torch.ones(0, 2)}, "attention_mask must be a tensor of rows and tokens"),
+    ],
+)
+def test_a_field_that_would_come_back_otherwise_is_refused(change: dict[str, Any], problem: str) -> None:
+    first, second = ({**one, "images": [0] * len(one["rewards"])} for one in example())
+    check([first, second])
+    with pytest.raises(BatchError, match=f"the rollout: trajectory 1: {problem}"):
+        CODEC.encode([first, {**second, **change}], REQUEST)
+
+
 def test_what_cannot_be_kept_is_refused() -> None:
     first, second = example()
+    with pytest.raises(BatchError, match="trajectory 1 is a NoneType; expected a dict of tensors"):
+        CODEC.encode([first, None], REQUEST)  # type: ignore[list-item]
     with pytest.raises(BatchError, match="the rollout: trajectories have other fields than the first one"):
         CODEC.encode([first, {**second, "more": torch.zeros(1)}], REQUEST)
     with pytest.raises(BatchError, match="the rollout holds no trajectory"):

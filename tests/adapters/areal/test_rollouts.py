@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from mock_scheduler import read_recording
+from mock_scheduler.adapters.areal.prompts import PromptLoader
 from mock_scheduler.adapters.areal.rollouts import with_rollouts
 from mock_scheduler.errors import BatchError, ConfigError, ContractError, SchedulerError
 from mock_scheduler.ledger import Ledger
 from tests.adapters.areal import signatures
-from tests.adapters.areal.signatures import DataLoader, PPOTrainer, calls, config
+from tests.adapters.areal.signatures import DataLoader, PPOTrainer, calls, config, cycle_dataloader
 from tests.adapters.bits import bits
 
 
@@ -72,6 +73,17 @@ def test_live_rollouts_go_on_where_replayed_ones_left_the_data(tmp_path: Path) -
     assert bits(mixed.actor.trained[:2]) == bits(live.actor.trained[:2])
     # The engine that starts now draws two batches ahead of what it plays, as it did in the beginning.
     assert mixed.train_dataloader.position == live.train_dataloader.position + 2
+
+
+def test_a_live_rollout_goes_on_where_replayed_ones_ended_in_another_epoch() -> None:
+    loader = DataLoader()
+    prompts = PromptLoader(loader)
+    live = cycle_dataloader(prompts)
+    drawn = [next(live)]
+    prompts.draw(3)  # the rest of this epoch, and the first batch of the next one
+    drawn += [next(live), next(live), next(live)]
+    assert [batch[0]["prompt"] for batch in drawn] == [0, 1, 2, 0]
+    assert loader.state_dict() == {"position": 7, "epochs": [0, 1, 2]}
 
 
 def test_a_run_from_a_checkpoint_has_its_own_steps(tmp_path: Path) -> None:

@@ -148,7 +148,6 @@ def test_columns_far_larger_than_their_file_are_refused() -> None:
     ("name", "file", "content", "found"),
     [
         ("slime", "4.pt", {"samples": [sample(weight_versions=5)]}, "TypeError: 'int' object is not iterable"),
-        ("areal", "step_0.pt", [{"attention_mask": torch.ones(3)}], "IndexError: tuple index out of range"),
         ("vime-gradients", "a/rollout-0/step-0/rank-0.pt", {"version": 1, "rank": 0}, "KeyError: 'world_size'"),
     ],
 )

@@ -196,8 +196,14 @@ class AgenticPipeline(BasePipeline):
         for scheduler in self.schedulers.values():
             scheduler.initialize.remote()
         self.set_model_update_pair(src_cluster=self.actor_train, tgt_cluster=self.actor_infer, frequency=1)
+        self.partial_gpu_mode = self._validate_partial_gpu_config()  # ROLL's default
         self.trained: list[Any] = []
         self.ages: list[float] = []
+
+    def _validate_partial_gpu_config(self) -> bool:
+        devices = {name: set(getattr(self.pipeline_config, f"{name}_devices", range(4))) for name in ("train", "infer")}
+        assert devices["train"] == devices["infer"], "partial_gpu_mode requires async_generation_ratio > 0"
+        return False
 
     def run(self) -> None:
         for step in range(self.pipeline_config.steps):

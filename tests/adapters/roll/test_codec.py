@@ -87,6 +87,14 @@ def test_a_batch_of_rlvr_has_its_own_layout() -> None:
     assert batch.rollout_logprobs.tolist() == [-0.5, -0.25, -1.0]
 
 
+@pytest.mark.parametrize("name", ["input_ids", "meta_info"])
+def test_two_fields_of_one_name_are_refused(name: str) -> None:
+    proto = agentic_batch(0, rows=2)
+    proto.non_tensor_batch[name] = np.array([1, 2])
+    with pytest.raises(BatchError, match=f"two fields called {name}, of which one would be lost"):
+        CODEC.encode(proto, REQUEST)
+
+
 def test_what_is_no_batch_here_is_refused() -> None:
     remote = DataProto.to_remote(agentic_batch(0))
     with pytest.raises(BatchError, match="the DataProto has data in ROLL's transfer backend"):

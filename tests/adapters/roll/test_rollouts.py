@@ -59,6 +59,7 @@ def test_a_replay_trains_on_the_recorded_batches_without_the_other_clusters(tmp_
         "load_states": 3,
         "model_update_pair": 1,
         "offload_states": 3,
+        "partial_gpu_mode": 1,
     }
     assert replay.counts["train"]["answered"]["get_batch"] == 3
     assert replay.counts["train"]["suppressed"]["suspend"] == 3
@@ -69,6 +70,14 @@ def test_a_replay_trains_on_the_recorded_batches_without_the_other_clusters(tmp_
     # The names of ROLL's module are its own again.
     assert signatures.Cluster.__name__ == "Cluster"
     assert signatures.RolloutScheduler.__module__ == signatures.__name__
+
+
+def test_a_replay_may_train_on_other_gpus_than_those_that_sampled(tmp_path: Path) -> None:
+    live = run(tmp_path, "dump")
+    other = config(train_devices=range(2))
+    with pytest.raises(AssertionError, match="partial_gpu_mode requires"):
+        run(tmp_path / "other", "dump", other)
+    assert bits(run(tmp_path, "mock", other).trained) == bits(live.trained)
 
 
 def test_live_the_scheduler_answers_itself(tmp_path: Path) -> None:

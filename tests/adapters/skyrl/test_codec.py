@@ -163,7 +163,10 @@ def test_rows_of_a_part_of_a_batch_come_back() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("response_ids", [[7, 8], [4.0], [5, 6]], "row 1: response_ids is a list; expected a list of ints"),
+        ("response_ids", [[7, 8], [4.0], [5, 6]], "row 1: response_ids has values of float; expected a list of ints"),
+        ("trajectory_ids", [None, None, TrajectoryID("a", 0)], "row 0: trajectory_ids has None; expected instance_id"),
+        ("trajectory_ids", [TrajectoryID("a", -1)] * 3, "row 0: trajectory_ids has TrajectoryID"),
+        (5, [1, 2, 3], "a field is called 5; expected letters"),
         ("response_ids", [[7, 8], [4]], "must be lists with an entry for each row"),
         ("loss_masks", [[1], [1], [1, 1]], "row 0: loss_masks has 1 entries, and the response has 2 tokens"),
         (
@@ -174,7 +177,7 @@ def test_rows_of_a_part_of_a_batch_come_back() -> None:
         ("env_metrics", [object(), None, None], "row 0: env_metrics holds a value of type builtins.object"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(field: str, value: object, problem: str) -> None:
+def test_what_cannot_be_kept_is_refused(field: Any, value: object, problem: str) -> None:
     with pytest.raises(BatchError, match=problem):
         CODEC.encode({**example(), field: value}, RolloutRequest(global_step=0, batch_size=2))
 

@@ -74,13 +74,37 @@ def test_live_the_generator_answers_itself(tmp_path: Path) -> None:
 def test_a_step_of_dynamic_sampling_has_several_rollouts(tmp_path: Path) -> None:
     cfg = config(trainer__algorithm__dynamic_sampling__type="filter")
     live, _ = run(tmp_path, "dump", cfg)
-    assert read_recording(tmp_path / "dump").steps["train"] == [30, 31, 60, 61, 90, 91]
+    assert read_recording(tmp_path / "dump").steps["train"] == [1000, 1001, 2000, 2001, 3000, 3001]
     assert outcome(run(tmp_path, "mock", cfg)[0]) == outcome(live)
+    # Where an epoch ends within a step, SkyRL asks for more than its max_sample_batches.
     short = config(
         trainer__algorithm__dynamic_sampling__type="filter", trainer__algorithm__dynamic_sampling__max_sample_batches=1
     )
-    with pytest.raises(SchedulerError, match="train step 1 asked for more than 1 rollouts"):
-        run(tmp_path / "short", "dump", short)
+    assert outcome(run(tmp_path / "short", "dump", short)[0]) == outcome(live)
+
+
+def test_a_trainer_that_has_steps_played_ahead_is_refused(tmp_path: Path) -> None:
+    async def ask(generator: Rollouts) -> None:
+        batch: dict[str, Any] = {"prompts": [[]], "batch_metadata": signatures.BatchMetadata(1, "train")}
+        batch["trajectory_ids"] = [TrajectoryID("a", 0)]
+        await generator.generate(batch)
+        await generator.generate(batch)
+
+    mock = {"enable": True, "mode": "real"}
+    generator = Rollouts(
+        lambda: signatures.Generator(signatures.Client()), cfg=config(), settings={"rollout_mock": mock}
+    )
+    with pytest.raises(SchedulerError, match="train step 1 asked for more than 1 rollouts, the most that this adapter"):
+        asyncio.run(ask(generator))
+
+
+def test_an_experiment_that_only_evaluates_is_refused() -> None:
+    class EvalOnlyEntrypoint(Experiment):
+        async def run(self, inference_engine_client: object) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"EvalOnlyEntrypoint evaluates alone, by a run of its own kind"):
+        with_rollouts(EvalOnlyEntrypoint)
 
 
 def test_live_rollouts_follow_replayed_ones(tmp_path: Path) -> None:
@@ -96,6 +120,8 @@ def test_other_prompts_and_another_configuration_are_refused(tmp_path: Path, mon
     run(tmp_path, "dump")
     with pytest.raises(ContractError, match=r"sampling_params\.temperature: recorded 0\.5, current 1"):
         run(tmp_path, "mock", config(generator__sampling_params__temperature=1.0))
+    with pytest.raises(ContractError, match=r"eval_sampling_params\.temperature: recorded 0\.0, current 1"):
+        run(tmp_path, "mock", config(generator__eval_sampling_params__temperature=1.0))
     init = Experiment.__init__
 
     def other_data(self: Experiment, cfg: Any) -> None:
@@ -118,7 +144,8 @@ def test_settings_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         with_rollouts(Experiment)(config())
 
 
-def test_a_call_without_a_step_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("metadata", [{}, {"batch_metadata": signatures.BatchMetadata(None, "eval")}])  # type: ignore[arg-type]
+def test_a_call_without_a_step_is_refused(tmp_path: Path, metadata: dict[str, Any]) -> None:
     mock = {"enable": True, "mode": "dump", "dump_dir": str(tmp_path / "dump")}
     generator = Rollouts(
         lambda: signatures.Generator(signatures.Client()), cfg=config(), settings={"rollout_mock": mock}
@@ -126,11 +153,11 @@ def test_a_call_without_a_step_is_refused(tmp_path: Path) -> None:
 
     async def ask() -> None:
         try:
-            await generator.generate({"prompts": [[]]})
+            await generator.generate({"prompts": [[]], **metadata})
         finally:
             await generator.close()
 
-    with pytest.raises(SchedulerError, match="asked its generator without batch_metadata"):
+    with pytest.raises(SchedulerError, match="asked its generator without a step in batch_metadata"):
         asyncio.run(ask())
 
 
