@@ -8,44 +8,26 @@ Contract: read once in a process, when the first rollout is asked for; an unknow
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from mock_scheduler.config.problems import raise_problems, validation_problems
-from mock_scheduler.config.rollout_mock import RolloutMockConfig
+from mock_scheduler.adapters import settings
+from mock_scheduler.adapters.settings import FrameworkSettings
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.proxy.build import read_config
-from mock_scheduler.support.foreign_files import read_text
 
 VARIABLE = "MOCK_SCHEDULER_SLIME"
 FAMILY = ("slime", "miles", "vime", "relax")
 
 
-class SlimeSettings(BaseModel):
+class SlimeSettings(FrameworkSettings):
     """The content of the file.
 
     Attributes:
-        rollout_mock: the section of that name.
         real: the rollout function, or class, that plays: ``module.name``.
         framework: the package of its classes; ``None``: the first part of ``real`` where that is slime, miles or vime.
-        resume: a dump goes on in the folder of its earlier part.
-        contract: further names and values that a replay must match.
-        with_engines: a replay may have engines beside it, as for a measurement of memory.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
-
-    rollout_mock: Mapping[str, Any]
     real: str
     framework: str | None = None
-    resume: bool = False
-    contract: Mapping[str, Any] = {}
-    with_engines: bool = False
 
     @property
     def package(self) -> str:
@@ -55,30 +37,7 @@ class SlimeSettings(BaseModel):
             raise ConfigError(f"real is {self.real!r}: set framework to the package of its samples, as in slime")
         return self.framework or first
 
-    def mock_config(self) -> RolloutMockConfig:
-        """Read the section; raises ``ConfigError`` listing every problem."""
-        return read_config(self.rollout_mock)
-
 
 def load_settings(path: Path | None = None) -> SlimeSettings:
-    """Read the file; ``None``: the one that the variable names.
-
-    Raises:
-        ConfigError: there is none, or it has problems; lists all of them.
-    """
-    named = path if path is not None else os.environ.get(VARIABLE)
-    if not named:
-        raise ConfigError(
-            f"{VARIABLE} is not set: name a YAML file with rollout_mock and real in the environment of every process "
-            "(with Ray: runtime_env={'env_vars': ...})"
-        )
-    try:
-        value = yaml.safe_load(read_text(Path(named), what="settings"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{named} cannot be read: {error}") from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{named} holds a {type(value).__name__}; expected the keys rollout_mock and real")
-    try:
-        return SlimeSettings.model_validate(value)
-    except ValidationError as error:
-        raise_problems(str(named), validation_problems(error, SlimeSettings))
+    """Read the file; ``None``: the one that the variable names; raises ``ConfigError`` listing every problem."""
+    return settings.load_settings(SlimeSettings, VARIABLE, path)

@@ -1,0 +1,1 @@
+"""verl, with recorded rollouts (``docs/frameworks/verl.md``)."""

@@ -1,0 +1,251 @@
+"""The rollouts of a run of verl's V1 trainer: one proxy, before whatever samples out of the TransferQueue.
+
+Contract: live, the batch that verl sampled is returned as it is. A replay writes the recorded rows into the queue under
+their own keys and tags, gives them in their recorded order, and samples nothing. It draws as many prompts anew as the
+recorded rollout did where groups were filtered out. Rows replayed in another step than their own state its versions.
+This module imports no verl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from mock_scheduler.adapters import settings
+from mock_scheduler.adapters.imports.verl_v1 import VERL_NAMES
+from mock_scheduler.adapters.settings import FrameworkSettings
+from mock_scheduler.adapters.transfer_queue import queue
+from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows, read_notes
+from mock_scheduler.batch import RolloutBatch, SamplingParams
+from mock_scheduler.ledger import Ledger
+from mock_scheduler.proxy.build import build_scheduler
+from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
+from mock_scheduler.scheduler import Mode, RolloutRequest
+from mock_scheduler.support.digests import JSON
+
+VARIABLE = "MOCK_SCHEDULER_VERL"
+#: A ``KVBatchMeta``, and what the sampler measured.
+Sampled: TypeAlias = tuple[Any, dict[str, Any]]
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+#: Keys of verl that a replay must share.
+_CONTRACT = (
+    *("data.train_files", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length"),
+    *("data.shuffle", "data.seed", "data.custom_cls.path", "data.custom_cls.name"),
+    *("actor_rollout_ref.model.path", f"{_ROLLOUT}.n", f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.top_p"),
+    *(f"{_ROLLOUT}.top_k", f"{_ROLLOUT}.calculate_log_probs", f"{_ROLLOUT}.agent.default_agent_loop"),
+    *("reward.custom_reward_function.path", "reward.custom_reward_function.name"),
+    *("algorithm.filter_groups.enable", "algorithm.filter_groups.metric"),
+)
+#: Tags that count policies by the trainer's steps.
+_STEP_TAGS = ("global_steps", "min_global_steps", "max_global_steps")
+
+
+class VerlSettings(FrameworkSettings):
+    """The file that ``MOCK_SCHEDULER_VERL`` names."""
+
+
+def load_settings() -> VerlSettings:
+    """Read the file; raises ``ConfigError`` listing every problem."""
+    return settings.load_settings(VerlSettings, VARIABLE)
+
+
+class VerlCodec(QueueCodec):
+    """Rows of verl, trained on or of a validation.
+
+    The trainer's prompts count only where the step replayed is the one asked for: another one has others.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(VERL_NAMES, sampling=read_sampling(config, "train"))
+        self._of_validation = QueueCodec(VERL_NAMES, sampling=read_sampling(config, "val"))
+
+    def encode(self, native: QueueRows, request: RolloutRequest) -> RolloutBatch:
+        """Gives the batch; raises ``BatchError`` listing every row that contradicts itself or cannot be kept."""
+        if request.mode == "val":
+            return self._of_validation.encode(native, request)
+        return super().encode(native, request)
+
+    def prompt_problems(self, batch: RolloutBatch, request: RolloutRequest) -> list[str]:
+        """List the prompts of the batch that the trainer did not draw."""
+        is_own = read_notes(batch).get("step", request.global_step) == request.global_step
+        return super().prompt_problems(batch, request) if is_own else []
+
+
+class V1Rollouts:
+    """The rollouts of one run.
+
+    Args:
+        config: verl's whole configuration.
+        mode: of the trainer: sync, colocate_async or separate_async.
+        refill: draws so many prompts more; ``None``: nobody draws in a replay.
+        settings: of the file; ``None``: it is read.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        *,
+        mode: str,
+        refill: Callable[[int], object] | None,
+        settings: VerlSettings | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.settings = load_settings() if settings is None else settings
+        self.mock = self.settings.mock_config()
+        self.ledger = Ledger() if ledger is None else ledger
+        self.play: Callable[[], Sampled] | None = None
+        self.sampled: Sampled | None = None
+        self.global_steps, self.num_refilled = 0, 0
+        self._config, self._mode, self._refill = config, mode, refill
+        self._per_step = int(OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step") or 1)
+        self._scheduler: ProxyScheduler | None = None
+        self._drawn: dict[Mode, list[object] | None] = {"train": None, "val": None}
+        self._last: dict[Mode, tuple[int, int]] = {}
+
+    @property
+    def is_replay_only(self) -> bool:
+        """Whether no rollout of this run is ever played."""
+        return self.mock.modes_in_use == {"mock"}
+
+    def drew(self, prompts: Sequence[object], kind: Mode = "train") -> None:
+        """Note prompts that the trainer drew, in their order."""
+        self._drawn[kind] = [*(self._drawn[kind] or ()), *prompts]
+
+    def sample(
+        self,
+        play: Callable[[], Sampled],
+        *,
+        global_steps: int,
+        kind: Mode,
+        num_prompts: int,
+        num_parts: int = 1,
+    ) -> Sampled:
+        """Answer a call of ``ReplayBuffer.sample``; ``play``: calls it. ``num_parts``: calls of one validation."""
+        prompts, self._drawn[kind] = self._drawn[kind], None
+        request = self._request(kind, global_steps, num_prompts, num_parts, prompts)
+        self.play, self.sampled, self.global_steps, self.num_refilled = play, None, global_steps, 0
+        scheduler = self._open()
+        rows: QueueRows = scheduler.get_batch(request)
+        num_refilled = rows.notes.get("refilled")
+        if self.sampled is None and isinstance(num_refilled, int) and num_refilled and self._refill is not None:
+            self._refill(num_refilled)
+        self._drawn[kind] = None  # what was drawn while sampling is of no later batch
+        if self.sampled is not None:
+            scheduler.state_dict()  # returns when the step is on disk: a sampler is not told that the run ends
+            return self.sampled
+        metrics: Any = rows.notes.get("metrics", {})
+        return queue.put(_restate(rows, global_steps)), dict(metrics)
+
+    def close(self) -> None:
+        """Write the rest."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _request(
+        self, kind: Mode, global_steps: int, num_prompts: int, num_parts: int, prompts: Sequence[object] | None
+    ) -> RolloutRequest:
+        """A step is an update of the actor, counted from 1 as verl's steps are; a validation's, all of its parts."""
+        last, place = self._last.get(kind, (-1, 0))
+        place = place + 1 if last == global_steps else 0
+        self._last[kind] = global_steps, place
+        is_training = kind == "train"
+        group_size = int(OmegaConf.select(self._config, f"{_ROLLOUT}.{'n' if is_training else 'val_kwargs.n'}") or 1)
+        return RolloutRequest(
+            global_step=(global_steps - 1) * self._per_step + place + 1
+            if is_training
+            else global_steps * num_parts + place,
+            batch_size=num_prompts * group_size,
+            mode=kind,
+            # Weights are sent after each step, with its number.
+            policy_version=global_steps - 1 if is_training else global_steps,
+            group_size=group_size,
+            prompts=prompts,
+        )
+
+    def _open(self) -> ProxyScheduler:
+        if self._scheduler is None:
+            self._scheduler = build_scheduler(
+                self.mock,
+                lambda: _Live(self),
+                {**describe_configuration(self._config, self._mode), **self.settings.contract},
+                codec=VerlCodec(self._config),
+                ledger=self.ledger,
+                resume=self.settings.resume,
+                provenance={"framework": "verl"},
+            )
+        return self._scheduler
+
+
+class _Live:
+    """verl's own sampling as a rollout scheduler."""
+
+    def __init__(self, owner: V1Rollouts) -> None:
+        self._owner = owner
+        self._metrics: dict[str, float] = {}
+
+    def get_batch(self, request: RolloutRequest) -> QueueRows:
+        """Sample, and read the rows."""
+        owner = self._owner
+        assert owner.play is not None  # set before each request
+        owner.sampled = owner.play()
+        batch, measured = owner.sampled
+        self._metrics = {
+            str(name): float(value)
+            for name, value in measured.items()
+            if isinstance(value, int | float | np.number) and math.isfinite(value)
+        }
+        notes: dict[str, object] = {
+            "step": request.global_step,
+            "global_steps": owner.global_steps,
+            "refilled": owner.num_refilled,
+            "metrics": dict(measured),
+        }
+        return queue.fetch(batch, notes)
+
+    def collect_metrics(self) -> dict[str, float]:
+        """Give the numbers that the sampler measured."""
+        return self._metrics
+
+
+def _restate(rows: QueueRows, global_steps: int) -> QueueRows:
+    """The rows as they would be after a live rollout of this step: versions count as many steps later."""
+    recorded = rows.notes.get("global_steps", global_steps)
+    later = global_steps - recorded if isinstance(recorded, int) else 0
+    if not later:
+        return rows
+    tags = [
+        {name: value + later if name in _STEP_TAGS and type(value) is int else value for name, value in tag.items()}
+        for tag in rows.tags
+    ]
+    return replace(rows, tags=tags)
+
+
+def read_sampling(config: DictConfig, kind: Mode) -> SamplingParams:
+    """Read how tokens are sampled; a ``top_k`` below 1 turns it off."""
+    place = _ROLLOUT if kind == "train" else f"{_ROLLOUT}.val_kwargs"
+    stated = {name: OmegaConf.select(config, f"{place}.{name}") for name in ("temperature", "top_p", "top_k")}
+    is_raw = "raw" in str(OmegaConf.select(config, f"{_ROLLOUT}.logprobs_mode"))
+    return SamplingParams(
+        temperature=1.0 if stated["temperature"] is None else float(stated["temperature"]),
+        top_p=1.0 if stated["top_p"] is None else float(stated["top_p"]),
+        top_k=max(int(stated["top_k"] or 0), 0),
+        logprobs_mode="raw" if is_raw else "processed",
+    )
+
+
+def describe_configuration(config: DictConfig, mode: str) -> dict[str, JSON]:
+    """Describe what a replay must share with its recording."""
+    found = {name: OmegaConf.select(config, name) for name in (*_CONTRACT, f"trainer.v1.{mode}.parameter_sync_step")}
+    return {
+        "verl.trainer.v1.trainer_mode": mode,
+        **{
+            f"verl.{name}": value if isinstance(value, str | int | float | None) else str(value)
+            for name, value in found.items()
+        },
+    }
