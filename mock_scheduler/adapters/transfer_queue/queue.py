@@ -43,3 +43,12 @@ def clear(keys: Sequence[str], partition: str) -> None:
     import transfer_queue
 
     transfer_queue.kv_clear(keys=list(keys), partition_id=partition)
+
+
+def clear_partition(partition: str) -> None:
+    """Removes all keys of a partition."""
+    import transfer_queue
+
+    keys = list((transfer_queue.kv_list(partition) or {}).get(partition, {}))
+    if keys:
+        transfer_queue.kv_clear(keys=keys, partition_id=partition)

@@ -201,7 +201,7 @@ def restored(
     scores = torch.zeros(num_response, dtype=torch.float32)
     if num_response:
         scores[-1] = reward
-    found = {
+    found: dict[str | None, torch.Tensor | None] = {
         names.tokens: ids,
         names.responses: ids[len(ids) - num_response :],
         names.prompts: ids[: len(ids) - num_response],

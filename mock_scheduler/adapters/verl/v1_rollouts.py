@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
@@ -142,10 +143,15 @@ class V1Rollouts:
         metrics: Any = rows.notes.get("metrics", {})
         return queue.put(_restate(rows, global_steps)), dict(metrics)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         """Write the rest."""
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.__exit__(kind, error, traceback)
 
     def _request(
         self, kind: Mode, global_steps: int, num_prompts: int, num_parts: int, prompts: Sequence[object] | None
