@@ -7,7 +7,6 @@ padding come back by ``PaddedCodec`` bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +37,8 @@ def read_verl(source: Path, options: ImportOptions) -> Iterator[ForeignStep]:
     """Reads verl's steps; in a batch without ``uid``, N rows in a row are a group, as the folder's name says."""
     for file in find_files(source, _VERL_PATTERN, "GBS8_N4_in512_out512/1/gen_batch.dp"):
         native = read_data_proto(file.path, class_name=_VERL_CLASS, inside=_inside(source))
-        rewards = next((name for name in ("token_level_scores", "rm_scores") if name in native), None)
-        layout = dataclasses.replace(VERL, rewards=rewards, frames=_frames_with(rewards))
         size = options.group_size or _group_size_of(file)
-        yield _build_step(native, layout, file, "train", options, group_size=None if "uid" in native else size)
+        yield _build_step(native, VERL.fit(native), file, "train", options, group_size=None if "uid" in native else size)
 
 
 def read_roll(source: Path, options: ImportOptions) -> Iterator[ForeignStep]:
@@ -129,10 +126,6 @@ def _build_step(
     if layout.group_ids not in native and layout.trajectory_groups not in native and group_size is None:
         lacks.append("groups")
     return ForeignStep(step=step, mode=mode, batch=batch, lacks=tuple(lacks)).noted()
-
-
-def _frames_with(rewards: str | None) -> Mapping[str, Any]:
-    return VERL.frames if rewards is None else {**VERL.frames, rewards: VERL.frames["token_level_scores"]}
 
 
 def _group_size_of(file: FoundFile) -> int | None:

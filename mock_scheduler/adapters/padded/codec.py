@@ -94,7 +94,8 @@ class PaddedCodec:
                 f"batch of layout {self._layout.name!r} is a {type(native).__name__}; expected a mapping of its fields "
                 f"such as {{**data.batch, **data.non_tensor_batch, {self._layout.meta!r}: data.meta_info}}"
             )
-        layout, fields = self._layout, sort_fields(native, self._layout)
+        layout = self._layout.fit(native)
+        fields = sort_fields(native, layout)
         group_size = self._group_size or request.group_size
         identities = self._identify_rows(native, fields.num_rows, group_size)
         order = sorted(range(fields.num_rows), key=identities.__getitem__)
@@ -115,7 +116,7 @@ class PaddedCodec:
             sampling=self._sampling,
             group_size=group_size,
             extras=columns,
-            meta=self._write_meta(native, fields, kinds),
+            meta=self._write_meta(native, fields, kinds, layout),
             **core.tensors,
         )
 
@@ -183,16 +184,20 @@ class PaddedCodec:
         return f"{IDENTITY_EXTRAS}native/{name}" if name in self._layout.all_identity_fields else f"native/{name}"
 
     def _write_meta(
-        self, native: Native, fields: NativeFields, kinds: Mapping[str, Mapping[str, JSON]]
+        self,
+        native: Native,
+        fields: NativeFields,
+        kinds: Mapping[str, Mapping[str, JSON]],
+        layout: PaddedLayout,
     ) -> dict[str, JSON]:
-        meta = {} if fields.meta is None else write_meta(self._layout.meta, fields.meta, META_KEY)
+        meta = {} if fields.meta is None else write_meta(layout.meta, fields.meta, META_KEY)
         about: dict[str, JSON] = {
             "version": _VERSION,
-            "layout": self._layout.name,
+            "layout": layout.name,
             "order": list(native),
             "fields": kinds,
             "meta_keys": None if fields.meta is None else list(fields.meta),
-            "absent": [role for role, name in self._layout.optional.items() if name not in native],
+            "absent": [role for role, name in layout.optional.items() if name not in native],
             "widths": None if fields.num_rows else {frame.value: width for frame, width in fields.widths.items()},
         }
         return {**meta, META_KEY: about}

@@ -12,6 +12,7 @@ Sources of the ready-made layouts: ROLL ``env_manager/traj_env_manager.py`` and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -41,7 +42,8 @@ class PaddedLayout:
 
     ``tokens``, ``attention_mask`` (not 0 where there is a token), ``response_mask`` (not 0 on tokens the policy
     sampled) are tensors ``[B, width]`` that must be there. ``rollout_logprobs`` and ``policy_versions``: one value per
-    token; ``rewards``: one per token or one per row; ``turn_rewards``: per row a list of numbers, one per turn, where a
+    token; ``rewards``: one per token or one per row, under its first name or one of ``rewards_later``, which the framework
+    gives them on; ``turn_rewards``: per row a list of numbers, one per turn, where a
     turn is a run of response tokens. ``frames``: the frame of each known tensor; any other has the frame whose width is
     its own. ``is_left_padded``: rows end their prompts at one column (that of ``PROMPT`` tensors' width).
     ``group_ids``, ``env_ids``, ``turn_ids`` and ``trajectory_groups`` (text ``{tag}_{group}_{episode}_{seed}``) make
@@ -55,6 +57,7 @@ class PaddedLayout:
     response_mask: str = "response_mask"
     rollout_logprobs: str | None = None
     rewards: str | None = None
+    rewards_later: tuple[str, ...] = ()
     turn_rewards: str | None = None
     policy_versions: str | None = None
     routed_experts: str | None = None
@@ -92,6 +95,12 @@ class PaddedLayout:
             "policy_versions": self.policy_versions,
         }
         return {role: name for role, name in roles.items() if name is not None}
+
+    def fit(self, native: Mapping[str, object]) -> PaddedLayout:
+        """Choose the name of the rewards that a batch has; this layout where it has none, or where none are used."""
+        names = () if self.rewards is None else (self.rewards, *self.rewards_later)
+        found = [name for name in names if name in native]
+        return dataclasses.replace(self, rewards=found[0]) if found else self
 
     @property
     def all_identity_fields(self) -> frozenset[str]:
@@ -150,15 +159,19 @@ ROLL_RLVR = PaddedLayout(
     identity_fields=("rollout_id",),
 )
 
-#: verl's ``DataProto``: prompts padded on the left, responses on the right, and both one after another.
+#: verl's ``DataProto``: prompts padded on the left, responses on the right, and both one after another. An agent loop
+#: gives rewards as ``rm_scores``; the trainer names them ``token_level_scores`` from its advantages on.
 VERL = PaddedLayout(
     name="verl",
     rollout_logprobs="rollout_log_probs",
     routed_experts="routed_experts",
-    rewards="token_level_scores",
+    rewards="rm_scores",
+    rewards_later=("token_level_scores",),
     frames={
         "prompts": Frame.PROMPT,
-        **dict.fromkeys(("responses", "response_mask", "rollout_log_probs", "token_level_scores"), Frame.RESPONSE),
+        **dict.fromkeys(
+            ("responses", "response_mask", "rollout_log_probs", "rm_scores", "token_level_scores"), Frame.RESPONSE
+        ),
         **dict.fromkeys(("input_ids", "attention_mask", "position_ids", "routed_experts"), Frame.FULL),
     },
     is_left_padded=True,

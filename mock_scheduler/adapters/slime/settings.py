@@ -2,23 +2,20 @@
 
     rollout_mock: {enable: true, mode: dump, dump_dir: dumps/v1}
     real: slime.rollout.sglang_rollout.generate_rollout
-
-Contract: read once in a process, when the first rollout is asked for; an unknown key is an error.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mock_scheduler.adapters import settings
-from mock_scheduler.adapters.settings import FrameworkSettings
+from mock_scheduler.adapters.settings import AdapterSettings, read_settings
 from mock_scheduler.errors import ConfigError
 
 VARIABLE = "MOCK_SCHEDULER_SLIME"
 FAMILY = ("slime", "miles", "vime", "relax")
 
 
-class SlimeSettings(FrameworkSettings):
+class SlimeSettings(AdapterSettings):
     """The content of the file.
 
     Attributes:
@@ -39,5 +36,5 @@ class SlimeSettings(FrameworkSettings):
 
 
 def load_settings(path: Path | None = None) -> SlimeSettings:
-    """Read the file; ``None``: the one that the variable names; raises ``ConfigError`` listing every problem."""
-    return settings.load_settings(SlimeSettings, VARIABLE, path)
+    """Read the file; ``None``: the one that the variable names; raises ``ConfigError`` listing all its problems."""
+    return read_settings(SlimeSettings, VARIABLE, path)
