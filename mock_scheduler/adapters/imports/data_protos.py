@@ -38,7 +38,9 @@ def read_verl(source: Path, options: ImportOptions) -> Iterator[ForeignStep]:
     for file in find_files(source, _VERL_PATTERN, "GBS8_N4_in512_out512/1/gen_batch.dp"):
         native = read_data_proto(file.path, class_name=_VERL_CLASS, inside=_inside(source))
         size = options.group_size or _group_size_of(file)
-        yield _build_step(native, VERL.fit(native), file, "train", options, group_size=None if "uid" in native else size)
+        yield _build_step(
+            native, VERL.fit(native), file, "train", options, group_size=None if "uid" in native else size
+        )
 
 
 def read_roll(source: Path, options: ImportOptions) -> Iterator[ForeignStep]:

@@ -1,7 +1,7 @@
 """The settings of a run of slime's family, in one YAML file that ``MOCK_SCHEDULER_SLIME`` names.
 
-    rollout_mock: {enable: true, mode: dump, dump_dir: dumps/v1}
-    real: slime.rollout.sglang_rollout.generate_rollout
+rollout_mock: {enable: true, mode: dump, dump_dir: dumps/v1}
+real: slime.rollout.sglang_rollout.generate_rollout
 """
 
 from __future__ import annotations

@@ -17,54 +17,40 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from mock_scheduler.adapters import settings
 from mock_scheduler.adapters.imports.verl_v1 import VERL_NAMES
-from mock_scheduler.adapters.settings import FrameworkSettings
 from mock_scheduler.adapters.transfer_queue import queue
 from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows, read_notes
-from mock_scheduler.batch import RolloutBatch, SamplingParams
+from mock_scheduler.adapters.verl.description import describe_run, group_sizes, read_sampling
+from mock_scheduler.adapters.verl.settings import VerlSettings, load_settings
+from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.scheduler import Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
 
-VARIABLE = "MOCK_SCHEDULER_VERL"
 #: A ``KVBatchMeta``, and what the sampler measured.
 Sampled: TypeAlias = tuple[Any, dict[str, Any]]
 
-_ROLLOUT = "actor_rollout_ref.rollout"
-#: Keys of verl that a replay must share.
+#: Keys of trainer V1 that a replay must share, besides those of any run.
 _CONTRACT = (
-    *("data.train_files", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length"),
-    *("data.shuffle", "data.seed", "data.custom_cls.path", "data.custom_cls.name"),
-    *("actor_rollout_ref.model.path", f"{_ROLLOUT}.n", f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.top_p"),
-    *(f"{_ROLLOUT}.top_k", f"{_ROLLOUT}.calculate_log_probs", f"{_ROLLOUT}.agent.default_agent_loop"),
-    *("reward.custom_reward_function.path", "reward.custom_reward_function.name"),
     *("algorithm.filter_groups.enable", "algorithm.filter_groups.metric"),
+    *("trainer.v1.sampler.max_off_policy_threshold", "trainer.v1.sampler.max_off_policy_strategy"),
 )
 #: Tags that count policies by the trainer's steps.
 _STEP_TAGS = ("global_steps", "min_global_steps", "max_global_steps")
 
 
-class VerlSettings(FrameworkSettings):
-    """The file that ``MOCK_SCHEDULER_VERL`` names."""
-
-
-def load_settings() -> VerlSettings:
-    """Read the file; raises ``ConfigError`` listing every problem."""
-    return settings.load_settings(VerlSettings, VARIABLE)
-
-
-class VerlCodec(QueueCodec):
+class V1Codec(QueueCodec):
     """Rows of verl, trained on or of a validation.
 
     The trainer's prompts count only where the step replayed is the one asked for: another one has others.
     """
 
     def __init__(self, config: DictConfig) -> None:
-        super().__init__(VERL_NAMES, sampling=read_sampling(config, "train"))
-        self._of_validation = QueueCodec(VERL_NAMES, sampling=read_sampling(config, "val"))
+        sampling = read_sampling(config)
+        super().__init__(VERL_NAMES, sampling=sampling["train"])
+        self._of_validation = QueueCodec(VERL_NAMES, sampling=sampling["val"])
 
     def encode(self, native: QueueRows, request: RolloutRequest) -> RolloutBatch:
         """Gives the batch; raises ``BatchError`` listing every row that contradicts itself or cannot be kept."""
@@ -86,6 +72,7 @@ class V1Rollouts:
         mode: of the trainer: sync, colocate_async or separate_async.
         refill: draws so many prompts more; ``None``: nobody draws in a replay.
         settings: of the file; ``None``: it is read.
+        store: reads rows out of the TransferQueue, and puts them into it.
     """
 
     def __init__(
@@ -96,6 +83,7 @@ class V1Rollouts:
         refill: Callable[[int], object] | None,
         settings: VerlSettings | None = None,
         ledger: Ledger | None = None,
+        store: Any = queue,  # noqa: ANN401 - what has fetch and put
     ) -> None:
         self.settings = load_settings() if settings is None else settings
         self.mock = self.settings.mock_config()
@@ -103,8 +91,9 @@ class V1Rollouts:
         self.play: Callable[[], Sampled] | None = None
         self.sampled: Sampled | None = None
         self.global_steps, self.num_refilled = 0, 0
+        self.store = store
         self._config, self._mode, self._refill = config, mode, refill
-        self._per_step = int(OmegaConf.select(config, f"trainer.v1.{mode}.parameter_sync_step") or 1)
+        self._per_step = int(OmegaConf.select(config, _per_step_key(mode)) or 1)
         self._scheduler: ProxyScheduler | None = None
         self._drawn: dict[Mode, list[object] | None] = {"train": None, "val": None}
         self._last: dict[Mode, tuple[int, int]] = {}
@@ -112,7 +101,7 @@ class V1Rollouts:
     @property
     def is_replay_only(self) -> bool:
         """Whether no rollout of this run is ever played."""
-        return self.mock.modes_in_use == {"mock"}
+        return self.settings.is_replay
 
     def drew(self, prompts: Sequence[object], kind: Mode = "train") -> None:
         """Note prompts that the trainer drew, in their order."""
@@ -141,7 +130,7 @@ class V1Rollouts:
             scheduler.state_dict()  # returns when the step is on disk: a sampler is not told that the run ends
             return self.sampled
         metrics: Any = rows.notes.get("metrics", {})
-        return queue.put(_restate(rows, global_steps)), dict(metrics)
+        return self.store.put(_restate(rows, global_steps)), dict(metrics)
 
     def __enter__(self) -> Self:
         return self
@@ -161,7 +150,7 @@ class V1Rollouts:
         place = place + 1 if last == global_steps else 0
         self._last[kind] = global_steps, place
         is_training = kind == "train"
-        group_size = int(OmegaConf.select(self._config, f"{_ROLLOUT}.{'n' if is_training else 'val_kwargs.n'}") or 1)
+        group_size = group_sizes(self._config)[kind]
         return RolloutRequest(
             global_step=(global_steps - 1) * self._per_step + place + 1
             if is_training
@@ -180,7 +169,7 @@ class V1Rollouts:
                 self.mock,
                 lambda: _Live(self),
                 {**describe_configuration(self._config, self._mode), **self.settings.contract},
-                codec=VerlCodec(self._config),
+                codec=V1Codec(self._config),
                 ledger=self.ledger,
                 resume=self.settings.resume,
                 provenance={"framework": "verl"},
@@ -212,7 +201,8 @@ class _Live:
             "refilled": owner.num_refilled,
             "metrics": dict(measured),
         }
-        return queue.fetch(batch, notes)
+        rows: QueueRows = owner.store.fetch(batch, notes)
+        return rows
 
     def collect_metrics(self) -> dict[str, float]:
         """Give the numbers that the sampler measured."""
@@ -232,26 +222,12 @@ def _restate(rows: QueueRows, global_steps: int) -> QueueRows:
     return replace(rows, tags=tags)
 
 
-def read_sampling(config: DictConfig, kind: Mode) -> SamplingParams:
-    """Read how tokens are sampled; a ``top_k`` below 1 turns it off."""
-    place = _ROLLOUT if kind == "train" else f"{_ROLLOUT}.val_kwargs"
-    stated = {name: OmegaConf.select(config, f"{place}.{name}") for name in ("temperature", "top_p", "top_k")}
-    is_raw = "raw" in str(OmegaConf.select(config, f"{_ROLLOUT}.logprobs_mode"))
-    return SamplingParams(
-        temperature=1.0 if stated["temperature"] is None else float(stated["temperature"]),
-        top_p=1.0 if stated["top_p"] is None else float(stated["top_p"]),
-        top_k=max(int(stated["top_k"] or 0), 0),
-        logprobs_mode="raw" if is_raw else "processed",
-    )
-
-
 def describe_configuration(config: DictConfig, mode: str) -> dict[str, JSON]:
     """Describe what a replay must share with its recording."""
-    found = {name: OmegaConf.select(config, name) for name in (*_CONTRACT, f"trainer.v1.{mode}.parameter_sync_step")}
-    return {
-        "verl.trainer.v1.trainer_mode": mode,
-        **{
-            f"verl.{name}": value if isinstance(value, str | int | float | None) else str(value)
-            for name, value in found.items()
-        },
-    }
+    values = {name: OmegaConf.select(config, name) for name in (*_CONTRACT, _per_step_key(mode))}
+    found = {f"verl.{name}": value for name, value in values.items() if value is not None}
+    return {"verl.trainer.v1.trainer_mode": mode, **found, **describe_run(config)}
+
+
+def _per_step_key(mode: str) -> str:
+    return f"trainer.v1.{mode}.parameter_sync_step"
