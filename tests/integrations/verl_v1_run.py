@@ -1,8 +1,9 @@
 """Runs verl's own command with its trainer V1 several times, and writes what came of it, as ``verl_run`` does of V0.
 
 ``python tests/integrations/verl_v1_run.py FOLDER NAME:MODE[:KEY=VALUE]…`` runs in ``.venv-verl``. ``MODE`` is that of
-the settings, or ``real``: without any of ours. Keys: ``trainer`` (mode of the trainer, by default mock_sync), ``sampler``
-(our class for custom_sampler), ``n``, ``data``, ``steps``, ``plain`` (our modules are not loaded).
+the settings, or ``real``: without any of ours. Keys: ``trainer`` (mode of the trainer, by default mock_sync),
+``sampler`` (our class for custom_sampler), ``n``, ``data``, ``steps``, ``keys`` (further ones of verl), ``dumps`` (the
+folder), ``plain`` (our module is not loaded).
 """
 
 from __future__ import annotations

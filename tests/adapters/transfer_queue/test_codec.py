@@ -136,10 +136,7 @@ def test_a_row_says_what_a_rollout_is() -> None:
         (1, 0, 0, 0),
     ]
     assert batch.rows()[0].tokens.tolist() == [1, 2, 3, 4, 5]
-    assert batch.response_mask.tolist() == [*(False, False, True, False, True), *(False, False, True)] + [
-        *(False, False, True, True),
-        False,
-    ]
+    assert batch.response_mask.int().tolist() == [*(0, 0, 1, 0, 1), *(0, 0, 1), *(0, 0, 1, 1), 0]
     assert batch.rewards.tolist() == [0.5, 0.5, 0.5, 0.0]
     assert batch.policy_versions.tolist() == [3, 3, 4, 4]
     assert batch.prompt_lengths.tolist() == [2, 2, 2, 1]
@@ -206,8 +203,8 @@ def test_other_prompts_are_named() -> None:
     assert problems(drawn) == problems(None) == []
     assert problems(drawn[:1]) == ["the trainer drew 1 prompts for the batch; 2 in the recording"]
     assert problems([drawn[1], drawn[1]]) == [
-        "1 of 2 prompts are not those of the batch; the trainer drew [{'role': 'user', 'content': 'two'}]. Use the data "
-        "set, seed and order of the recording, or record again"
+        "1 of 2 prompts are not those of the batch; the trainer drew [{'role': 'user', 'content': 'two'}]. Use the "
+        "data set, seed and order of the recording, or record again"
     ]
     # Where the trainer's prompts were not known, the rows' own must be among those drawn.
     untold = check(queue_rows({"u_0_0": field([1], [2]), "w_0_0": field([3], [4])}))

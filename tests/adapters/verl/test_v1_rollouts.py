@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from mock_scheduler import read_recording
 from mock_scheduler.adapters.verl import v1_rollouts
 from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings
 from mock_scheduler.adapters.verl.v1_rollouts import V1Rollouts
@@ -47,7 +47,7 @@ class Run:
     def __init__(
         self, folder: Path, mode: str, *, trainer: str = "sync", texts: Sequence[str] = "abcdefgh", **changes: Any
     ) -> None:
-        options = {"missing_step": changes.pop("missing_step")} if "missing_step" in changes else {}
+        options = {name: changes.pop(name) for name in ("missing_step",) if name in changes}
         section = {"enable": True, "mode": mode, "dump_dir": str(folder / "dumps"), **options}
         self.queue = FakeQueue()
         self.texts = list(texts)
@@ -76,13 +76,23 @@ class Run:
         # As sampled: in the order in which rollouts ended, of a uid that no two runs share.
         keys = [f"{id(self)}{group}_{member}_0" for member in range(members) for group in "wv"]
         rows = {key: field([1], [2 + number, 5]) for number, key in enumerate(keys)}
-        tags = [{**TAG, "global_steps": steps, "min_global_steps": steps - 1, "max_global_steps": steps - 1}] * len(keys)
+        tags = [{**TAG, "global_steps": steps, "min_global_steps": steps - 1, "max_global_steps": steps - 1}] * len(
+            keys
+        )
         return self.queue.put(queue_rows(rows, tags)), {"training/evicted": refilled, "counts": {0.5: 2}}
 
     def step(self, number: int, **options: int) -> Any:
         self.draw(2)
+        return self.sample(number, **options)
+
+    def sample(self, number: int, **options: int) -> Any:
         return self.rollouts.sample(
             lambda: self.play(number, **options), global_steps=number, kind="train", num_prompts=2
+        )
+
+    def validate(self, number: int, num_parts: int) -> Any:
+        return self.rollouts.sample(
+            lambda: self.play(number, members=1), global_steps=number, kind="val", num_prompts=2, num_parts=num_parts
         )
 
 
@@ -123,32 +133,23 @@ def test_prompts_drawn_for_filtered_groups_are_drawn_again(tmp_path: Path) -> No
 
 
 def test_a_step_of_several_updates_is_several_steps(tmp_path: Path) -> None:
-    seen = {}
     for mode in ("dump", "mock"):
         run = Run(tmp_path, mode, trainer="separate_async")
         with run.rollouts:
             for number in (1, 2):
-                run.draw(2)
-                for _ in range(2):
-                    run.rollouts.sample(
-                        lambda: run.play(number), global_steps=number, kind="train", num_prompts=2  # noqa: B023
-                    )
-        seen[mode] = run.num_played
-    assert seen == {"dump": 4, "mock": 0}
-    assert sorted(path.name for path in (tmp_path / "dumps").glob("train/**/step_*")) or True
-    assert [number for number in range(1, 9) if list((tmp_path / "dumps").rglob(f"*{number:06d}*"))][:4] == [1, 2, 3, 4]
+                run.step(number)
+                run.sample(number)
+        assert run.num_played == (4 if mode == "dump" else 0)
+    assert read_recording(tmp_path / "dumps").steps == {"train": [1, 2, 3, 4]}
 
 
 def test_a_validation_is_recorded_too(tmp_path: Path) -> None:
     for mode in ("dump", "mock"):
         run = Run(tmp_path, mode)
         with run.rollouts:
-            for place in range(2):
-                batch, _ = run.rollouts.sample(
-                    lambda: run.play(5, members=1), global_steps=5, kind="val", num_prompts=2, num_parts=2  # noqa: B023
-                )
-                assert len(batch.keys) == 2, place
+            assert [len(run.validate(5, num_parts=2)[0].keys) for _ in range(2)] == [2, 2]
         assert run.num_played == (2 if mode == "dump" else 0)
+    assert read_recording(tmp_path / "dumps").steps == {"val": [10, 11]}
 
 
 def test_a_step_that_stands_for_another_states_its_versions(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_another_run_is_refused_with_reasons(
         other(tmp_path)()
 
 
-def test_groups_that_lost_a_rollout_are_refused_or_reported(tmp_path: Path) -> None:
+def test_a_batch_that_lost_a_rollout_is_refused(tmp_path: Path) -> None:
     dump = Run(tmp_path, "dump")
     with pytest.raises(BatchError, match="the scheduler returned 2 trajectories; 4 were asked for"):
         dump.step(1, members=1)
@@ -244,4 +245,3 @@ def test_the_file_of_the_settings_is_asked_for(monkeypatch: pytest.MonkeyPatch, 
     path.write_text(json.dumps({"rollout_mock": {"enable": True, "mode": "mock", "dump_dir": str(tmp_path)}}), "utf-8")
     monkeypatch.setenv(VARIABLE, str(path))
     assert V1Rollouts(config(), mode="sync", refill=None).is_replay_only
-    assert SimpleNamespace  # the queue's batches
