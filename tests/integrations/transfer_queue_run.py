@@ -117,6 +117,8 @@ def put_agent_rows(uids: list[str], steps: int, partition: str, *, num_sessions:
 class Trainer:
     """The part of a trainer that a sampler has: its configuration, and the method that draws more prompts."""
 
+    val_dataloader = ("one batch",)
+
     def __init__(self, skip: dict[str, Any] | None = None) -> None:
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "do_sample": True, "n": 2}
         rollout = {**plain, "val_kwargs": {**plain, "n": 1}, "agent": {}, "calculate_log_probs": True}

@@ -43,7 +43,12 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
         with open_dict(config):
             config.trainer.v1.trainer_mode = self._mode
         refuse_unrecorded(config)
-        self.rollouts = V1Rollouts(config, mode=self._mode, refill=self._add_prompts_to_generate)
+        self.rollouts = V1Rollouts(
+            config,
+            mode=self._mode,
+            refill=self._add_prompts_to_generate,
+            num_val_batches=lambda: len(self.val_dataloader),
+        )
         self._replays = self.rollouts.is_replay_only and not self.rollouts.settings.with_engines
         if self._replays:
             quiet(config, self.rollouts.ledger)
@@ -55,14 +60,16 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
     def _setup(self) -> None:
         if not self._replays:
             super()._setup()
-        else:
-            self._enable_hybrid_replicas = False
-            # The class is looked up, and its engine imported, even for no replica.
-            RolloutReplicaRegistry.register(self.config.actor_rollout_ref.rollout.name, lambda: NoReplica)
-            self._set_up_without_engines()
-            self.checkpoint_manager = NoWeightUpdates(self.rollouts.ledger)
-            self.rollouts.ledger.count("suppressed", "engines")
-        self.replay_buffer.num_parts = len(self.val_dataloader)
+            return
+        self._enable_hybrid_replicas = False
+        rollout = self.config.actor_rollout_ref.rollout
+        # The class of a replica is looked up, and its engine imported, even for none.
+        RolloutReplicaRegistry.register(rollout.name, lambda: NoReplica)
+        with open_dict(self.config):
+            rollout.checkpoint_engine.backend = "naive"  # each actor makes one
+        self._set_up_without_engines()
+        self.checkpoint_manager = NoWeightUpdates(self.rollouts.ledger)
+        self.rollouts.ledger.count("suppressed", "engines")
 
     def _set_up_without_engines(self) -> None:
         super()._setup()

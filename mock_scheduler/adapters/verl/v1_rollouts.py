@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -71,6 +72,7 @@ class V1Rollouts:
         config: verl's whole configuration.
         mode: of the trainer: sync, colocate_async or separate_async.
         refill: draws so many prompts more; ``None``: nobody draws in a replay.
+        num_val_batches: tells how many batches a validation has; asked when one is sampled.
         settings: of the file; ``None``: it is read.
         store: reads rows out of the TransferQueue, and puts them into it.
     """
@@ -81,6 +83,7 @@ class V1Rollouts:
         *,
         mode: str,
         refill: Callable[[int], object] | None,
+        num_val_batches: Callable[[], int],
         settings: VerlSettings | None = None,
         ledger: Ledger | None = None,
         store: Any = queue,  # noqa: ANN401 - what has fetch and put
@@ -93,6 +96,7 @@ class V1Rollouts:
         self.global_steps, self.num_refilled = 0, 0
         self.store = store
         self._config, self._mode, self._refill = config, mode, refill
+        self._num_val_batches = num_val_batches
         self._per_step = int(OmegaConf.select(config, _per_step_key(mode)) or 1)
         self._scheduler: ProxyScheduler | None = None
         self._drawn: dict[Mode, list[object] | None] = {"train": None, "val": None}
@@ -107,19 +111,13 @@ class V1Rollouts:
         """Note prompts that the trainer drew, in their order."""
         self._drawn[kind] = [*(self._drawn[kind] or ()), *prompts]
 
-    def sample(
-        self,
-        play: Callable[[], Sampled],
-        *,
-        global_steps: int,
-        kind: Mode,
-        num_prompts: int,
-        num_parts: int = 1,
-    ) -> Sampled:
-        """Answer a call of ``ReplayBuffer.sample``; ``play``: calls it. ``num_parts``: calls of one validation."""
+    def sample(self, play: Callable[..., Sampled], *, global_steps: int, partition_id: str, batch_size: int) -> Sampled:
+        """Answer a call of ``ReplayBuffer.sample``; ``play``: that method of verl's own sampler."""
+        kind: Mode = "val" if partition_id == "val" else "train"
         prompts, self._drawn[kind] = self._drawn[kind], None
-        request = self._request(kind, global_steps, num_prompts, num_parts, prompts)
-        self.play, self.sampled, self.global_steps, self.num_refilled = play, None, global_steps, 0
+        request = self._request(kind, global_steps, batch_size, prompts)
+        self.sampled, self.global_steps, self.num_refilled = None, global_steps, 0
+        self.play = partial(play, global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         scheduler = self._open()
         rows: QueueRows = scheduler.get_batch(request)
         num_refilled = rows.notes.get("refilled")
@@ -143,18 +141,17 @@ class V1Rollouts:
             self._scheduler.__exit__(kind, error, traceback)
 
     def _request(
-        self, kind: Mode, global_steps: int, num_prompts: int, num_parts: int, prompts: Sequence[object] | None
+        self, kind: Mode, global_steps: int, num_prompts: int, prompts: Sequence[object] | None
     ) -> RolloutRequest:
-        """A step is an update of the actor, counted from 1 as verl's steps are; a validation's, all of its parts."""
+        """A step is an update of the actor, counted from 1 as verl's steps are, or a batch of a validation."""
         last, place = self._last.get(kind, (-1, 0))
         place = place + 1 if last == global_steps else 0
         self._last[kind] = global_steps, place
         is_training = kind == "train"
         group_size = group_sizes(self._config)[kind]
+        before = (global_steps - 1) * self._per_step + 1 if is_training else global_steps * self._num_val_batches()
         return RolloutRequest(
-            global_step=(global_steps - 1) * self._per_step + place + 1
-            if is_training
-            else global_steps * num_parts + place,
+            global_step=before + place,
             batch_size=num_prompts * group_size,
             mode=kind,
             # Weights are sent after each step, with its number.

@@ -19,20 +19,15 @@ from mock_scheduler.errors import ConfigError
 
 
 class RecordedBuffer:
-    """A sampler of verl's own, with rollouts before it. All else is the sampler's. ``num_parts``: of a validation."""
+    """A sampler of verl's own, with rollouts before it. All else is the sampler's."""
 
     def __init__(self, real: Any, rollouts: V1Rollouts) -> None:  # noqa: ANN401 - a ReplayBuffer
         self._real, self._rollouts = real, rollouts
-        self.num_parts = 1
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Sampled:
         """Answer by the rollouts."""
         return self._rollouts.sample(
-            lambda: self._real.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size),
-            global_steps=global_steps,
-            kind="val" if partition_id == "val" else "train",
-            num_prompts=batch_size,
-            num_parts=self.num_parts,
+            self._real.sample, global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
         )
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of a ReplayBuffer
@@ -51,7 +46,12 @@ class _Recorded:
             raise ConfigError(
                 "refill_fn is no method of a trainer, whose configuration is needed: this release of verl"
             )
-        rollouts = V1Rollouts(trainer.config, mode=str(options["trainer_mode"]), refill=None)
+        rollouts = V1Rollouts(
+            trainer.config,
+            mode=str(options["trainer_mode"]),
+            refill=None,  # its engines run, and draw for themselves
+            num_val_batches=lambda: len(trainer.val_dataloader),
+        )
         mode = options["trainer_mode"]
         remedy = f"take custom_sampler out, and set trainer.v1.trainer_mode=mock_{mode}"
         if "mock" in rollouts.mock.modes_in_use and not rollouts.settings.with_engines:
@@ -76,10 +76,7 @@ class _Recorded:
         """Answer by the rollouts."""
         real: Any = super()
         return self._rollouts.sample(
-            lambda: real.sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size),
-            global_steps=global_steps,
-            kind="val" if partition_id == "val" else "train",
-            num_prompts=batch_size,
+            real.sample, global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
         )
 
 

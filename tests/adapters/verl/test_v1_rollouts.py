@@ -56,6 +56,7 @@ class Run:
             config(**changes),
             mode=trainer,
             refill=self.refill,
+            num_val_batches=lambda: 2,
             settings=VerlSettings(rollout_mock=section),
             store=self.queue,
         )
@@ -87,12 +88,12 @@ class Run:
 
     def sample(self, number: int, **options: int) -> Any:
         return self.rollouts.sample(
-            lambda: self.play(number, **options), global_steps=number, kind="train", num_prompts=2
+            lambda **_asked: self.play(number, **options), global_steps=number, partition_id="train", batch_size=2
         )
 
-    def validate(self, number: int, num_parts: int) -> Any:
+    def validate(self, number: int) -> Any:
         return self.rollouts.sample(
-            lambda: self.play(number, members=1), global_steps=number, kind="val", num_prompts=2, num_parts=num_parts
+            lambda **_asked: self.play(number, members=1), global_steps=number, partition_id="val", batch_size=2
         )
 
 
@@ -147,7 +148,7 @@ def test_a_validation_is_recorded_too(tmp_path: Path) -> None:
     for mode in ("dump", "mock"):
         run = Run(tmp_path, mode)
         with run.rollouts:
-            assert [len(run.validate(5, num_parts=2)[0].keys) for _ in range(2)] == [2, 2]
+            assert [len(run.validate(5)[0].keys) for _ in range(2)] == [2, 2]
         assert run.num_played == (2 if mode == "dump" else 0)
     assert read_recording(tmp_path / "dumps").steps == {"val": [10, 11]}
 
@@ -158,7 +159,7 @@ def test_a_step_that_stands_for_another_states_its_versions(tmp_path: Path) -> N
         dump.step(1)
     mock = Run(tmp_path, "mock", texts="other ones", missing_step="repeat")
     with mock.rollouts:
-        batch, _ = mock.rollouts.sample(lambda: None, global_steps=4, kind="train", num_prompts=2)  # type: ignore[arg-type,return-value]
+        batch, _ = mock.sample(4)
     assert [(tag["min_global_steps"], tag["max_global_steps"], tag["global_steps"]) for tag in batch.tags] == [
         (3, 3, 4)
     ] * 4
@@ -240,8 +241,8 @@ def test_what_cannot_be_recorded_is_refused(changes: dict[str, Any], problem: st
 def test_the_file_of_the_settings_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="MOCK_SCHEDULER_VERL is not set"):
-        V1Rollouts(config(), mode="sync", refill=None)
+        V1Rollouts(config(), mode="sync", refill=None, num_val_batches=lambda: 1)
     path = tmp_path / "mock.yaml"
     path.write_text(json.dumps({"rollout_mock": {"enable": True, "mode": "mock", "dump_dir": str(tmp_path)}}), "utf-8")
     monkeypatch.setenv(VARIABLE, str(path))
-    assert V1Rollouts(config(), mode="sync", refill=None).is_replay_only
+    assert V1Rollouts(config(), mode="sync", refill=None, num_val_batches=lambda: 1).is_replay_only
