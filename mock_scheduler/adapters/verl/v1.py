@@ -49,6 +49,7 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
             refill=self._add_prompts_to_generate,
             num_val_batches=lambda: len(self.val_dataloader),
         )
+        self.rollouts.open()  # another run's recording is refused before anything starts
         self._replays = self.rollouts.is_replay_only and not self.rollouts.settings.with_engines
         if self._replays:
             quiet(config, self.rollouts.ledger)
@@ -98,7 +99,7 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
         return super()._add_prompts_to_generate(num_prompts)
 
     def _submit_batch_to_rollout(self, batch: Any) -> Any:  # noqa: ANN401 - a TensorDict; a number
-        if not self._replays:
+        if not self.rollouts.is_replay_only:
             return super()._submit_batch_to_rollout(batch)
         self.rollouts.ledger.count("suppressed", "rollouts")
         return len(batch)

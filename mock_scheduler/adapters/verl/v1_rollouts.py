@@ -24,6 +24,7 @@ from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows, 
 from mock_scheduler.adapters.verl.description import describe_run, group_sizes, read_sampling
 from mock_scheduler.adapters.verl.settings import VerlSettings, load_settings
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
@@ -107,6 +108,29 @@ class V1Rollouts:
         """Whether no rollout of this run is ever played."""
         return self.settings.is_replay
 
+    def open(self) -> ProxyScheduler:
+        """Make the proxy, which refuses another run's recording; a second call gives the same one.
+
+        Raises ``ConfigError`` where only some steps would be replayed.
+        """
+        if self._scheduler is None:
+            modes = self.mock.modes_in_use
+            if "cache" in modes or ("mock" in modes and not self.is_replay_only):
+                raise ConfigError(
+                    f"rollout_mock has the modes {', '.join(sorted(modes))}: trainer V1 rolls prompts out before it "
+                    "samples, so that a run replays all of its steps (mode mock) or none"
+                )
+            self._scheduler = build_scheduler(
+                self.mock,
+                lambda: _Live(self),
+                {**describe_configuration(self._config, self._mode), **self.settings.contract},
+                codec=V1Codec(self._config),
+                ledger=self.ledger,
+                resume=self.settings.resume,
+                provenance={"framework": "verl"},
+            )
+        return self._scheduler
+
     def drew(self, prompts: Sequence[object], kind: Mode = "train") -> None:
         """Note prompts that the trainer drew, in their order."""
         self._drawn[kind] = [*(self._drawn[kind] or ()), *prompts]
@@ -118,7 +142,7 @@ class V1Rollouts:
         request = self._request(kind, global_steps, batch_size, prompts)
         self.sampled, self.global_steps, self.num_refilled = None, global_steps, 0
         self.play = partial(play, global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        scheduler = self._open()
+        scheduler = self.open()
         rows: QueueRows = scheduler.get_batch(request)
         num_refilled = rows.notes.get("refilled")
         if self.sampled is None and isinstance(num_refilled, int) and num_refilled and self._refill is not None:
@@ -159,19 +183,6 @@ class V1Rollouts:
             group_size=group_size,
             prompts=prompts,
         )
-
-    def _open(self) -> ProxyScheduler:
-        if self._scheduler is None:
-            self._scheduler = build_scheduler(
-                self.mock,
-                lambda: _Live(self),
-                {**describe_configuration(self._config, self._mode), **self.settings.contract},
-                codec=V1Codec(self._config),
-                ledger=self.ledger,
-                resume=self.settings.resume,
-                provenance={"framework": "verl"},
-            )
-        return self._scheduler
 
 
 class _Live:

@@ -47,7 +47,7 @@ class Run:
     def __init__(
         self, folder: Path, mode: str, *, trainer: str = "sync", texts: Sequence[str] = "abcdefgh", **changes: Any
     ) -> None:
-        options = {name: changes.pop(name) for name in ("missing_step",) if name in changes}
+        options = {name: changes.pop(name) for name in ("missing_step", "schedule") if name in changes}
         section = {"enable": True, "mode": mode, "dump_dir": str(folder / "dumps"), **options}
         self.queue = FakeQueue()
         self.texts = list(texts)
@@ -205,6 +205,13 @@ def test_a_batch_that_lost_a_rollout_is_refused(tmp_path: Path) -> None:
     dump = Run(tmp_path, "dump")
     with pytest.raises(BatchError, match="the scheduler returned 2 trajectories; 4 were asked for"):
         dump.step(1, members=1)
+
+
+@pytest.mark.parametrize("mode", ["cache", "dump"])
+def test_a_run_that_replays_some_steps_is_refused(tmp_path: Path, mode: str) -> None:
+    run = Run(tmp_path, mode, schedule=[{"mode": "mock", "steps": "1"}])
+    with pytest.raises(ConfigError, match="a run replays all of its steps \\(mode mock\\) or none"):
+        run.rollouts.open()
 
 
 def test_a_replay_starts_nothing(tmp_path: Path) -> None:
