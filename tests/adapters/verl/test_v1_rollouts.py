@@ -207,7 +207,7 @@ def test_a_batch_that_lost_a_rollout_is_refused(tmp_path: Path) -> None:
         dump.step(1, members=1)
 
 
-@pytest.mark.parametrize("mode", ["cache", "dump"])
+@pytest.mark.parametrize("mode", ["cache", "real"])
 def test_a_run_that_replays_some_steps_is_refused(tmp_path: Path, mode: str) -> None:
     run = Run(tmp_path, mode, schedule=[{"mode": "mock", "steps": "1"}])
     with pytest.raises(ConfigError, match="a run replays all of its steps \\(mode mock\\) or none"):
