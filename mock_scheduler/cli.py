@@ -1,4 +1,4 @@
-"""The command line: ``mock-scheduler``.
+"""Has the command line: ``mock-scheduler``.
 
 The options of each command are here, its work is in ``mock_scheduler.commands``, in the file of its subject.
 
@@ -523,11 +523,11 @@ def print_error(message: str) -> None:
 
     from mock_scheduler.display.console import Console  # imports rich's progress bars: not for --help
 
-    first, *rest = printable_message(redact(f"error: {message}")).split("\n")
-    console = Console(stderr=True)
-    console.print(Text.assemble(("error: ", "bold red"), first.removeprefix("error: ")), soft_wrap=True)
-    for line in rest:
-        console.print(Text(line), soft_wrap=True)
+    console, label = Console(stderr=True), "error: "
+    text = Text(printable_message(redact(f"{label}{message}")))
+    text.stylize("bold red", 0, len(label))
+    for line in text.split(allow_blank=True):
+        console.print(line, soft_wrap=True)
 
 
 def _quote_arguments(message: str, given: list[str]) -> str:

@@ -12,37 +12,30 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.exceptions import TyperException
 
 from mock_scheduler.adapters.nexrl.comparison.report import StepReport, compare_dumps, render_report, report_as_json
 from mock_scheduler.adapters.nexrl.comparison.values import Tolerance
 from mock_scheduler.adapters.nexrl.names import check_step, find_steps
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ExitCode, MockSchedulerError
+from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message, print_output
 
 _DEFAULT_STEP = 1
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compares, prints the report and writes the JSON; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
         with guarded_terminal():
-            code = app(given, prog_name="python -m mock_scheduler.compare_debug_dumps", standalone_mode=False)
-    except TyperException as error:
-        print_message(f"ConfigError: {error.format_message()}")
-        return ExitCode.USAGE
+            return parse_arguments(compare, given, prog="python -m mock_scheduler.compare_debug_dumps")
     except MockSchedulerError as error:
         print_message(f"{type(error).__name__}: {error}")
         return error.exit_code
-    return code if isinstance(code, int) else ExitCode.ALIGNED
 
 
-@app.command(help="Compare debug dumps.")
 def compare(
     self_hosted_dir: Annotated[
         Path, typer.Option("--self_hosted_dir", metavar="DIR", help="debug.dump_dir of the self-hosted run")
@@ -73,7 +66,7 @@ def compare(
         Path | None, typer.Option("--output", metavar="FILE", help="also write the report as JSON")
     ] = None,
 ) -> int:
-    """Compares the chosen steps; returns the exit code."""
+    """Compare debug dumps."""
     _check_least(
         {
             "step": (step, 0),
@@ -111,7 +104,7 @@ def _check_least(numbers: Mapping[str, tuple[float | None, int]]) -> None:
 
 
 def _choose_steps(folder: Path, step: int | None, given: str | None) -> list[int]:
-    """The steps to compare; an open range ends with the last step of the self-hosted dump."""
+    """Returns the steps to compare; an open range ends with the last step of the self-hosted dump."""
     if given is None:
         return [_DEFAULT_STEP if step is None else step]
     if step is not None:
@@ -144,7 +137,7 @@ def _worst(reports: Sequence[StepReport]) -> ExitCode:
 
 
 def _as_json(reports: Sequence[StepReport], exit_code: ExitCode) -> dict[str, object]:
-    """One step's report in NexRL's layout; several reports in a list."""
+    """Returns one step's report in NexRL's layout; several reports in a list."""
     if len(reports) == 1:
         return dict(report_as_json(reports[0]))
     return {"exit_code": int(exit_code), "steps": [report_as_json(report) for report in reports]}

@@ -46,12 +46,12 @@ class Ledger:
             self._counts[category][name] = self._counts[category].get(name, 0) + n
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """A copy of the counts: category -> name -> count."""
+        """Returns a copy of the counts: category -> name -> count."""
         with self._lock:
             return {category: dict(names) for category, names in self._counts.items()}
 
     def render(self) -> str:
-        """A short plain-text table: things built, one line each, then the counts of each other category."""
+        """Returns a short plain-text table: things built, one line each, then the counts of each other category."""
         counts = self.as_dict()
         lines = ["Ledger"]
         lines += [f"  {name}s built: {count}" for name, count in sorted(counts["built"].items())]

@@ -116,7 +116,7 @@ class ClipRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """One reducible part of a case, at levels 1, 2, ..., each smaller than the one before.
+    """Holds one reducible part of a case, at levels 1, 2, ..., each smaller than the one before.
 
     ``name``: in words. ``key``: the key to set, or a name of the program's own. ``original``: the value at level
     0; ``values``: at the levels from 1 on. Where ``kind`` is ``change``, ``key`` is an override of a candidate,
@@ -160,7 +160,7 @@ class ReducedWorkload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducedBatch:
-    """The number of groups of every batch, and the keys of both sides with new values."""
+    """Holds the number of groups of every batch, and the keys of both sides with new values."""
 
     num_groups: int
     values: Mapping[str, Plain]

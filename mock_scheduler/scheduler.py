@@ -1,4 +1,4 @@
-"""The seam: the training loop's questions to a rollout scheduler, in every mode.
+"""Defines the seam: the training loop's questions to a rollout scheduler, in every mode.
 
 Contract: the loop sees only ``RolloutScheduler``, or ``AsyncRolloutScheduler`` where it is asynchronous. Any object
 with ``get_batch`` can stand behind it: its missing methods are answered by ``scheduler_methods`` and nowhere else.
@@ -25,7 +25,7 @@ _MAX_SHOWN = 80
 
 
 def whole_number(value: object, what: str, *, least: int = 0) -> int:
-    """``value`` as a plain int: an int, or one of NumPy or a tensor of one integer, of at least ``least``.
+    """Returns ``value`` as a plain int: an int, or one of NumPy or a tensor of one integer, of at least ``least``.
 
     Raises ``SchedulerError``, beginning with ``what``, with the found and the expected value; a bool is no number here.
     """
@@ -143,7 +143,7 @@ class BatchCodec(Protocol):
         """The recorded form of a framework's batch; the batch stays as it was; raises ``BatchError``."""
 
     def decode(self, batch: RolloutBatch) -> NativeBatch:
-        """The framework's batch."""
+        """Returns the framework's batch."""
 
 
 @runtime_checkable
@@ -151,7 +151,7 @@ class BatchSource(Protocol):
     """The least a rollout scheduler must have."""
 
     def get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        """The batch for this request."""
+        """Returns the batch for this request."""
 
 
 @runtime_checkable
@@ -184,7 +184,7 @@ class AsyncRolloutScheduler(Protocol):
     """``RolloutScheduler`` for an asynchronous training loop; its methods may run at the same time."""
 
     async def get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        """The batch for this request."""
+        """Returns the batch for this request."""
 
     async def suspend(self) -> None:
         """Stop generating: the weights are about to change."""
@@ -196,10 +196,10 @@ class AsyncRolloutScheduler(Protocol):
         """The policy now is version ``policy_version``."""
 
     async def collect_metrics(self) -> dict[str, float]:
-        """Measurements about the last batch."""
+        """Returns measurements about the last batch."""
 
     async def state_dict(self) -> dict[str, JSON]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
 
     async def load_state_dict(self, state: Mapping[str, JSON]) -> None:
         """Go on from a ``state_dict``."""

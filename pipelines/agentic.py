@@ -1,4 +1,4 @@
-"""Entry of the agentic pipeline: ``python -m pipelines.agentic --config-path configs --config-name NAME a.b=c ...``.
+"""Runs the agentic pipeline: ``python -m pipelines.agentic --config-path configs --config-name NAME a.b=c ...``.
 
 Every process of a run starts here: it loads its configuration, applies the environment, does its work and ends with an
 exit code. Contract: importing this imports neither torch nor Megatron, since torch, NCCL and TransformerEngine read the

@@ -1,4 +1,4 @@
-"""The pipeline as a program that the instruments run, replay and compare; importing this imports no torch.
+"""Makes the pipeline a program that the instruments run, replay and compare; importing this imports no torch.
 
 ``mock_scheduler.program`` finds ``PROGRAM`` by its name.
 """
@@ -21,7 +21,7 @@ from pipelines.reductions import PipelineReductions, own_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineProgram:
-    """The pipeline as a ``mock_scheduler.program.Program``."""
+    """Is the pipeline's ``mock_scheduler.program.Program``."""
 
     schema: type[ConfigSection] = PipelineConfig
     entry: str = "pipelines.agentic"
@@ -57,7 +57,7 @@ class PipelineProgram:
         return ("-m", entry, *source.arguments())
 
     def num_processes(self, config: RunConfig) -> int:
-        """One for each rank of the layout."""
+        """Returns one for each rank of the layout."""
         return config.parallel.world_size
 
     def effects(self, config: RunConfig) -> KeyEffects:

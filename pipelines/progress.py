@@ -74,7 +74,7 @@ def _by_tag(metrics: Mapping[str, float]) -> str:
 
 
 def configure_logging(*, is_writer: bool) -> None:
-    """Messages of ours on the writer's terminal; other libraries only when they warn."""
+    """Puts messages of ours on the writer's terminal; other libraries' only when they warn."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[MessageHandler()], force=True)
     for name in ("mock_scheduler", "pipelines"):
         logging.getLogger(name).setLevel(logging.INFO if is_writer else logging.ERROR)

@@ -38,7 +38,7 @@ def own_config(config: RunConfig) -> PipelineConfig:
 
 
 class PipelineReductions:
-    """The pipeline's ``mock_scheduler.program.Reductions``."""
+    """Is the pipeline's ``mock_scheduler.program.Reductions``."""
 
     def list_dimensions(self, config: RunConfig) -> tuple[Dimension, ...]:
         """Lists steps, validation, groups, epochs, updates, layers and micro-batches as far as they can be reduced."""
@@ -83,7 +83,7 @@ class PipelineReductions:
         return {_DECAY: own} if batch.values.get(_DECAY, own) != own else {}
 
     def checkpoint_name(self, step: int) -> str:
-        """``step_000010``, as ``pipelines.megatron.checkpoint`` names them."""
+        """Returns ``step_000010``, as ``pipelines.megatron.checkpoint`` names them."""
         return f"step_{step:06d}"
 
     def describe_seed(self, config: RunConfig) -> str:
@@ -180,7 +180,7 @@ def _list_sizes(config: PipelineConfig, *, num_groups: int, num_all: int) -> Ite
 
 
 def _keep_decay(config: PipelineConfig) -> dict[str, Plain]:
-    """With fewer steps a decay over all updates of the run would be over earlier, so it is given as it was."""
+    """Keeps a decay over all updates of the run as it was: with fewer steps it would be over earlier."""
     follows = config.training.lr_decay_style != "constant" or config.entropy_loss_coef_final is not None
     if not follows or config.training.lr_decay_iters is not None:
         return {}

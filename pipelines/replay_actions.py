@@ -73,7 +73,7 @@ class RecordingComparison:
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code: 0, 1 or 3."""
+        """Returns the exit code: 0, 1 or 3."""
         if self.num_rows == 0:
             return ExitCode.INCOMPARABLE
         return ExitCode.DIVERGED if self.num_different else ExitCode.ALIGNED
@@ -129,7 +129,7 @@ class RecordingComparison:
 
 
 class _Replayer:
-    """Environments of a configuration, built on first use, that play recorded trajectories."""
+    """Plays recorded trajectories in a configuration's environments, built on first use."""
 
     def __init__(self, config: PipelineConfig, tokenizer: Tokenizer) -> None:
         self._config = config

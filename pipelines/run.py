@@ -1,4 +1,4 @@
-"""Composition root and training loop of the agentic pipeline.
+"""Composes and runs the training loop of the agentic pipeline.
 
 The loop asks the rollout scheduler for one batch per step and trains on it; it never asks for the mode. A run is
 refused as early as possible, in this order: settings without effect, environments, the checkpoint to resume and those
@@ -144,7 +144,7 @@ class AgenticPipeline:
         }
 
     def _make_real(self) -> AgenticRolloutScheduler | DumpedRollouts:
-        """The real scheduler; called by the proxy at its first use, and never in mock."""
+        """Returns the real scheduler; called by the proxy at its first use, and never in mock."""
         return self._dumped_rollouts or AgenticRolloutScheduler(
             self._config,
             self._training.policy,
@@ -204,7 +204,7 @@ class AgenticPipeline:
             writer.write(self._config.max_steps, metrics)
 
     def _get_batch(self, request: RolloutRequest) -> RolloutBatch:
-        """One batch of the scheduler, checked to be the same on every rank."""
+        """Returns one batch of the scheduler, checked to be the same on every rank."""
         if not is_supervised(self._config, request):  # nothing is sampled
             self._scheduler.update_weights(request.policy_version)
         self._scheduler.resume()

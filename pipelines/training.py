@@ -178,11 +178,11 @@ class OwnTraining:
 
     @property
     def policy(self) -> PolicyTrainer:
-        """The policy under training."""
+        """Returns the policy under training."""
         return self.learner.policy
 
     def train_step(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
-        """All updates of one rollout step; traced, dumped and logged as configured."""
+        """Returns all updates of one rollout step; traced, dumped and logged as configured."""
         with (
             record_operations(self._config, self._output_dir, self.learner, step=step),
             self._observation.step(step, batch) as probe,
@@ -248,7 +248,7 @@ class ServiceTraining:
         """The configuration has refused checkpoints."""
 
     def state_dict(self) -> Mapping[str, JSON]:
-        """Nothing."""
+        """Returns nothing."""
         return {}
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -36,6 +36,7 @@ ROW_COLUMN = f"{IDENTITY_EXTRAS}row"
 _PREFIX = "native/"
 _IDENTITY_PREFIX = f"{IDENTITY_EXTRAS}native/"
 _BYTES_COLUMN = "native.bytes"
+_EXPERTS_KIND = ":experts"
 _FIELD = re.compile(r"[A-Za-z0-9_.:-]{1,120}")
 _ABSENT: JSON = {"$absent": True}
 _CORE: JSON = {"$core": True}
@@ -248,3 +249,32 @@ def experts_are_usable(experts: object, num_tokens: int) -> bool:
     ordered = np.sort(experts, axis=2)
     is_twice = (ordered[..., 1:] == ordered[..., :-1]).any()
     return bool(experts.min(initial=0) >= 0 and not is_twice and experts.max(initial=0) < 2**31)
+
+
+def without_doubles(rows: Sequence[ForeignRow], name: str) -> list[ForeignRow]:
+    """Gives the rows without a second copy of experts that the engine's column keeps; their type is noted instead.
+
+    ``name``: the field that has them.
+    """
+    if not experts_fit([row.routed_experts for row in rows]):
+        return list(rows)
+    found = []
+    for row in rows:
+        if row.routed_experts is not None:
+            noted = {name: FROM_CORE, _EXPERTS_KIND: type(row.native[name]).__name__}
+            row = replace(row, native={**row.native, **noted})
+        found.append(row)
+    return found
+
+
+def restore_experts(own: dict[str, Any], batch: RolloutBatch, place: int, name: str) -> None:
+    """Puts experts that ``without_doubles`` took out into their field again."""
+    kind = own.pop(_EXPERTS_KIND, None)
+    if kind is not None:
+        experts = column_row(batch, ROUTED_EXPERTS_COLUMN, place)
+        own[name] = experts.numpy().copy() if kind == "ndarray" else experts.clone()
+
+
+def column_row(batch: RolloutBatch, name: str, place: int) -> torch.Tensor:
+    """Gives one row's values of a column of tensors."""
+    return cast("Ragged", cast("TensorColumn", batch.extras[name]).row(place)).values

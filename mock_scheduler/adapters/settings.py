@@ -1,14 +1,17 @@
-"""The settings of a framework that is started by its own command: one YAML file, named by an environment variable.
+"""The settings of a run in a framework: one YAML file that a variable of the environment names, or what a caller gives.
 
-Contract: read once in a process, when it is first needed; an unknown key is an error.
+    rollout_mock: {enable: true, mode: dump, dump_dir: /shared/recordings/run1}
+    contract: {data: v3}
+
+Contract: an unknown key is an error, and all of them are listed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,54 +20,90 @@ from mock_scheduler.config.problems import raise_problems, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.proxy.build import read_config
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.foreign_files import read_text
 
 
-class AdapterSettings(BaseModel):
-    """The keys that every such file has.
+class RolloutSettings(BaseModel):
+    """What every framework's file may say.
 
     Attributes:
         rollout_mock: the section of that name.
         resume: a dump goes on in the folder of its earlier part.
         contract: further names and values that a replay must match.
-        with_engines: a replay may have engines beside it, as for a measurement of memory.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
+    #: Names the file.
+    variable: ClassVar[str]
+
     rollout_mock: Mapping[str, Any]
     resume: bool = False
     contract: Mapping[str, Any] = {}
-    with_engines: bool = False
 
     def mock_config(self) -> RolloutMockConfig:
         """Read the section; raises ``ConfigError`` listing every problem."""
         return read_config(self.rollout_mock)
 
 
-Settings = TypeVar("Settings", bound=AdapterSettings)
+Settings = TypeVar("Settings", bound=RolloutSettings)
+#: Settings, their content, or their file; None: the file that the variable names.
+GivenSettings: TypeAlias = RolloutSettings | Mapping[str, Any] | str | Path | None
 
 
-def read_settings(kind: type[Settings], variable: str, path: Path | None = None) -> Settings:
-    """Read the file; ``None``: the one that ``variable`` names.
+def load_settings(kind: type[Settings], given: GivenSettings = None) -> Settings:
+    """Read the settings of a framework.
 
     Raises:
-        ConfigError: there is none, or it has problems; lists all of them.
+        ConfigError: there are none, or they have problems; lists all of them.
     """
-    keys = " and ".join(name for name, field in kind.model_fields.items() if field.is_required())
-    named = path if path is not None else os.environ.get(variable)
+    if isinstance(given, RolloutSettings):
+        return kind.model_validate(given.model_dump()) if type(given) is not kind else given
+    if isinstance(given, Mapping):
+        return _check(kind, given, "settings")
+    named = given if given is not None else os.environ.get(kind.variable)
     if not named:
+        needed = " and ".join(name for name, field in kind.model_fields.items() if field.is_required())
         raise ConfigError(
-            f"{variable} is not set: name a YAML file with {keys} in the environment of every process "
-            "(with Ray: runtime_env={'env_vars': ...})"
+            f"{kind.variable} is not set: name a YAML file with {needed} in the environment of every process (with "
+            "Ray: runtime_env={'env_vars': ...})"
         )
     try:
         value = yaml.safe_load(read_text(Path(named), what="settings"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{named} cannot be read: {error}") from error
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{named} holds a {type(value).__name__}; expected the keys {keys}")
+        raise ConfigError(f"{named} holds a {type(value).__name__}; expected keys such as rollout_mock")
+    return _check(kind, value, str(named))
+
+
+def _check(kind: type[Settings], value: Mapping[str, Any], where: str) -> Settings:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise_problems(str(named), validation_problems(error, kind))
+        raise_problems(where, validation_problems(error, kind))
+
+
+def describe_keys(config: object, keys: Iterable[str], prefix: str) -> dict[str, JSON]:
+    """Describe a framework's configuration by dotted keys, of attributes or of entries; those that it lacks are left
+    out, and what is no plain value is told by its text."""
+    found = {key: read_key(config, key) for key in keys}
+    return {
+        f"{prefix}.{key}": value if isinstance(value, str | int | float | None) else str(value)
+        for key, value in found.items()
+        if value is not ABSENT
+    }
+
+
+ABSENT = object()
+
+
+def read_key(config: object, key: str, default: object = ABSENT) -> Any:  # noqa: ANN401 - a framework's
+    """Read the value at a dotted key; ``default`` where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part, ABSENT) if isinstance(value, Mapping) else getattr(value, part, ABSENT)
+        if value is ABSENT:
+            return default
+    return value

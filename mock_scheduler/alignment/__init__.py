@@ -1,1 +1,1 @@
-"""Alignment runs: plan the baseline and its candidates, launch them one after another, collect and compare."""
+"""Runs an alignment: plans the baseline and its candidates, launches them one after another, collects and compares."""

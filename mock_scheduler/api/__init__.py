@@ -1,1 +1,1 @@
-"""The functions and classes behind the names of ``mock_scheduler``."""
+"""Holds the functions and classes behind the names of ``mock_scheduler``."""

@@ -40,7 +40,7 @@ PAGE_FILE = "align.html"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """A finished alignment: one baseline, several candidates, a verdict for each. A notebook shows its table.
+    """Holds a finished alignment: one baseline, several candidates, a verdict for each. A notebook shows its table.
 
     Attributes:
         result: Every fact: overrides, runs, proofs, localisation, consequence and seconds of each candidate.
@@ -52,12 +52,12 @@ class Alignment:
 
     @property
     def output_dir(self) -> Path:
-        """The folder with runs, recording and reports."""
+        """Returns the folder with runs, recording and reports."""
         return self.result.output_dir
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of the gravest verdict."""
+        """Returns the exit code of the gravest verdict."""
         return self.result.exit_code
 
     @property
@@ -67,7 +67,7 @@ class Alignment:
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
-        """The verdicts by the names of the candidates, in their order."""
+        """Returns the verdicts by the names of the candidates, in their order."""
         return {candidate.name: self._verdict(candidate) for candidate in self.result.candidates}
 
     def __getitem__(self, name: str) -> Verdict:

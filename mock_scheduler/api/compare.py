@@ -61,11 +61,11 @@ class Verdict(facts.Verdict):
 
     @property
     def headline(self) -> str:
-        """The verdict in one line of plain words."""
+        """Returns the verdict in one line of plain words."""
         return write_headline(self)
 
     def describe(self) -> str:
-        """The verdict in a few lines: kind, both sides, reason, and the smallest detectable error."""
+        """Returns the verdict in a few lines: kind, both sides, reason, and the smallest detectable error."""
         names = f"{self.result.candidate.path} against {self.result.baseline.path}"
         smallest = describe_smallest_error(self)
         found = [f"would have been found: {smallest}"] if smallest else []
@@ -89,7 +89,7 @@ class Verdict(facts.Verdict):
         save_comparison(self.result, Path(path))
 
     def __str__(self) -> str:
-        """One line: the kind, and the headline."""
+        """Returns one line: the kind, and the headline."""
         return printable(f"{self.kind.value}: {self.headline}")
 
     def _repr_html_(self) -> str:

@@ -29,7 +29,7 @@ _QUOTED = re.compile(r"'([^']*)'(?=[,)\s]|$)")
 
 
 def render_page() -> str:
-    """The page as Markdown."""
+    """Returns the page as Markdown."""
     package = import_module(PACKAGE)
     names: dict[str, dict[str, str]] = package.PUBLIC_NAMES
     parts = [_HEAD]

@@ -25,6 +25,7 @@ from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.run_folder.inputs import find_trace
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.text import in_words
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full import reader as full
 from mock_scheduler.trace.sketch import reader as sketched
@@ -34,7 +35,7 @@ _NUM_FIELDS = 12
 
 
 class Recording:
-    """A recording of rollouts, opened for reading.
+    """Opens a recording of rollouts for reading.
 
     Iterating over it gives the batches of the default scheduler's training steps, in order, each read when its turn
     comes. A notebook shows its steps and contract.
@@ -45,17 +46,17 @@ class Recording:
 
     @property
     def location(self) -> str:
-        """The folder or URL of the recording."""
+        """Returns the folder or URL of the recording."""
         return self._reader.dump_dir
 
     @property
     def run_id(self) -> str:
-        """The id of the recording run."""
+        """Returns the id of the recording run."""
         return self._reader.manifest.run_id
 
     @property
     def contract(self) -> Contract:
-        """The named fields promised by the recording run, with their rules."""
+        """Returns the named fields promised by the recording run, with their rules."""
         return self._reader.manifest.contract
 
     @property
@@ -65,7 +66,7 @@ class Recording:
 
     @property
     def steps(self) -> Mapping[str, list[int]]:
-        """The present steps, ascending, by folder: ``train``, ``val``, ``train.{scheduler_id}``."""
+        """Returns the present steps, ascending, by folder: ``train``, ``val``, ``train.{scheduler_id}``."""
         return self._reader.steps()
 
     def batch(self, step: int, *, mode: Mode = "train", scheduler_id: str = DEFAULT_SCHEDULER_ID) -> RolloutBatch:
@@ -108,7 +109,7 @@ class Recording:
             [("run", self.run_id), ("steps", format_present(self.steps))],
             columns=("contract", "rule", "value"),
             table=[
-                *([field.name, field.rule.value.replace("_", " "), str(field.value)] for field in fields[:_NUM_FIELDS]),
+                *([field.name, in_words(field.rule.value), str(field.value)] for field in fields[:_NUM_FIELDS]),
                 *([[f"and {more:,} more", "", ""]] if more > 0 else []),
             ],
         )
@@ -127,7 +128,7 @@ def read_recording(location: str | Path) -> Recording:
 
 
 class Trace:
-    """A trace of a run's inside, opened for reading: whole tensors, or sketches of them, under canonical names.
+    """Opens a trace of a run's inside for reading: whole tensors, or sketches of them, under canonical names.
 
     A tensor is merged from the pieces of all ranks, so its values do not depend on the layout of the run. Use it in a
     ``with`` block, or call ``close``. A notebook shows steps and counts.
@@ -144,15 +145,15 @@ class Trace:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return self._reader.steps
 
     def ranks(self, step: int) -> tuple[RankPlace, ...]:
-        """The writing ranks of a step, with their places on each axis of the layout."""
+        """Returns the writing ranks of a step, with their places on each axis of the layout."""
         return self._reader.ranks(step)
 
     def keys(self, step: int, kind: TraceKind | None = None) -> list[TraceKey]:
-        """The tensors of a step in the order of computation; ``kind``: of one kind alone.
+        """Returns the tensors of a step in the order of computation; ``kind``: of one kind alone.
 
         Raises:
             TraceError: The step was not traced.
@@ -162,7 +163,7 @@ class Trace:
         return [key for key in order_keys(self._reader.keys(step)) if kind in (None, key.kind)]
 
     def key(self, step: int, kind: TraceKind, name: str, *, update: int = 0) -> TraceKey:
-        """The key of one tensor.
+        """Returns the key of one tensor.
 
         Raises:
             TraceError: The trace has no such tensor.
@@ -185,7 +186,7 @@ class Trace:
         return self._reader.merge(key).tensor
 
     def sketch(self, key: TraceKey) -> Sketch:
-        """The sketch of a tensor: its fingerprint, and sums to estimate distances from.
+        """Returns the sketch of a tensor: its fingerprint, and sums to estimate distances from.
 
         Raises:
             TraceError: The trace holds whole tensors, or the sketches do not fit together.
@@ -224,7 +225,7 @@ class Trace:
                 ("ranks", f"{len(self.ranks(first)):,}"),
             ],
             columns=("kind", f"tensors of step {first}"),
-            table=[(kind.replace("_", " "), f"{count:,}") for kind, count in self.counts(first).items()],
+            table=[(in_words(kind), f"{count:,}") for kind, count in self.counts(first).items()],
         )
 
 

@@ -1,4 +1,4 @@
-"""The rollout batch: trajectories, named columns beside them, and the checks that make a batch consistent."""
+"""Defines the rollout batch: trajectories, named columns beside them, and the checks that make a batch consistent."""
 
 from mock_scheduler.batch.checks import TENSOR_FIELDS
 from mock_scheduler.batch.rollout_batch import IDENTITY_EXTRAS, PaddedBatch, RolloutBatch

@@ -1,4 +1,4 @@
-"""Named extra columns of a rollout batch: tensors of any dtype and shape, or JSON values, one entry per row.
+"""Has named extra columns of a rollout batch: tensors of any dtype and shape, or JSON values, one entry per row.
 
 Contract: immutable; values are carried bit for bit (NaN payloads and -0.0 included) and never converted. A dense tensor
 column has one entry of the same shape per row, a ragged one any number of them. Tensors are dense, on the CPU, without
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged(PickledByBuffers):
-    """A row's part of a ragged column: ``values`` ``[n, *shape]`` with any ``n``, 0 included."""
+    """Holds a row's part of a ragged column: ``values`` ``[n, *shape]`` with any ``n``, 0 included."""
 
     values: torch.Tensor
 
@@ -57,25 +57,25 @@ class TensorColumn(PickledByBuffers):
         return len(self.values) if self.offsets is None else len(self.offsets) - 1
 
     def row(self, index: int) -> torch.Tensor | Ragged:
-        """The entry of one row, as a view."""
+        """Returns the entry of one row, as a view."""
         if self.offsets is None:
             return self.values[index]
         return Ragged(self.values[int(self.offsets[index]) : int(self.offsets[index + 1])])
 
     def rows(self) -> Sequence[torch.Tensor | Ragged]:
-        """The entries of all rows, as views."""
+        """Returns the entries of all rows, as views."""
         if self.offsets is None:
             return self.values.unbind()
         return [Ragged(part) for part in torch.split(self.values, self.offsets.diff().tolist())]
 
     def row_bytes(self) -> tuple[npt.NDArray[np.uint8], list[int]]:
-        """All bytes, and the ``B + 1`` positions in them between rows."""
+        """Returns all bytes, and the ``B + 1`` positions in them between rows."""
         bounds = list(range(len(self) + 1)) if self.offsets is None else self.offsets.tolist()
         entry_size = self.values.dtype.itemsize * math.prod(self.values.shape[1:])
         return as_bytes(self.values).numpy(), [bound * entry_size for bound in bounds]
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
-        """The column of copies of the given rows' entries, in the order given."""
+        """Returns the column of copies of the given rows' entries, in the order given."""
         # By bytes: torch cannot index every dtype, and converts none here.
         content, bounds = self.row_bytes()
         pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
@@ -88,7 +88,7 @@ class TensorColumn(PickledByBuffers):
         return TensorColumn(values=values, offsets=offsets)
 
     def copy(self) -> TensorColumn:
-        """An equal column with its own memory."""
+        """Returns an equal column with its own memory."""
         offsets = None if self.offsets is None else self.offsets.clone()
         return TensorColumn(values=self.values.clone(), offsets=offsets)
 
@@ -127,15 +127,15 @@ class JsonColumn:
         return len(self.items)
 
     def row(self, index: int) -> JSON:
-        """The value of one row."""
+        """Returns the value of one row."""
         return self.items[index]
 
     def rows(self) -> Sequence[JSON]:
-        """The values of all rows."""
+        """Returns the values of all rows."""
         return self.items
 
     def select(self, rows: Sequence[int]) -> JsonColumn:
-        """The column of the given rows, in the order given."""
+        """Returns the column of the given rows, in the order given."""
         return JsonColumn(items=tuple(self.items[row] for row in rows))
 
     def copy(self) -> JsonColumn:
@@ -143,7 +143,7 @@ class JsonColumn:
         return JsonColumn(items=tuple(copy_json(item) for item in self.items))
 
     def digest(self) -> str:
-        """The canonical JSON of all rows."""
+        """Returns the canonical JSON of all rows."""
         return canonical_json(self.items)
 
     def problems(self, name: str, num_rows: int) -> list[str]:
@@ -165,7 +165,7 @@ Column: TypeAlias = TensorColumn | JsonColumn
 
 
 def column_kind(column: Column) -> str:
-    """The kind of a column's entry: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
+    """Returns the kind of a column's entry: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
     if isinstance(column, JsonColumn):
         return "JSON"
     dtype, shape = dtype_name(column.values.dtype), [str(size) for size in column.values.shape[1:]]

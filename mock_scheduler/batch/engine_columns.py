@@ -107,7 +107,7 @@ def engine_column_problems(extras: Mapping[str, Column], rows: RowSizes, meta: M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entries:
-    """A ragged column as arrays; row i from ``offsets[i]``."""
+    """Holds a ragged column as arrays; row i from ``offsets[i]``."""
 
     values: _Array
     offsets: _Integers

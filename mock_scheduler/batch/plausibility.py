@@ -50,7 +50,7 @@ _IMPOSSIBLE = frozenset({FindingKind.VERSION_AHEAD, FindingKind.VERSION_NEGATIVE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One kind of finding in a batch.
+    """Holds one kind of finding in a batch.
 
     count, total: of turns, tokens, rows or trajectories; unit: of which, where either may be. first: the first row
     found. position: of the first token in its row, or of its turn. found, expected: the values there; ``None`` where
@@ -72,7 +72,7 @@ class Finding:
         return self.kind in _IMPOSSIBLE
 
     def describe(self) -> str:
-        """One line with the numbers, the first place and its values."""
+        """Returns one line with the numbers, the first place and its values."""
         return _DESCRIPTIONS[self.kind](self)
 
     @property

@@ -1,4 +1,4 @@
-"""The rollout batch: typed, immutable and jagged, with its rows in identity order whatever their arrival order.
+"""Defines the rollout batch: typed, immutable and jagged, with its rows in identity order whatever their arrival order.
 
 Contract: a ``RolloutBatch`` that exists is consistent. Its constructor checks it against the rules of
 ``checks`` and lists every problem in one ``BatchError``; nothing is padded, and nothing is repaired. Its tensors
@@ -214,7 +214,7 @@ class RolloutBatch(PickledByBuffers):
 
     @classmethod
     def concat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
-        """One batch of all rows, sorted and checked anew.
+        """Returns one batch of all rows, sorted and checked anew.
 
         Raises ``BatchError`` where sampling, group size or meta differ, or as ``from_trajectories``.
         """
@@ -239,19 +239,19 @@ class RolloutBatch(PickledByBuffers):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens per row, int64 ``[B]``."""
+        """Returns tokens per row, int64 ``[B]``."""
         return self.row_offsets.diff()
 
     @property
     def response_offsets(self) -> torch.Tensor:
-        """The start of each row's logprobs, int64 ``[B + 1]``."""
+        """Returns the start of each row's logprobs, int64 ``[B + 1]``."""
         # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
         counts = np.concatenate([[0], self.response_mask.numpy().cumsum(dtype=np.int64)])
         return torch.from_numpy(counts[self.row_offsets.numpy()])
 
     @property
     def response_lengths(self) -> torch.Tensor:
-        """Response tokens per row, int64 ``[B]``."""
+        """Returns response tokens per row, int64 ``[B]``."""
         return self.response_offsets.diff()
 
     @property
@@ -287,7 +287,7 @@ class RolloutBatch(PickledByBuffers):
 
     @property
     def num_duplicate_rows(self) -> int:
-        """Rows with the content, identity aside, of an earlier row."""
+        """Counts rows with the content, identity aside, of an earlier row."""
         return len(self.duplicate_rows())
 
     def duplicate_rows(self) -> list[tuple[SampleIdentity, SampleIdentity]]:
@@ -355,7 +355,7 @@ class RolloutBatch(PickledByBuffers):
         )
 
     def copy(self) -> RolloutBatch:
-        """An equal batch with its own memory."""
+        """Returns an equal batch with its own memory."""
         return RolloutBatch._unchecked(
             identities=self.identities,
             prompt_digests=self.prompt_digests,
@@ -368,7 +368,7 @@ class RolloutBatch(PickledByBuffers):
         )
 
     def _core_columns(self) -> dict[str, TensorColumn]:
-        """Every core tensor but the offsets, as a column."""
+        """Returns every core tensor but the offsets, as a column."""
         offsets = {
             "tokens": self.row_offsets,
             "response_mask": self.row_offsets,
@@ -401,7 +401,7 @@ class RolloutBatch(PickledByBuffers):
         return self.digest() == other.digest()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The core tensors by name, without the extras, in the order of ``TENSOR_FIELDS``."""
+        """Returns the core tensors by name, without the extras, in the order of ``TENSOR_FIELDS``."""
         # The names are those of this class's own fields: this looks nothing up that may be absent.
         return {name: getattr(self, name) for name in TENSOR_FIELDS}
 

@@ -27,7 +27,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def join_rows(rows: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """The core tensors of a batch of the given rows, one after another."""
+    """Returns the core tensors of a batch of the given rows, one after another."""
     return {
         "tokens": _join([row.tokens for row in rows], torch.int32),
         "row_offsets": compute_offsets([len(row.tokens) for row in rows]),
@@ -61,7 +61,7 @@ def compute_prompt_digest(prompt: torch.Tensor) -> str:
 def compute_prompt_digests(
     tokens: npt.NDArray[np.int32], row_offsets: npt.NDArray[np.int64], prompt_lengths: npt.NDArray[Any]
 ) -> tuple[str, ...]:
-    """``compute_prompt_digest`` of every row of a batch."""
+    """Returns ``compute_prompt_digest`` of every row of a batch."""
     # Little endian whatever the machine: the digest is recorded.
     content, starts = memoryview(tokens.astype("<i4").tobytes()), row_offsets[:-1]
     bounds = zip((4 * starts).tolist(), (4 * (starts + prompt_lengths)).tolist(), strict=True)
@@ -69,7 +69,7 @@ def compute_prompt_digests(
 
 
 def compute_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """The bounds of parts of the given sizes, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
+    """Returns the bounds of parts of the given sizes, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
     offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
     torch.cumsum(torch.as_tensor(sizes, dtype=torch.int64), 0, out=offsets[1:])
     return offsets
@@ -156,7 +156,7 @@ def _row_size_problems(row: Trajectory) -> list[str]:
 
 
 def extra_name_problems(rows: Sequence[Trajectory]) -> list[str]:
-    """Rows with other extras than the first row's."""
+    """Returns rows with other extras than the first row's."""
     if not rows:
         return []
     expected = rows[0].extras.keys()

@@ -70,7 +70,7 @@ class SampleIdentity:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """``(group_id, episode_id, env_id, turn)``."""
+        """Returns ``(group_id, episode_id, env_id, turn)``."""
         return self.group_id, self.episode_id, self.env_id, self.turn
 
     @property
@@ -83,8 +83,13 @@ class SampleIdentity:
         """Equal for the rows of one trajectory."""
         return self.scheduler_id, self.group_id, self.episode_id, self.env_id
 
+    @property
+    def trajectory_name(self) -> str:
+        """Names the row's trajectory in words: ``default/group 1/episode 0/env 9``."""
+        return f"{self.scheduler_id}/group {self.group_id}/episode {self.episode_id}/env {self.env_id}"
+
     def __str__(self) -> str:
-        return f"{self.scheduler_id}/group {self.group_id}/episode {self.episode_id}/env {self.env_id}/turn {self.turn}"
+        return f"{self.trajectory_name}/turn {self.turn}"
 
 
 _group_of = itemgetter(0, 1, 2)
@@ -161,7 +166,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory(PickledByBuffers):
-    """One row, as an engine or environment manager hands it in.
+    """Holds one row, as an engine or environment manager hands it in.
 
     ``tokens`` int32 ``[T]``; ``response_mask`` bool ``[T]``, True on the tokens the policy sampled;
     ``rollout_logprobs`` float32, one per True, in token order; ``turn_rewards`` float32 ``[K]``;

@@ -1,4 +1,4 @@
-"""The turns of response tokens, the policy version that sampled each, and its staleness.
+"""Finds the turns of response tokens, the policy version that sampled each, and its staleness.
 
 Contract: everyone who speaks of staleness counts it here, by token: inspect, correction, and the metrics of a run. It
 is signed, so that a token of a policy that does not exist yet has a negative one. A fact that the batch does not tell
@@ -32,13 +32,13 @@ def stated_versions(batch: RolloutBatch) -> torch.Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTurns:
-    """The turns of a batch's M response tokens."""
+    """Holds the turns of a batch's M response tokens."""
 
     batch: RolloutBatch
 
     @cached_property
     def turns(self) -> torch.Tensor | None:
-        """The turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told.
+        """Returns the turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told.
 
         The k-th turn of a row is its k-th unbroken run of response tokens; all of a row's tokens are its only turn.
         """
@@ -52,7 +52,7 @@ class TokenTurns:
 
     @cached_property
     def versions(self) -> torch.Tensor | None:
-        """The policy version that sampled each response token, int64 ``[M]``; ``None`` where not told.
+        """Returns the policy version that sampled each response token, int64 ``[M]``; ``None`` where not told.
 
         The column ``policy_versions_by_token`` tells it, else turns do, and a row of one version without its turns.
         """
@@ -79,7 +79,7 @@ class TokenTurns:
 
     @property
     def num_runs(self) -> npt.NDArray[np.int64]:
-        """Unbroken runs of response tokens in each row, ``[B]``."""
+        """Returns unbroken runs of response tokens in each row, ``[B]``."""
         return self._runs[2]
 
     @cached_property
@@ -117,7 +117,7 @@ def measure_staleness(batch: RolloutBatch, policy_version: int) -> Staleness | N
 
 
 def trajectory_index(batch: RolloutBatch) -> torch.Tensor:
-    """The trajectory of each row, int64 ``[B]``, counted from 0 in row order."""
+    """Returns the trajectory of each row, int64 ``[B]``, counted from 0 in row order."""
     keys = [identity.trajectory_key for identity in batch.identities]
     is_new = torch.tensor([number > 0 and key != keys[number - 1] for number, key in enumerate(keys)], dtype=torch.bool)
     return is_new.cumsum(0)

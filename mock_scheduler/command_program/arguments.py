@@ -1,4 +1,4 @@
-"""The values in the configuration of a command, and texts with fields in braces, as ``--tp={tp}``; imports no torch.
+"""Reads the values in a command's configuration, and texts with fields in braces, as ``--tp={tp}``; imports no torch.
 
 Contract: pure; a field is a name and nothing else, so no text of a configuration is ever evaluated. ``{{`` and ``}}``
 are braces themselves.

@@ -37,7 +37,7 @@ _LEAST_HIDDEN = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command to start.
+    """Holds a command to start.
 
     ``words``: with its launcher. ``env``: variables over this process's. ``working_dir``: its folder. ``cancel``: ends
     a job that the launcher submitted. ``run_file``: the path of ``run``. For messages and logs, without a value that

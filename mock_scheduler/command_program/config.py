@@ -57,7 +57,7 @@ PLACE_FIELDS = ("python", "exp_name", "output_dir", "run_file", "folder")
 
 
 class CommandConfig(ConfigSection):
-    """One run of a training command with the instruments attached.
+    """Holds one run of a training command with the instruments attached.
 
     ``command``: the words of the command, with fields such as ``{world_size}``; ``{ranks}``, as the first word, starts
     all ranks on one machine where nobody else can join them, and a Python file or ``-m`` and a module follow.
@@ -122,7 +122,7 @@ class CommandConfig(ConfigSection):
 
     @property
     def nodes(self) -> int:
-        """The machines of a run."""
+        """Returns the machines of a run."""
         return -(-self.parallel.world_size // (self.processes_per_node or self.parallel.world_size))
 
     def passed_keys(self) -> dict[str, Scalar]:

@@ -1,4 +1,4 @@
-"""Any training command as a program that the instruments run and compare; importing this imports no torch.
+"""Makes any training command a program that the instruments run and compare; importing this imports no torch.
 
 ``mock_scheduler.program`` finds ``PROGRAM`` for every configuration with a ``command``. Its runs become smaller by the
 keys for which the user states smaller values.
@@ -35,6 +35,13 @@ def own_config(config: RunConfig) -> CommandConfig:
     """Takes a run's configuration as one of a command."""
     assert isinstance(config, CommandConfig)
     return config
+
+
+def steps_until(config: CommandConfig, last_step: int | None) -> int | None:
+    """Gives the steps of a run that ends behind a step; ``None`` where it keeps its own or the command has them."""
+    if last_step is None or last_step + 1 >= config.max_steps or config.reaches_command("max_steps"):
+        return None
+    return last_step + 1
 
 
 class CommandReductions:
@@ -115,7 +122,7 @@ _MADE_HERE = ".mock-scheduler-*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandProgram:
-    """A command as a ``mock_scheduler.program.Program``. Its one process of ours starts and ends the command."""
+    """Is a command's ``mock_scheduler.program.Program``. Its one process of ours starts and ends the command."""
 
     schema: type[ConfigSection] = CommandConfig
     entry: str = "mock_scheduler.command_program.entry"
@@ -144,7 +151,7 @@ class CommandProgram:
         return ("-m", entry, *source.arguments())
 
     def num_processes(self, config: RunConfig) -> int:
-        """One, which starts the command; the command starts its own."""
+        """Returns one, which starts the command; the command starts its own."""
         return 1
 
     def effects(self, config: RunConfig) -> KeyEffects:
@@ -162,10 +169,8 @@ class CommandProgram:
 
     def end_after(self, config: RunConfig, last_step: int | None) -> list[str]:
         """Ends the run earlier, where the command itself is not told its length: a schedule may follow from that."""
-        own = own_config(config)
-        if last_step is None or last_step + 1 >= own.max_steps or own.reaches_command("max_steps"):
-            return []
-        return [f"max_steps={last_step + 1}"]
+        steps = steps_until(own_config(config), last_step)
+        return [] if steps is None else [f"max_steps={steps}"]
 
     def count_elements(self, config: RunConfig, *, vocabulary: int) -> int | None:
         """Knows nothing of the model."""

@@ -1,4 +1,4 @@
-"""``mock-scheduler align``: plan, run, prove, report."""
+"""Plans, runs, proves and reports for ``mock-scheduler align``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JUNIT_FILE = "align.junit.xml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignOptions:
-    """Options of an alignment.
+    """Holds options of an alignment.
 
     Attributes:
         output_dir: the folder of all runs and reports; ``None``: the configuration's.

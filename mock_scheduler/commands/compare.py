@@ -1,4 +1,4 @@
-"""``mock-scheduler compare`` and ``replicas``: a verdict on two inputs on disk, or on the copies within one run.
+"""Gives the verdicts of ``mock-scheduler compare`` and ``replicas``: on two inputs on disk, or the copies of one run.
 
 Contract: reads runs (``config.yaml``, ``run.json``, ``ledger.json``, ``metrics.jsonl``, ``trace/``), traces, metrics or
 recordings; starts nothing and writes only the files asked for. Two runs must have trained on the same rollouts: each
@@ -25,7 +25,7 @@ from mock_scheduler.verdict.replicas import check_replicas_at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """Options of a comparison.
+    """Holds options of a comparison.
 
     Attributes:
         selection: steps, kinds and names.

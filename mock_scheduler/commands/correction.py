@@ -1,4 +1,4 @@
-"""``mock-scheduler correction``: the health of rollout correction over a recording, and the effect of each preset.
+"""Shows the health of rollout correction over a recording, and the effect of each preset.
 
 Contract: nothing is trained, and nothing is written but the files that were asked for.
 """
@@ -44,7 +44,7 @@ from mock_scheduler.support.files import save_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionOptions:
-    """The choices of one call.
+    """Holds the choices of one call.
 
     run: a traced run that replayed the recording; without it the recording alone is described. source: a configuration
     whose ``rollout_correction`` is shown first, in the place of the run's or the recording's own. presets: names; all

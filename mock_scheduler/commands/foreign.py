@@ -49,7 +49,7 @@ Write = Callable[[Iterable[tuple[Mode, int, RolloutBatch]], Path], list[Path]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportCommand:
-    """The arguments of ``import``.
+    """Holds the arguments of ``import``.
 
     Attributes:
         rollouts: what the user states of the rollouts.

@@ -48,7 +48,7 @@ def align_once(
     *,
     takes_foreign: bool = False,
 ) -> VerdictKind:
-    """Align one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
+    """Aligns one candidate, whatever the configuration lists; ``incomparable`` where a run fails.
 
     ``output_dir`` gets the files of ``mock-scheduler align``. ``takes_foreign``: as for ``AlignOptions``.
     Raises ``ConfigError`` before anything runs.
@@ -72,7 +72,7 @@ def align_once(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinimiseOptions:
-    """Options of a reduction.
+    """Holds options of a reduction.
 
     Attributes:
         output_dir: the folder of all alignments; ``None`` is ``minimise`` in the configuration's.

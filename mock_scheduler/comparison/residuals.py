@@ -303,7 +303,7 @@ class Locality:
 
     @property
     def fraction(self) -> float:
-        """The part of the dimension's indices, 0 to 1."""
+        """Returns the part of the dimension's indices, 0 to 1."""
         return self.num_indices / self.dim_size
 
     @property

@@ -1,4 +1,4 @@
-"""Tensors of two traces, compared: the result of a comparison, as plain data.
+"""Holds the compared tensors of two traces: the result of a comparison, as plain data.
 
 A difference has figures and a tolerance; the words *relative*, *tolerance* and *margin* are defined in ``thresholds``.
 """
@@ -31,7 +31,7 @@ Tier = Literal["identical", "ulp", "tolerance", "diverged"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstElement:
-    """The element with the largest ``|a - b|``.
+    """Holds the element with the largest ``|a - b|``.
 
     Args:
         index: In the canonical tensor.
@@ -81,7 +81,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """One tensor of both runs.
+    """Holds one tensor of both runs.
 
     Args:
         key: Its canonical key.
@@ -194,7 +194,7 @@ class TensorGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertFlips:
-    """Tokens for which rounding chose other experts, of ``num_tokens``, at one choice of experts.
+    """Holds tokens for which rounding chose other experts, of ``num_tokens``, at one choice of experts.
 
     A flip is rounding where every expert only one run chose is as near to the others' logits as the router's logits of
     the token themselves moved. ``largest_gap``: between these experts' logits in the baseline.
@@ -208,7 +208,7 @@ class ExpertFlips:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerDifference:
-    """The first unequal call of two sequences.
+    """Holds the first unequal call of two sequences.
 
     Args:
         position: In the sequence of the rank, or of the group.
@@ -227,7 +227,7 @@ class LedgerDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerComparison:
-    """The calls of one kind in one step, rank by rank.
+    """Holds the calls of one kind in one step, rank by rank.
 
     Args:
         kind: Of the ledger.
@@ -246,7 +246,7 @@ class LedgerComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorComparison:
-    """All tensors of two traces, in execution order.
+    """Holds all tensors of two traces, in execution order.
 
     Args:
         steps: Traced by both runs.
@@ -312,7 +312,7 @@ class TensorComparison:
 
     @property
     def exceeding(self) -> tuple[TensorDifference, ...]:
-        """Tensors beyond their tolerance, in execution order."""
+        """Returns tensors beyond their tolerance, in execution order."""
         return tuple(difference for difference in self.differences if difference.exceeds)
 
     @property

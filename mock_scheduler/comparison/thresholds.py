@@ -20,7 +20,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """One number of the table."""
+    """Holds one number of the table."""
 
     value: float
     unit: str
@@ -764,3 +764,30 @@ MOST_CUT = _define(
     unit="log of the kept mass, negative",
     reason="top-p and top-k that keep less than half of the mass are not in use",
 )
+
+# --- Advice on rollout correction -------------------------------------------------------------------------------------
+
+_GUIDE = "verl's guide on rollout correction, as in docs/rollout_correction.md"
+
+BIAS_ERRORS = _define(
+    "BIAS_ERRORS",
+    5.0,
+    unit="standard errors of the mean ratio, from 1",
+    reason="chance goes further once in 1.7 million steps; then recorded log-probabilities are of another distribution",
+)
+MOST_WEIGHT_SPREAD = _define(
+    "MOST_WEIGHT_SPREAD", 1.0, unit="standard deviation of the weights", reason="a few tokens rule above", source=_GUIDE
+)
+LEAST_SAMPLES = _define(
+    "LEAST_SAMPLES", 0.3, unit="effective share of the samples", reason="most samples are lost below", source=_GUIDE
+)
+LOWEST_MEAN_WEIGHT = _define(
+    "LOWEST_MEAN_WEIGHT", 0.5, unit="mean weight", reason="the policies are apart below", source=_GUIDE
+)
+HIGHEST_MEAN_WEIGHT = _define(
+    "HIGHEST_MEAN_WEIGHT", 2.0, unit="mean weight", reason="the policies are apart above", source=_GUIDE
+)
+MOST_VETOED = _define(
+    "MOST_VETOED", 0.1, unit="of the sequences", reason="a veto is for the rare catastrophe", source=_GUIDE
+)
+MOST_MASKED = _define("MOST_MASKED", 0.5, unit="of the tokens", reason="most of the data is lost above", source=_GUIDE)

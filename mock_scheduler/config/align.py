@@ -1,4 +1,4 @@
-"""The ``align`` section: candidates, proofs and bounds of an alignment; importing this imports no torch."""
+"""Has the ``align`` section: candidates, proofs and bounds of an alignment; importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ToleranceConfig(ConfigSection):
 
 
 class CandidateConfig(ConfigSection):
-    """One candidate of an alignment run, by its differences from the baseline.
+    """Holds one candidate of an alignment run, by its differences from the baseline.
 
     ``overrides``: configuration overrides. ``entry``: the Python module that runs it in the place of the program's own
     (``None``: the baseline's), for a change of code: it puts another kernel in, say, and then calls the program's
@@ -50,7 +50,7 @@ class CandidateConfig(ConfigSection):
 
 
 class MatrixConfig(ConfigSection):
-    """Candidates as a product: every layout with every option.
+    """Holds candidates as a product: every layout with every option.
 
     ``layouts``: as ``tp2-sp-pp2``; ``options``: overrides by a name of one's own, ``plain`` being none.
     ``exclude``: globs of the names of candidates, ``{layout}`` or ``{layout}.{option}``.

@@ -70,7 +70,7 @@ FileName = Annotated[str, AfterValidator(_check_file_name)]
 
 
 class Decides(Flag):
-    """The consequences of a key's value; each field states its own, as ``Annotated[int, Decides.BITS]``.
+    """States the consequences of a key's value; each field has its own, as ``Annotated[int, Decides.BITS]``.
 
     Every rule about keys is made of these facts where it is needed: the contract of a recording or of a training
     service, the settings of a checkpoint, the kind of a candidate's change, the fingerprint of a run.
@@ -104,7 +104,7 @@ KeyPath: TypeAlias = "tuple[str | int, ...]"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EnvironmentTexts:
-    """The texts of a configuration that came out of the environment.
+    """Holds the texts of a configuration that came out of the environment.
 
     ``texts``: by place, the value and the text to store in its stead, which holds ``${oc.env:NAME}``. A value that was
     replaced since is no longer the environment's.
@@ -160,7 +160,7 @@ _ANY = "*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyEffects:
-    """The facts about each key of a schema.
+    """Holds the facts about each key of a schema.
 
     ``by_key``: by dotted keys, in the order of the schema; ``*`` stands for a key of the user's choice, as in
     ``custom_envs.*.max_steps``, and for the index of a list.

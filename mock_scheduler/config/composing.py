@@ -76,7 +76,7 @@ class Composer:
 
     @property
     def origin(self) -> str:
-        """The name of the configuration and its file, for messages."""
+        """Returns the name of the configuration and its file, for messages."""
         return f"configuration '{self._name}' ({self._folder / self._name}.yaml)"
 
     def compose(self, overrides: Sequence[Override]) -> tuple[DictConfig, list[SourceFile]]:
@@ -178,7 +178,7 @@ def _is_deep(text: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Override:
-    """One override; the runs of an alignment share most of theirs."""
+    """Returns one override; the runs of an alignment share most of theirs."""
     return OverridesParser.create().parse_override(text)
 
 

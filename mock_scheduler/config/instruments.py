@@ -55,7 +55,7 @@ def _parse_kinds(value: object) -> object:
 
 
 class TraceConfig(ConfigSection):
-    """The training internals to write to ``{output_dir}/trace``, and how much of each.
+    """Holds the training internals to write to ``{output_dir}/trace``, and how much of each.
 
     ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, enough
     for ``mock-scheduler compare`` to estimate how far two runs are apart.

@@ -1,4 +1,4 @@
-"""Interpolations of a configuration: how much they stand for, and which texts came out of the environment.
+"""Judges interpolations of a configuration: how much they stand for, and which texts came out of the environment.
 
 ``a: ${b}${b}``, ``b: ${c}${c}`` and so on double with each line, so thirty lines stand for a billion texts. OmegaConf
 resolves them one by one; this counts each key once, before any is resolved. Any word in an interpolation that names a

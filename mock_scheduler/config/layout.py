@@ -51,12 +51,12 @@ class ParallelConfig(ConfigSection):
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks per pipeline stage."""
+        """Counts model chunks per pipeline stage."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def world_size(self) -> int:
-        """The number of processes of this layout."""
+        """Returns the number of processes of this layout."""
         return (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
@@ -95,13 +95,13 @@ class ParallelConfig(ConfigSection):
         return f"{text} sequence parallelism {'on' if self.sequence_parallel else 'off'}"
 
     def describe_in_full(self) -> str:
-        """``tp2 pp1 dp1 (2 processes: tp 2, pp 1, ...)``: the layout, its size and every degree."""
+        """Returns ``tp2 pp1 dp1 (2 processes: tp 2, pp 1, ...)``: the layout, its size and every degree."""
         processes = count_of(self.world_size, "process", "processes")
         return f"{self.describe()} ({processes}: {self.describe_degrees()})"
 
 
 def parse_layout(text: str) -> dict[str, int | bool | None]:
-    """``tp2-sp-pp2`` as keys of the ``parallel`` section, every degree and ``sequence_parallel`` among them.
+    """Returns ``tp2-sp-pp2`` as keys of the ``parallel`` section, every degree and ``sequence_parallel`` among them.
 
     A degree without a name in the text is 1, of virtual stages ``None``. Raises ``LayoutError`` with every part that is
     no degree or is there twice.

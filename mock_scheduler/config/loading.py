@@ -51,7 +51,7 @@ def _resolve_nothing(values: Mapping[str, object]) -> Resolved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigForm(Generic[ConfigT]):
-    """The form of a program's configuration.
+    """Holds the form of a program's configuration.
 
     ``schema``: the model that checks it. ``resolve``: turns sections of other frameworks into the schema's own.
     ``traps``: keys with numbers that may have been meant as pairs of bounds.

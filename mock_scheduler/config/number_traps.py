@@ -29,7 +29,7 @@ _VALUE = re.compile(rf"([:=]\s*)({_NUMBER_LIKE})(?=\s*(?:[,}}\]]|\s#|$))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """A YAML file of a configuration. ``package``: the dotted key of its content, ``""`` for the top level."""
+    """Holds a YAML file of a configuration. ``package``: the dotted key of its content, ``""`` for the top level."""
 
     path: Path
     package: str = ""

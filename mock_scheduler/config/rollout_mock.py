@@ -55,7 +55,7 @@ class ScheduleEntry(ConfigSection):
         )
 
     def describe(self) -> str:
-        """One phrase, for logs and messages: ``mock for train steps 10-``."""
+        """Returns one phrase, for logs and messages: ``mock for train steps 10-``."""
         kinds = "" if self.kinds is None else f"{' and '.join(self.kinds)} "
         schedulers = "" if self.schedulers is None else f" of {', '.join(self.schedulers)}"
         return f"{self.mode} for {kinds}steps {self.steps}{schedulers}"
@@ -73,7 +73,7 @@ class RetentionConfig(ConfigSection):
 
 
 class RolloutMockConfig(ConfigSection):
-    """``rollout_mock`` records rollouts, or replays them instead of running an engine.
+    """Holds ``rollout_mock`` records rollouts, or replays them instead of running an engine.
 
     ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else real
     and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to a

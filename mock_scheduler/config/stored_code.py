@@ -86,7 +86,7 @@ class Use(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredCode:
-    """One piece of code that a stored configuration names. ``use``: the least use for which it runs."""
+    """Holds one piece of code that a stored configuration names. ``use``: the least use for which it runs."""
 
     kind: str
     key: str

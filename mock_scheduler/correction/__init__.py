@@ -1,4 +1,4 @@
-"""Rollout correction: importance weights and rejection for rollouts that another policy sampled.
+"""Corrects rollouts that another policy sampled, by importance weights and rejection.
 
 ``correct`` corrects one batch of tensors by a preset's name. Training uses the parts: ``compute_correction`` takes
 ``CorrectionInputs`` and a ``CorrectionSpec``, to which ``algorithm.rollout_correction`` compiles, and gives weights, a

@@ -31,18 +31,18 @@ class BatchTokens:
 
     @cached_property
     def first_rows(self) -> list[int]:
-        """The first row of every trajectory, ``[S]``."""
+        """Returns the first row of every trajectory, ``[S]``."""
         keys = [identity.trajectory_key for identity in self.batch.identities]
         return [row for row, key in enumerate(keys) if row == 0 or key != keys[row - 1]]
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """The starts of each trajectory's response tokens, int64 ``[S + 1]``."""
+        """Returns the starts of each trajectory's response tokens, int64 ``[S + 1]``."""
         return self.batch.response_offsets[[*self.first_rows, len(self.batch)]]
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
-        """Bool ``[M]``, False where the engine gave no log-probability; ``None`` without a sound column."""
+        """Returns bool ``[M]``, False where the engine gave no log-probability; ``None`` without a sound column."""
         return valid_logprobs(self.batch)
 
     @cached_property
@@ -51,12 +51,12 @@ class BatchTokens:
 
     @property
     def turns(self) -> torch.Tensor | None:
-        """The turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told."""
+        """Returns the turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told."""
         return self._token_turns.turns
 
     @cached_property
     def turn_ids(self) -> torch.Tensor | None:
-        """The turn of each response token within its trajectory, int64 ``[M]``; ``None`` where not told."""
+        """Returns the turn of each response token within its trajectory, int64 ``[M]``; ``None`` where not told."""
         if self.turns is None:
             return None
         firsts = self.batch.turn_offsets[self.first_rows]
@@ -72,7 +72,7 @@ class BatchTokens:
         return None if versions is None else self.policy_version - versions
 
     def token_range(self, first: int, last: int) -> slice:
-        """The response tokens of trajectories ``first`` to ``last`` - 1."""
+        """Returns the response tokens of trajectories ``first`` to ``last`` - 1."""
         return slice(int(self.offsets[first]), int(self.offsets[last]))
 
     def inputs(

@@ -1,4 +1,4 @@
-"""Rollout correction in one call, for any training: plain tensors in, weights, mask and metrics out.
+"""Corrects rollouts in one call, for any training: plain tensors in, weights, mask and metrics out.
 
 Contract: pure; the same computation as in training, ``engine.compute``. Each preset names its source in
 ``config.presets``.
@@ -24,7 +24,7 @@ from mock_scheduler.support.text import bullet_list
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Correction:
-    """The correction of one batch, for the loss and for the log.
+    """Holds the correction of one batch, for the loss and for the log.
 
     weights: of the inputs' shape, float32 or the wider of the log-probabilities' dtypes, without gradient; 0 outside
         of ``response_mask``; ``None`` where the rules ask for no weights. A token's weight is w = exp(clamp(L, ±20)),

@@ -35,7 +35,7 @@ class RankGroup(Protocol):
 
     @property
     def global_rank(self) -> int:
-        """This rank in the group, from 0."""
+        """Returns this rank in the group, from 0."""
 
     @property
     def world_size(self) -> int:
@@ -49,7 +49,7 @@ class RankGroup(Protocol):
 
 
 class TorchRankGroup:
-    """All ranks of torch's default process group; tensors live on ``device`` (the rank's GPU under NCCL)."""
+    """Joins all ranks of torch's default process group; tensors live on ``device`` (the rank's GPU under NCCL)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

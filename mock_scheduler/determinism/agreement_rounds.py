@@ -149,7 +149,7 @@ def _cut(text: str) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Holders:
-    """One value of a key, and the ranks with this value."""
+    """Holds one value of a key, and the ranks with this value."""
 
     text: str
     count: int

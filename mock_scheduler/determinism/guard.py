@@ -32,7 +32,7 @@ UNSET = "unset"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """A flag that shows whether an environment variable took effect.
+    """Holds a flag that shows whether an environment variable took effect.
 
     ``expected``: from the variable's value to the flag's, or ``None`` where nothing follows. ``always``: also outside
     deterministic mode.

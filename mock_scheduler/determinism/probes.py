@@ -56,7 +56,7 @@ def gpu_capability(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _cudnn_version() -> str | None:
-    """``9.18.1`` of cuDNN's 91801 (since version 9: major 10000, minor 100)."""
+    """Returns ``9.18.1`` of cuDNN's 91801 (since version 9: major 10000, minor 100)."""
     number: int | None = torch.backends.cudnn.version()
     if number is None:
         return None
@@ -127,7 +127,7 @@ def _fills_uninitialized_memory(environ: Mapping[str, str]) -> object:
 
 
 def _plain_name(member: object) -> str:
-    """``Cublas`` of ``_BlasBackend.Cublas``."""
+    """Returns ``Cublas`` of ``_BlasBackend.Cublas``."""
     return str(member).rpartition(".")[2]
 
 

@@ -25,7 +25,7 @@ from mock_scheduler.support.text import escape_character, find_hostile, printabl
 
 
 class Console(RichConsole):
-    """A console on stdout, stderr or another stream.
+    """Writes to stdout, stderr or another stream.
 
     ``file``: ``None`` is stdout, or stderr with ``stderr``. ``width``: in columns; ``None`` is the terminal's.
     """
@@ -51,7 +51,7 @@ class Console(RichConsole):
 
     @property
     def file(self) -> IO[str]:
-        """The stream that this console writes to, behind guards and progress bars."""
+        """Returns the stream that this console writes to, behind guards and progress bars."""
         stream = super().file
         while isinstance(stream, GuardedStream | FileProxy):
             stream = stream.rich_proxied_file

@@ -56,9 +56,9 @@ def soft_font(size: int) -> JSON:
     return {"size": size, "color": "theme:soft"}
 
 
-def thin_out(items: Sequence[_Item], limit: int = MAX_STEPS) -> Sequence[_Item]:
-    """Keep every n-th of the items, ``limit`` at most."""
-    return items[:: max(-(-len(items) // limit), 1)]
+def thin_out(items: Sequence[_Item]) -> Sequence[_Item]:
+    """Keep every n-th of the items, ``MAX_STEPS`` at most."""
+    return items[:: max(-(-len(items) // MAX_STEPS), 1)]
 
 
 def finite_or_none(value: float | None) -> float | None:

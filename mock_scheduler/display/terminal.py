@@ -1,4 +1,4 @@
-"""The terminal of all commands: a console, wrapped text, tables, and a progress bar.
+"""Draws on the terminal of all commands: a console, wrapped text, tables, and a progress bar.
 
 Contract: nothing is cut off, and no line ends in a space. In a narrow terminal the gaps of a table shrink first; then
 the columns of the highest ``drop_order`` go, the rightmost of equal ones first, but never the first column. The bar is
@@ -107,7 +107,7 @@ _WIDE_GAP, _NARROW_GAP = 2, 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextColumn:
-    """A column of a table.
+    """Holds a column of a table.
 
     ``header`` may have several lines. A column with a ``least_width`` above 0 folds its cells before another column
     goes: down to this width, and further once only columns of ``drop_order`` 0 are left.
@@ -172,9 +172,9 @@ def _printable_cell(cell: str | Text) -> str | Text:
     return printable(cell) if isinstance(cell, str) else printable_text(cell)
 
 
-def print_table(columns: Sequence[TextColumn], console: Console, *, indent: int = 2) -> None:
+def print_table(columns: Sequence[TextColumn], console: Console) -> None:
     """Print a table, header first."""
-    table = FittedTable(columns, console, indent=indent)
+    table = FittedTable(columns, console, indent=2)
     table.print_header()
     for number in range(len(columns[0].cells)):
         table.print_row(number)

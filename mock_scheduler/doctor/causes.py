@@ -44,7 +44,7 @@ _READERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """The settings that bear on some operators.
+    """Holds the settings that bear on some operators.
 
     ``operators``: a regular expression for the whole name. ``device``: ``None`` for any. ``settings``: names of the
     settings table, the likeliest first.
@@ -157,7 +157,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingFound:
-    """One setting with its values in both runs."""
+    """Holds one setting with its values in both runs."""
 
     name: str
     state: State

@@ -28,7 +28,7 @@ class RankComparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepComparison:
-    """All ranks of one step. ``origin``: the difference behind all others, as far as the logs show."""
+    """Holds all ranks of one step. ``origin``: the difference behind all others, as far as the logs show."""
 
     step: int
     ranks: tuple[RankComparison, ...]
@@ -36,12 +36,12 @@ class StepComparison:
 
     @property
     def num_operations(self) -> int:
-        """Compared and equal operations, over all ranks."""
+        """Returns compared and equal operations, over all ranks."""
         return sum(compared.num_operations for compared in self.ranks)
 
     @property
     def num_digests(self) -> int:
-        """Tensors with compared and equal digests, over all ranks."""
+        """Counts tensors with compared and equal digests, over all ranks."""
         return sum(compared.num_digests for compared in self.ranks)
 
 

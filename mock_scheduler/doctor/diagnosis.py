@@ -19,7 +19,7 @@ from mock_scheduler.run_folder.finished_run import load_batches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The result of comparing two runs.
+    """Holds the result of comparing two runs.
 
     ``steps``: compared logs, up to the first differing one. ``cause``: of the last one's origin. ``others``: differing
     batches and metrics, in words. ``num_metrics``: compared metrics. ``num_settings``: settings that the runs read
@@ -87,7 +87,7 @@ _Logs = Mapping[int, Mapping[int, OperationLog]]
 
 
 def _settings(logs: _Logs) -> Mapping[str, str]:
-    """The settings of the first rank at the first step."""
+    """Returns the settings of the first rank at the first step."""
     by_rank = logs[min(logs)] if logs else {}
     return by_rank[min(by_rank)].header.settings if by_rank else {}
 

@@ -1,4 +1,4 @@
-"""The first difference of each rank between two runs of a step, in words, and the one behind all others.
+"""Says each rank's first difference between two runs of a step, and the one behind all others.
 
 Contract: imports no torch. A rank may only have received its difference, by a communication to which another rank gave
 other bits: it is then not the origin. The n-th communication of one kind in one group is the same on all its ranks; a
@@ -39,7 +39,7 @@ class DifferenceKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first difference of one rank.
+    """Holds the first difference of one rank.
 
     ``first``, ``second``: the record of each run; ``None`` where the run had ended. ``tensors``: names of the differing
     tensors, or ``returned value``. ``previous``: the last equal record before it. ``writer``: for a change outside of

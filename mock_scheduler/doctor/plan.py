@@ -60,11 +60,11 @@ class DoctorPlan:
 
     @property
     def runs(self) -> tuple[PlannedRun, ...]:
-        """All runs, in order."""
+        """Returns all runs, in order."""
         return (*([self.recorder] if self.recorder else []), *self.replays)
 
     def describe(self) -> str:
-        """``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
+        """Returns ``6 steps (0 to 5) in each of 3 runs: recorder, first, second``."""
         first, last = self.first_step, self.step
         steps = f"1 step ({last})" if first == last else f"{count_of(last + 1 - first, 'step')} ({first} to {last})"
         return f"{steps} in each of {len(self.runs)} runs: {', '.join(run.name for run in self.runs)}"

@@ -47,7 +47,7 @@ _GRACE_S = GRACE_S + 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """This node's part of a run.
+    """Holds this node's part of a run.
 
     ``argv``: the command. ``env``: variables to set over the launcher's own. ``num_processes``: on this node;
     ``world_size``: on all nodes. ``output_dir``: where the run's ``error.json`` goes if a signal ends it; ``None``:

@@ -41,7 +41,7 @@ _NO_ENDPOINT, _IN_MEMORY = "-", "memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """This machine's share of a run's ranks. ``endpoint``: ``HOST:PORT`` on node 0; of one machine ``None``.
+    """Holds this machine's share of a run's ranks. ``endpoint``: ``HOST:PORT`` on node 0; of one machine ``None``.
 
     ``is_foreign``: the program knows torch alone, and meets by ``env://``; only on one machine.
     """

@@ -18,7 +18,7 @@ from mock_scheduler.support.text import bullet_list
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The facts for a layout's rules, besides the layout.
+    """Holds the facts for a layout's rules, besides the layout.
 
     ``num_micro_batches``: of one update, over all data-parallel ranks; ``None`` where it follows from the data.
     ``averages_micro_batches``: whether the loss is a mean over micro-batches, not over tokens.

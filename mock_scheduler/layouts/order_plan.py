@@ -54,7 +54,7 @@ class GemmOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReductionOrder:
-    """A sum over ranks. ``axes``: of the ranks, the fastest first. ``size``: how many.
+    """Holds a sum over ranks. ``axes``: of the ranks, the fastest first. ``size``: how many.
 
     ``order``: ``linear``: ((p_0 + p_1) + p_2) + ... by the rank in the group. ``dtype``: of the addition. ``scale``:
     the factor of each part before it.
@@ -151,7 +151,7 @@ class OrderPlan:
 
     @property
     def shares(self) -> int:
-        """The number of parts of the tokens computed together, apart from sequence parallelism."""
+        """Returns the number of parts of the tokens computed together, apart from sequence parallelism."""
         return self.lanes * self.cp
 
     @property
@@ -161,7 +161,7 @@ class OrderPlan:
 
     @property
     def gradient_scale(self) -> float:
-        """The factor of each replica's gradient before the sum over replicas."""
+        """Returns the factor of each replica's gradient before the sum over replicas."""
         return next((item.scale for item in self.reductions if item.name == "data_parallel_gradients"), 1.0)
 
     def to_json(self) -> str:

@@ -37,7 +37,7 @@ def has_cuda() -> bool:
 
 
 def compute_device() -> torch.device:
-    """The device that models and batches live on: this process's GPU, or the host."""
+    """Returns the device that models and batches live on: this process's GPU, or the host."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else HOST
 
 

@@ -1,4 +1,4 @@
-"""A model under training as the instruments see it: chunks, optimizer and ranks, whoever built them."""
+"""Describes a model under training to the instruments: chunks, optimizer and ranks, whoever built them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _language_model(model: torch.nn.Module) -> tuple[str, GPTModel]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObservedModel:
-    """This rank's part of one model.
+    """Holds this rank's part of one model.
 
     chunks: its model chunks in the order of Megatron's list, in ``DistributedDataParallel`` where they are trained.
     optimizer: Megatron's, ``None`` of a model that is never trained. prefix: the beginning of canonical names, as
@@ -71,12 +71,12 @@ class ObservedModel:
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's configuration of the model."""
+        """Returns Megatron's configuration of the model."""
         return unwrapped(self.chunks[0]).config
 
     @property
     def optimizers(self) -> list[MegatronOptimizer]:
-        """Megatron's optimizers one by one, whether it chained several or not."""
+        """Returns Megatron's optimizers one by one, whether it chained several or not."""
         if self.optimizer is None:
             return []
         is_chained = isinstance(self.optimizer, ChainedOptimizer)

@@ -96,7 +96,7 @@ def count_own_updates(model: ObservedModel) -> int:
 
 
 def _count_own_updates(optimizer: MegatronOptimizer) -> int:
-    """torch's Adam counts by parameter, those of TransformerEngine and apex by group."""
+    """Returns torch's Adam counts by parameter, those of TransformerEngine and apex by group."""
     if optimizer.is_stub_optimizer:
         return 0
     counts = [state["step"] for state in optimizer.optimizer.state.values() if "step" in state]
@@ -105,7 +105,7 @@ def _count_own_updates(optimizer: MegatronOptimizer) -> int:
 
 
 def _parameters(optimizer: MegatronOptimizer, model: ObservedModel) -> list[torch.nn.Parameter]:
-    """The model's parameters that an optimizer without distributed state updates."""
+    """Returns the model's parameters that an optimizer without distributed state updates."""
     inner = {id(parameter) for group in optimizer.optimizer.param_groups for parameter in group["params"]}
     parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
     return [parameter for parameter in parameters if id(_wide_copy(parameter)) in inner]
@@ -171,7 +171,7 @@ def _buckets(optimizer: DistributedOptimizer) -> Iterator[tuple[Any, Any, dict[t
 
 
 def _read_distributed(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, ParameterState]:
-    """Whole states of all parameters, put together from the ranks that own parts of their bucket."""
+    """Returns whole states of all parameters, put together from the ranks that own parts of their bucket."""
     inner_of = {parameter: inner for parameter, _, inner in _owned_parts(optimizer)}
     states: dict[torch.nn.Parameter, ParameterState] = {}
     for buffer, bucket, ranges in _buckets(optimizer):

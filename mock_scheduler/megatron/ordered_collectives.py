@@ -43,7 +43,7 @@ _Finish = Callable[[], None]
 
 
 def fold_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dimension, one addition after another from the first, in the tensor's own dtype.
+    """Returns the sum over the first dimension, one addition after another from the first, in the tensor's own dtype.
 
     parts: ``[n, ...]`` with n > 0. In bfloat16 each of the n - 1 additions rounds once.
     """
@@ -146,7 +146,7 @@ def _work_of(finishes: Sequence[_Finish], *, is_async: bool) -> Any:  # noqa: AN
 
 
 def _add(gathered: torch.Tensor, bound: _Bound) -> torch.Tensor:
-    """The ordered sum, or the average: the sum divided once, by the number of parts."""
+    """Returns the ordered sum, or the average: the sum divided once, by the number of parts."""
     if gathered.is_cuda:  # allocated on the stream of whoever began, used on that of whoever waits
         gathered.record_stream(torch.cuda.current_stream(gathered.device))
     total = fold_in_order(gathered)

@@ -30,7 +30,7 @@ _EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalParameter:
-    """One parameter of this rank and its place in the whole model."""
+    """Holds one parameter of this rank and its place in the whole model."""
 
     spec: ShardSpec
     parameter: torch.nn.Parameter
@@ -38,20 +38,20 @@ class LocalParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalBuffer:
-    """One buffer of this rank and its place in the whole model."""
+    """Holds one buffer of this rank and its place in the whole model."""
 
     spec: ShardSpec
     buffer: torch.Tensor
 
 
 def layer_offset(gpt: GPTModel) -> int:
-    """The global number, from 0, of the first layer of a chunk; 0 for one without layers."""
+    """Returns the global number, from 0, of the first layer of a chunk; 0 for one without layers."""
     layers = list(gpt.decoder.layers)
     return int(layers[0].layer_number) - 1 if layers else 0
 
 
 def mtp_offset(gpt: GPTModel) -> int:
-    """The global number, from 0, of the first prediction module (MTP) of a chunk; 0 for one without any."""
+    """Returns the global number, from 0, of the first prediction module (MTP) of a chunk; 0 for one without any."""
     block = gpt._modules.get("mtp")
     return 0 if block is None else int(next(iter(block.layers)).layer_number) - 1
 
@@ -104,7 +104,7 @@ def has_value_head(gpt: GPTModel) -> bool:
 
 
 def _name_in_chunk(local_name: str, language: str, gpt: GPTModel, model: ObservedModel) -> str:
-    """Of a parameter or buffer of this rank's chunk, without the model's prefix; ``language``: where its GPT is."""
+    """Names a parameter or buffer of this rank's chunk, without the model's prefix; ``language``: where its GPT is."""
     if not local_name.startswith(language):
         return local_name
     num_experts = (model.config.num_moe_experts or 0) // model.ranks.ep_size

@@ -36,7 +36,7 @@ _DEVIATION = (_NUM_FIELDS * ((1 << (2 * _FIELD_BITS)) - 1) / 12) ** 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Perturbation:
-    """``seed``: its number. ``unit_roundoffs``: its size in roundings of the moved tensor's dtype."""
+    """Holds ``seed``: its number. ``unit_roundoffs``: its size in roundings of the moved tensor's dtype."""
 
     seed: int
     unit_roundoffs: float
@@ -62,7 +62,7 @@ class Perturbation:
         return local.double() + local.double() * noise * self._size(dtype)
 
     def of_embedding(self, output: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The embedding's output, moved by ξ of each token's position and id and of the channel.
+        """Returns the embedding's output, moved by ξ of each token's position and id and of the channel.
 
         output: ``[s, b, h]``; tokens, positions: int64 ``[b, s]``. Equal tokens at equal positions are moved alike.
         """

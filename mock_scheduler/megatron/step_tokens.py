@@ -1,4 +1,4 @@
-"""Tokens and rows of a step, in the terms of all instruments: the tokens of a forward pass, and the rows met so far."""
+"""Describes a step's tokens and rows to all instruments: a forward pass's tokens, and the rows met so far."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MicroBatchTokens(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenBatch:
-    """A ``MicroBatchTokens`` by itself."""
+    """Holds a ``MicroBatchTokens`` by itself."""
 
     index: int
     row_ids: torch.Tensor

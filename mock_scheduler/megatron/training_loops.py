@@ -87,7 +87,7 @@ class _AttachingSetup:
         functools.update_wrapper(self, setup)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401 - Megatron's own
-        """Megatron's own answer: chunks, optimizer and scheduler of the learning rate."""
+        """Returns Megatron's own answer: chunks, optimizer and scheduler of the learning rate."""
         from megatron.training import get_tokenizer  # not in every release
 
         chunks, optimizer, scheduler = self._setup(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""The asynchronous front end of the proxy.
+"""Has the asynchronous front end of the proxy.
 
 Contract: the event loop never waits for a file or for a synchronous scheduler: both work in threads. A cancelled call
 ends only after its thread has finished, so no call leaves half a step behind.

@@ -29,7 +29,7 @@ Plausibility: TypeAlias = Literal["strict", "error", "report", "ignore"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchReports:
-    """Of an accepted batch, lines of information, and of data that may be wrong."""
+    """Holds lines of information on an accepted batch, and warnings of data that may be wrong."""
 
     lines: Sequence[str]
     warnings: Sequence[str]

@@ -1,4 +1,4 @@
-"""The proxy itself, without its front end: each call of the pipeline, written once as a flow of effects.
+"""Writes each call of the pipeline once, as a flow of effects: the proxy itself, without its front end.
 
 Contract: pure bookkeeping between effects; it never calls, reads or writes by itself. Its state changes only after an
 effect succeeded, so a failed or cancelled call leaves no half step, and the next one can go on: a batch of the real
@@ -73,7 +73,7 @@ class ProxyCore:
         return native
 
     def _take_over(self, request: RolloutRequest | None) -> Flow[None]:
-        """In a process that was started again: go on from the last step of the one before it, once."""
+        """Goes on, once, from the last step of the process before, in one that was started again."""
         if not self._is_heir:  # another call has meanwhile
             return
         last = yield Work(lambda: self._access.last_trained(request))

@@ -179,7 +179,7 @@ class RecordedStates:
 
 
 def digest_of(state: bytes) -> str:
-    """SHA-256 (hex) of a state."""
+    """Returns SHA-256 (hex) of a state."""
     return hashlib.sha256(state).hexdigest()
 
 

@@ -110,7 +110,7 @@ class Router:
         return self._present.get(step_folder(request.mode, request.scheduler_id), ())
 
     def last_trained(self, request: RolloutRequest | None) -> tuple[str, int] | None:
-        """The last training step present that came before ``request``, or before any, with its folder.
+        """Returns the last training step present that came before ``request``, or before any, with its folder.
 
         Raises ``SchedulerError`` where that is not known, since several schedulers recorded.
         """

@@ -31,7 +31,7 @@ class ProxyState:
 
     @property
     def earlier_update(self) -> tuple[str, int] | None:
-        """The last update of weights and its version; None before the first."""
+        """Returns the last update of weights and its version; None before the first."""
         return None if self._updated is None else ("the update before", self._updated)
 
     def updated(self, version: int) -> None:
@@ -54,7 +54,7 @@ class ProxyState:
 
     @property
     def last_train_step(self) -> int | None:
-        """The latest training step given to the pipeline; None before the first."""
+        """Returns the latest training step given to the pipeline; None before the first."""
         return max((step for folder, step in self._last_steps.items() if is_train(folder)), default=None)
 
     def as_state(self, scheduler_state: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -24,7 +24,7 @@ from mock_scheduler.scheduler import RolloutRequest
 
 
 class StepRecorder:
-    """Of one proxy; ``late``: the late values of its steps."""
+    """Records the steps of one proxy; ``late``: their late values."""
 
     def __init__(self, settings: ProxySettings, access: RecordingAccess, real: RealScheduler) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""The synchronous front end of the proxy."""
+"""Has the synchronous front end of the proxy."""
 
 from __future__ import annotations
 

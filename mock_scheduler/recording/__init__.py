@@ -1,1 +1,1 @@
-"""Recordings of rollouts: the step file, the manifest with its contract, writing and reading."""
+"""Writes and reads recordings of rollouts: the step file, the manifest with its contract."""

@@ -99,7 +99,7 @@ class Contract:
         )
 
     def differences(self, recorded: Contract) -> list[Difference]:
-        """Every field with a broken rule or other values, in the order of this contract, then the recorded.
+        """Returns all fields with a broken rule or other values, in this contract's order, then the recorded.
 
         A field one side lacks is a difference unless its rule is ``MUST_DIFFER``.
         """

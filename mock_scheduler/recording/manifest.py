@@ -54,7 +54,7 @@ _FILE = SealedFile[_StoredManifest](
 
 
 def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Git revisions, interpreter, package versions and platform of this process, and the caller's additions.
+    """Returns git revisions, interpreter, package versions and platform of this process, and the caller's additions.
 
     ``git`` is the repository of the working directory, where the caller's own code is; ``library_git`` this library's.
     A package that is not installed and a revision that cannot be read are ``None``. Raises ``RecordingError`` where
@@ -88,7 +88,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, *, source: str) -> Manifest:
-    """The inverse of ``encode_manifest``.
+    """Returns the inverse of ``encode_manifest``.
 
     Raises ``CorruptRecordingError`` where any bit changed, ``RecordingError`` where another version wrote it.
     """
@@ -129,7 +129,7 @@ def load_manifest(storage: Storage) -> Manifest:
 
 
 def find_nearby_recordings(dump_dir: str) -> list[str]:
-    """Folders beside a local ``dump_dir`` holding a recording, those of the most similar names first.
+    """Returns folders beside a local ``dump_dir`` holding a recording, those of the most similar names first.
 
     Spelled relative to it as the user would. Hidden folders are left out.
     """

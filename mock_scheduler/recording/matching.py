@@ -45,7 +45,7 @@ class Match(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The comparison of two values of different JSON: whether they match all the same, and their difference."""
+    """Holds the comparison of two values of different JSON: whether they match all the same, and their difference."""
 
     is_match: bool
     reason: str

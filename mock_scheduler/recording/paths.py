@@ -46,7 +46,7 @@ def step_name(*, mode: Mode, scheduler_id: str, step: int) -> str:
 
 
 def parse_folder(folder: str) -> tuple[Mode, str] | None:
-    """Mode and scheduler id of a folder that ``step_folder`` names; None for any other name."""
+    """Returns the mode and scheduler id of a folder that ``step_folder`` names; None for any other name."""
     mode, _, scheduler_id = folder.partition(".")
     scheduler_id = scheduler_id if "." in folder else DEFAULT_SCHEDULER_ID
     if mode not in ("train", "val") or not _SAFE_NAME.fullmatch(scheduler_id):
@@ -57,7 +57,7 @@ def parse_folder(folder: str) -> tuple[Mode, str] | None:
 
 
 def step_stem(step: int) -> str:
-    """``step_000000``."""
+    """Returns ``step_000000``."""
     return f"step_{step:06d}"
 
 
@@ -68,17 +68,17 @@ def parse_step_stem(name: str) -> int | None:
 
 
 def shard_stem(shard: RowShard) -> str:
-    """``shard_00000-of-00004``."""
+    """Returns ``shard_00000-of-00004``."""
     return f"shard_{shard.index:05d}-of-{shard.count:05d}"
 
 
 def request_name(request: RolloutRequest) -> str:
-    """``step_name`` of the step for this request."""
+    """Returns ``step_name`` of the step for this request."""
     return step_name(mode=request.mode, scheduler_id=request.scheduler_id, step=request.global_step)
 
 
 def file_name(step: str, *, shard: RowShard | None = None, is_compressed: bool = False) -> str:
-    """The file of a step (as in ``step_name``) or, in its folder, of one of its shards.
+    """Returns the file of a step (as in ``step_name``) or, in its folder, of one of its shards.
 
     ``train/step_000000.safetensors``, ``train/step_000000/shard_00000-of-00004.safetensors``; compressed, with
     ``.zst`` after it.
@@ -88,7 +88,7 @@ def file_name(step: str, *, shard: RowShard | None = None, is_compressed: bool =
 
 
 def commit_name(step: str) -> str:
-    """``train/step_000000/commit.json``, the proof of a sharded step's presence."""
+    """Returns ``train/step_000000/commit.json``, the proof of a sharded step's presence."""
     return f"{step}/{COMMIT_NAME}"
 
 
@@ -136,7 +136,7 @@ def list_steps(storage: Storage) -> dict[str, list[int]]:
 
 
 def list_shard_files(storage: Storage, step: str) -> list[str]:
-    """The shard files in a step's folder, of whatever count, by name alone."""
+    """Returns the shard files in a step's folder, of whatever count, by name alone."""
     return [name for name in storage.list_names(step) if SHARD_NAME.fullmatch(name)]
 
 

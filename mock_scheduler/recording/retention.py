@@ -24,7 +24,7 @@ RETENTION_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetentionRecord:
-    """The content of ``retention.json``.
+    """Holds the content of ``retention.json``.
 
     ``start_points``: steps a saved checkpoint continues with, ascending; 0 needs none. ``removed``: steps that
     were removed, per folder (``train``, ``val``, ``train.{scheduler_id}``); one present was recorded again.

@@ -1,4 +1,4 @@
-"""Small JSON files of a recording, each with a digest over its content and one accepted layout.
+"""Reads and writes small JSON files of a recording, each with a digest over its content and one accepted layout.
 
 Contract: indented, sorted ASCII JSON that ends with a newline. A file is believed only where writing its content again
 gives the very same bytes, so no bit of it can change unnoticed.

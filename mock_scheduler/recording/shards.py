@@ -49,7 +49,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """The content of ``commit.json``; ``shards`` in the order of their indices."""
+    """Holds the content of ``commit.json``; ``shards`` in the order of their indices."""
 
     info: StepInfo
     group_size: int | None
@@ -242,7 +242,7 @@ def _shared_values(file: StepFile) -> dict[str, JSON]:
 
 
 def _whole_group_size(files: Sequence[StepFile]) -> int | None:
-    """The writers' statement about the whole step or, without one, about their own rows if all agree."""
+    """Returns the writers' statement about the whole step or, without one, about their own rows if all agree."""
     if files[0].info.group_size is not None:
         return files[0].info.group_size
     sizes = {file.group_size for file in files if file.num_rows} or {files[0].group_size}

@@ -1,4 +1,4 @@
-"""A training service behind HTTP: its protocol, its file, and its client."""
+"""Reaches a training service behind HTTP: its protocol, its file, and its client."""
 
 from mock_scheduler.remote.client import TrainingClient
 from mock_scheduler.remote.protocol import (

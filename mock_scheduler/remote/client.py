@@ -1,4 +1,4 @@
-"""The client of a training service.
+"""Has the client of a training service.
 
 Contract: one request at a time. A request whose connection fails is repeated, since the service answers the same
 request alike and trains a step once. Every wrong answer is a ``ServiceError``.

@@ -1,4 +1,4 @@
-"""One request to a training service and its answer, repeated where the connection fails.
+"""Sends one request to a training service and reads its answer; repeats it where the connection fails.
 
 Contract: no proxy, no redirect, no compression. An answer takes no more memory than was allowed, and the whole request,
 repeats included, no longer than ``timeout_s``. Every failure is a ``ServiceError``. Safe from any thread, also where an
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Status and body."""
+    """Holds status and body."""
 
     status: int
     body: bytes

@@ -1,4 +1,4 @@
-"""The protocol of a training service behind HTTP, version 2: datums in, metrics out.
+"""Defines the protocol of a training service behind HTTP, version 2: datums in, metrics out.
 
 ::
 
@@ -208,7 +208,7 @@ def contract_problems(client: Mapping[str, JSON], service: Mapping[str, JSON]) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
-    """The answer to ``GET /v1/service``: a service's description of itself."""
+    """Holds the answer to ``GET /v1/service``: a service's description of itself."""
 
     next_step: Count
     layout: Annotated[str, StringConstraints(max_length=200, pattern=r"^[ -~]*$")]
@@ -217,7 +217,7 @@ class ServiceInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedStep:
-    """The answer to ``POST /v1/steps/N/train``."""
+    """Holds the answer to ``POST /v1/steps/N/train``."""
 
     step: Count
     metrics: Mapping[str, JSON]
@@ -225,6 +225,6 @@ class TrainedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRun:
-    """The answer to ``POST /v1/finish``. steps: the number of trained ones."""
+    """Holds the answer to ``POST /v1/finish``. steps: the number of trained ones."""
 
     steps: Count

@@ -38,7 +38,7 @@ def make_token() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceAccess:
-    """The way to a service.
+    """Holds the way to a service.
 
     ``process_id``: the service's on its own machine, ``None`` where unknown. ``source``: the origin of the token, for
     messages.

@@ -31,7 +31,7 @@ NUM_NEAREST = 20
 
 
 def bounds_to_json(bounds: Bounds, *, is_by_content: bool = False) -> dict[str, JSON]:
-    """The bounds of a comparison: their source, words, advice and measured noise.
+    """Returns the bounds of a comparison: their source, words, advice and measured noise.
 
     ``is_by_content``: as in ``describe_bounds_advice``.
     """
@@ -58,7 +58,7 @@ def conflict_to_json(conflict: ReplicaConflict) -> dict[str, JSON]:
 
 
 def ledger_to_json(ledger: LedgerComparison) -> dict[str, JSON]:
-    """A ledger's fields, and its first difference in words besides its facts."""
+    """Returns a ledger's fields, and its first difference in words besides its facts."""
     difference = None if ledger.difference is None else describe_ledger(ledger)
     return {**dataclass_to_json(ledger), "difference": difference, "first_difference": to_json(ledger.difference)}
 
@@ -69,7 +69,7 @@ def bounded(name: str, items: Sequence[Item], convert: Callable[[Item], JSON] = 
 
 
 def metrics_to_json(metrics: MetricComparison) -> JSON:
-    """Compared metrics, bounded."""
+    """Returns compared metrics, bounded."""
     return {
         **bounded("steps", metrics.steps),
         **bounded("differences", metrics.differences, metric_to_json),
@@ -83,7 +83,7 @@ def metric_to_json(difference: MetricDifference) -> JSON:
 
 
 def tensors_to_json(tensors: TensorComparison) -> JSON:
-    """Compared tensors, bounded."""
+    """Returns compared tensors, bounded."""
     nearest = sorted((item for item in tensors.differences if not item.bit_equal), key=lambda item: item.margin)
     return {
         "level": tensors.level,
@@ -134,7 +134,7 @@ def _group(group: TensorGroup | None) -> JSON:
 
 
 def finding_to_json(finding: Finding) -> JSON:
-    """A finding's fields, its fact with its type, and it in words."""
+    """Returns a finding's fields, its fact with its type, and it in words."""
     return {
         **dataclass_to_json(finding),
         "fact": {"type": type(finding.fact).__name__, **dataclass_to_json(finding.fact)},
@@ -145,7 +145,7 @@ def finding_to_json(finding: Finding) -> JSON:
 
 
 def suspicion_to_json(suspicion: Suspicion) -> JSON:
-    """A suspicion's fields, and it in words."""
+    """Returns a suspicion's fields, and it in words."""
     return {**dataclass_to_json(suspicion), "text": describe_suspicion(suspicion)}
 
 

@@ -55,7 +55,7 @@ def plot_runs(run_dirs: Sequence[Path], metrics: Sequence[str] | None, output: P
 
 
 def _panel(metric: str, logs: Mapping[str, MetricLog], element: str) -> JSON:
-    """One metric of all runs."""
+    """Returns one metric of all runs."""
     curves: list[JSON] = [
         _curve(run, log, metric, colour=_COLOURS[number % len(_COLOURS)])
         for number, (run, log) in enumerate(logs.items())

@@ -1,4 +1,4 @@
-"""Results of ``mock-scheduler align``, ``compare`` and ``replicas`` as files of strict JSON.
+"""Writes results of ``mock-scheduler align``, ``compare`` and ``replicas`` as files of strict JSON.
 
 Contract: one object, ``format_version`` 3, and in it, by command,
 
@@ -62,7 +62,7 @@ def save_replicas(result: ReplicaResult, path: Path) -> None:
 
 
 def result_to_json(result: AlignmentResult, view: AlignmentView) -> dict[str, JSON]:
-    """The whole alignment run as JSON values."""
+    """Returns the whole alignment run as JSON values."""
     report = dataclass_to_json(replace(view, candidates=()))
     del report["candidates"]
     return {
@@ -81,7 +81,7 @@ def result_to_json(result: AlignmentResult, view: AlignmentView) -> dict[str, JS
 
 
 def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
-    """The whole comparison as JSON values."""
+    """Returns the whole comparison as JSON values."""
     recordings, tensors = result.recordings, result.verdict.tensors
     return {
         "format_version": FORMAT_VERSION,
@@ -95,7 +95,7 @@ def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
 
 
 def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
-    """The findings in one run as JSON values."""
+    """Returns the findings in one run as JSON values."""
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(result.exit_code),

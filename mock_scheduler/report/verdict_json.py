@@ -1,4 +1,4 @@
-"""One verdict with all its grounds, as values of strict JSON.
+"""Writes one verdict with all its grounds as values of strict JSON.
 
 Contract: numbers are numbers, but NaN and infinities, unknown to JSON, are the texts ``"nan"``, ``"inf"`` and
 ``"-inf"``. Every list of details has at most ``MAX_LISTED`` items, in the order of computation, and beside it stands
@@ -82,7 +82,7 @@ from mock_scheduler.verdict.wording.verdicts import describe_reason, describe_se
 
 
 def verdict_to_json(verdict: Verdict) -> dict[str, JSON]:
-    """The object of the module's docstring."""
+    """Returns the object of the module's docstring."""
     return {
         "verdict": verdict.kind.value,
         "exit_code": int(verdict.exit_code),
@@ -135,12 +135,12 @@ def localisation_to_json(found: Localisation | None) -> JSON:
 
 
 def consequence_to_json(found: Consequence | None) -> JSON:
-    """All fields of a consequence, and its ``text``."""
+    """Returns all fields of a consequence, and its ``text``."""
     return None if found is None else {**dataclass_to_json(found), "text": describe_consequence(found)}
 
 
 def _tagged(value: ReplicaConflict | ProofFacts | Reason) -> dict[str, JSON]:
-    """The name of a class, and its fields."""
+    """Returns the name of a class, and its fields."""
     fields = conflict_to_json(value) if isinstance(value, ReplicaConflict) else dataclass_to_json(value)
     return {"name": type(value).__name__, **fields}
 

@@ -20,7 +20,7 @@ from mock_scheduler.support.run_files import ALIGN_FILE, DOCTOR_FILE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderMarker:
-    """The marks of a command's own folder: a hidden file, or its result. ``text``: of the file."""
+    """Holds the marks of a command's own folder: a hidden file, or its result. ``text``: of the file."""
 
     command: str
     result_name: str
@@ -28,7 +28,7 @@ class FolderMarker:
 
     @property
     def name(self) -> str:
-        """The hidden file's name."""
+        """Returns the hidden file's name."""
         return f".{self.command.replace(' ', '-')}"
 
     def is_in(self, folder: Path) -> bool:

@@ -35,7 +35,7 @@ from mock_scheduler.trace.stated_steps import StatedSteps, load_stated_steps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """One finished run.
+    """Holds one finished run.
 
     Seconds are as the run measured them (``wall_s``, ``rollout_s``) and from the outside (``elapsed_s``: with the start
     of its processes). ``built`` counts built things, such as engines. ``batches``: the digest of the rollouts
@@ -153,7 +153,7 @@ def load_failure(output_dir: Path) -> RunFailure | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """The kind of a value: in words, and as a test."""
+    """Holds the kind of a value: in words, and as a test."""
 
     text: str
     is_valid: Callable[[object], bool]
@@ -226,7 +226,7 @@ _Section = TypeVar("_Section", bound=ConfigSection)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredConfig:
-    """The needed keys. ``tolerance``: the stated bounds of the run, if any. ``perturbation``: of its weights."""
+    """Holds the needed keys. ``tolerance``: the stated bounds of the run, if any. ``perturbation``: of its weights."""
 
     path: Path
     precision: str

@@ -44,7 +44,7 @@ _NUM_RUNS = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedInput:
-    """One side of ``mock-scheduler compare``.
+    """Holds one side of ``mock-scheduler compare``.
 
     ``name``: of its folder or file. ``level``: of its trace; ``None`` where it has none. ``run``: of a run only.
     """

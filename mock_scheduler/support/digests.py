@@ -1,4 +1,4 @@
-"""Canonical JSON, digests over it, and documents that carry their own digest.
+"""Computes canonical JSON, digests over it, and documents that carry their own digest.
 
 Contract: imports no torch; a change here changes the bytes of recordings and traces. A *sealed*
 document is a JSON object whose ``digest`` is the SHA-256 of the canonical JSON of all the rest. A recording's values
@@ -33,7 +33,7 @@ _NO_CHILDREN: tuple[()] = ()
 
 
 def canonical_json(value: JSON) -> str:
-    """The one ASCII text of a JSON value: sorted keys, no spaces, floats in full ``repr`` precision.
+    """Returns the one ASCII text of a JSON value: sorted keys, no spaces, floats in full ``repr`` precision.
 
     Raises ``ValueError`` where the value holds NaN or an infinity, ``TypeError`` where it is not JSON.
     """
@@ -133,7 +133,7 @@ def seal(document: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def open_sealed(text: str | bytes) -> dict[str, Any]:
-    """The sealed document, without its ``digest``, from its JSON in any layout.
+    """Returns the sealed document, without its ``digest``, from its JSON in any layout.
 
     Raises ``ValueError`` that goes on from the document's name: ``is not JSON: …``, ``is of type list, expected an
     object``, ``does not match its digest``.

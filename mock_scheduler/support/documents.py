@@ -68,7 +68,7 @@ class AsRow:
 
 
 class Document(Generic[T]):
-    """The stored form of one type; made once, beside the type."""
+    """Reads and writes the stored form of one type; made once, beside the type."""
 
     def __init__(self, kind: Any) -> None:  # noqa: ANN401 - a type, or an annotated one, which mypy takes for no type
         self._adapter: TypeAdapter[T] = TypeAdapter(kind)

@@ -38,12 +38,13 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | Path, *, inside: Path | None = None) -> int:
+def open_regular(path: str | Path, *, inside: Path | None = None, shown_path: str | None = None) -> int:
     """Opens a file to read, and gives its descriptor, for the caller to close.
 
     Args:
         path: of the file.
         inside: the folder that it must lie in, links followed; ``None``: the user named this file, wherever it leads.
+        shown_path: the path for messages; ``None``: ``path``.
 
     Raises:
         ForeignFileError: it is no regular file, or lies outside.
@@ -54,7 +55,7 @@ def open_regular(path: str | Path, *, inside: Path | None = None) -> int:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             kind = _KINDS.get(stat.S_IFMT(mode), "no file")
-            raise ForeignFileError(f"{path} is {kind}, where a regular file is expected: remove it")
+            raise ForeignFileError(f"{shown_path or path} is {kind}, where a regular file is expected: remove it")
     except BaseException:
         os.close(descriptor)
         raise

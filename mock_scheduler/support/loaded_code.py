@@ -39,7 +39,7 @@ _noted: dict[Path, str] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCode:
-    """The code of one process, or of all processes of a run; fields as in the module's docstring."""
+    """Holds the code of one process, or of all processes of a run; fields as in the module's docstring."""
 
     files: dict[str, str]
     changed_while_running: tuple[str, ...] = ()

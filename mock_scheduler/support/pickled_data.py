@@ -37,7 +37,7 @@ class UnlistedNameError(PickledDataError):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A global as the pickle writes it: its module, a dot, its own name."""
+    """Holds a global as the pickle writes it: its module, a dot, its own name."""
 
     text: str
 
@@ -134,7 +134,7 @@ _MARK = _Mark()
 
 @dataclass(slots=True)
 class _Machine:
-    """The stack and the memo of one pickle, with an entry for each of the closed list of opcodes."""
+    """Holds the stack and the memo of one pickle, with an entry for each of the closed list of opcodes."""
 
     names: frozenset[str]
     has_persistent_ids: bool

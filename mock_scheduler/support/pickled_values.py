@@ -81,7 +81,7 @@ Storages = Mapping[str, npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Jagged:
-    """A nested tensor as its rows, which differ in their first dimension."""
+    """Holds a nested tensor as its rows, which differ in their first dimension."""
 
     rows: tuple[torch.Tensor, ...]
 
@@ -211,7 +211,7 @@ class _Builder:
         return made, first + second + third
 
     def make_tensor(self, record: Record) -> tuple[torch.Tensor, int]:
-        """``_rebuild_tensor_v2`` and ``_v3``: storage, offset, size, strides, and of the latter the dtype."""
+        """Returns ``_rebuild_tensor_v2`` and ``_v3``: storage, offset, size, strides, and of the latter the dtype."""
         storage, offset, size, strides, *rest = record.arguments
         if isinstance(storage, Record):
             raise self._problem(
@@ -249,7 +249,7 @@ class _Builder:
         return whole.as_strided(sizes, steps, start), 1 + numel * dtype.itemsize
 
     def make_typed_tensor(self, record: Record) -> tuple[Any, int]:
-        """``_rebuild_from_type_v2``: a function, the tensor's class, the function's arguments, marks."""
+        """Returns ``_rebuild_from_type_v2``: a function, the tensor's class, the function's arguments, marks."""
         function, kind, arguments, _marks = record.arguments
         if kind not in (Name("torch.Tensor"), Name(f"{_NESTED}.NestedTensor")) or not isinstance(function, Name):
             raise self._problem("has a tensor of a class of its own; expected torch.Tensor")
@@ -267,7 +267,7 @@ class _Builder:
         return Jagged(torch.split(values, offsets.diff().tolist())), weight
 
     def make_nested(self, record: Record) -> tuple[Jagged, int]:
-        """``_rebuild_nested_tensor``: all bytes, and each row's size, strides and offset."""
+        """Returns ``_rebuild_nested_tensor``: all bytes, and each row's size, strides and offset."""
         (values, weight), *about = (self.build(argument) for argument in record.arguments)
         sizes, strides, offsets = (made.tolist() for made, _ in about)
         content = values.reshape(-1).view(torch.uint8).numpy() if len(values) else np.empty(0, dtype=np.uint8)
@@ -283,12 +283,12 @@ class _Builder:
         return self._shape_array(content, described, shape, "F" if is_fortran else "C")
 
     def make_array_of_buffer(self, record: Record) -> tuple[npt.NDArray[Any], int]:
-        """``_frombuffer``: content, dtype, shape, order."""
+        """Returns ``_frombuffer``: content, dtype, shape, order."""
         content, described, shape, order = record.arguments
         return self._shape_array(content, described, shape, order)
 
     def make_scalar(self, record: Record) -> tuple[Any, int]:
-        """One value of NumPy, as an array's element."""
+        """Returns one value of NumPy, as an array's element."""
         described, content = record.arguments
         array, weight = self._shape_array(content, described, (1,), "C")
         return array[0], weight
@@ -302,7 +302,7 @@ class _Builder:
         return array, 1 + (weight if dtype.kind == "O" else array.nbytes)
 
     def make_bytes(self, record: Record) -> tuple[bytes, int]:
-        """``_codecs.encode``, as which protocol 2 writes bytes."""
+        """Returns ``_codecs.encode``, as which protocol 2 writes bytes."""
         content = read_bytes(record)
         return content, len(content)
 

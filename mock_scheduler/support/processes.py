@@ -1,4 +1,4 @@
-"""The end of a run's processes: with the one that started them, on signals, and with an exit code.
+"""Ends a run's processes: with the one that started them, on signals, and with an exit code.
 
 Contract: standard library only, so every process of a run can import it first.
 """

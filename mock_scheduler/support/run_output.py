@@ -292,7 +292,7 @@ def _claim_error_file(path: Path, content: Mapping[str, Any], *, started_s: floa
 
 @dataclass(kw_only=True, slots=True)
 class Clock:
-    """Seconds by name, for one step and for the run."""
+    """Holds seconds by name, for one step and for the run."""
 
     step: dict[str, float] = field(default_factory=dict)
     total: dict[str, float] = field(default_factory=dict)
@@ -309,7 +309,7 @@ class Clock:
                 table[name] = table.get(name, 0.0) + elapsed_s
 
     def take(self) -> dict[str, float]:
-        """This step's seconds as metrics, and start the next step's."""
+        """Returns this step's seconds as metrics, and start the next step's."""
         metrics = {f"time/{name}": seconds for name, seconds in self.step.items()}
         self.step = {}
         return metrics

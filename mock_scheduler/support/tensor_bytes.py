@@ -19,7 +19,7 @@ from mock_scheduler.support.text import shorten
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``int32`` for ``torch.int32``."""
+    """Returns ``int32`` for ``torch.int32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -105,7 +105,7 @@ def shape_text(tensor: torch.Tensor) -> str:
 
 
 def compute_tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 (hex) of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
+    """Returns SHA-256 (hex) of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
     digest = hashlib.sha256(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
     digest.update(as_bytes(tensor).numpy().data)
     return digest.hexdigest()

@@ -34,17 +34,17 @@ class GuardedStream(io.TextIOBase):
 
     @property
     def rich_proxied_file(self) -> TextIO:
-        """The stream behind the guard; a rich console looks for it under this name and writes there."""
+        """Returns the stream behind the guard; a rich console looks for it under this name and writes there."""
         return self._stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # typeshed has a plain attribute
-        """The encoding of the other stream."""
+        """Returns the encoding of the other stream."""
         return self._stream.encoding or "utf-8"
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]  # as above
-        """The error handler of the other stream."""
+        """Returns the error handler of the other stream."""
         return self._stream.errors
 
     @property

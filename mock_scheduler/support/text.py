@@ -122,13 +122,23 @@ def count_of(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
+def on_one_line(text: object) -> str:
+    """Writes a text, or an error's, with a space for each stretch of white space in it."""
+    return " ".join(str(text).split())
+
+
+def in_words(name: str) -> str:
+    """Writes a name of the code as words: ``activation gradient`` for ``activation_gradient``."""
+    return name.replace("_", " ")
+
+
 def format_range(low: int, high: int) -> str:
-    """``3``, ``0..2``."""
+    """Returns ``3``, ``0..2``."""
     return str(low) if low == high else f"{low}..{high}"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``512 B``, ``1.4 KiB``, ``300 GiB``: up to three digits, units of 1024."""
+    """Returns ``512 B``, ``1.4 KiB``, ``300 GiB``: up to three digits, units of 1024."""
     for unit in _UNITS:
         if size_bytes < 1000 or unit == _UNITS[-1]:
             break

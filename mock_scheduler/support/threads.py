@@ -1,4 +1,4 @@
-"""Threads: writes beside the training loop, values of one process, and torch's own threads.
+"""Runs threads: writes beside the training loop, values of one process, and torch's own threads.
 
 A ``JobQueue`` runs jobs one at a time, in the order of their submission, and never loses one or its error.
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueTexts:
-    """The words of one queue's errors.
+    """Holds the words of one queue's errors.
 
     closed: the whole message of a call after ``close``. halted: begins the message of calls after a failure was raised.
     failed, skipped: begin the log lines of a job that failed, and of a job that is not run for that reason.
@@ -44,7 +44,7 @@ class QueueTexts:
 
 
 class _Worker:
-    """The thread of one process with its locks. ``slots`` bounds the jobs held."""
+    """Runs the thread of one process with its locks. ``slots`` bounds the jobs held."""
 
     def __init__(self, name: str, max_held: int) -> None:
         self.state_lock, self.run_lock = threading.Lock(), threading.Lock()
@@ -55,7 +55,7 @@ class _Worker:
 
 
 class JobQueue:
-    """A queue of jobs for one thread.
+    """Queues jobs for one thread.
 
     Args:
         name: of the thread.

@@ -64,12 +64,6 @@ def read_pickle_file(
         raise ForeignFileError(f"{path} {_explain(error)}") from error
 
 
-def is_torch_file(path: Path, *, inside: Path | None = None) -> bool:
-    """Says whether a file begins as an archive does."""
-    with open_foreign(path, inside=inside) as stream:
-        return stream.read(4) == b"PK\x03\x04"
-
-
 def _read(stream: BinaryIO, where: str, kept: Collection[str]) -> Any:  # noqa: ANN401 - data of any kind
     size_bytes = stream.seek(0, os.SEEK_END)
     try:

@@ -1,4 +1,4 @@
-"""The version and the place of this package, and the versions of the installed packages that take part in a run.
+"""Knows this package's version and place, and the versions of installed packages that take part in a run.
 
 Contract: standard library only, every room can read them; imports none of the packages.
 """
@@ -69,7 +69,7 @@ def installed_folders() -> tuple[str, ...]:
 
 
 def read_all_versions() -> dict[str, str]:
-    """The version of every installed distribution, by its name in lower case."""
+    """Returns the version of every installed distribution, by its name in lower case."""
     from importlib import metadata  # as above
 
     pairs = (_read_name_and_version(found) for found in metadata.distributions())

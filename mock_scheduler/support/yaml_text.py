@@ -1,4 +1,4 @@
-"""YAML of users and of received folders: plain values of bounded size, or an error naming file and line.
+"""Reads YAML of users and of received folders: plain values of bounded size, or an error naming file and line.
 
 A few lines of YAML can stand for a billion values: an alias repeats all that its anchor holds. So the text is walked
 once before anything is built: values behind aliases count each time, and nesting, sizes, repeated keys and tags are
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mock_scheduler.support.text import shorten
+from mock_scheduler.support.text import on_one_line, shorten
 
 #: The limits of one text: characters; values with aliases expanded, and the characters in them; levels of nesting.
 MAX_TEXT = 4 << 20
@@ -159,4 +159,4 @@ def _describe(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         return f"is not YAML: {line}{error.problem or error.context}"
-    return f"is not YAML: {' '.join(str(error).split())}"
+    return f"is not YAML: {on_one_line(error)}"

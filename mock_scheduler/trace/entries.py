@@ -1,4 +1,4 @@
-"""The parts of a trace: keys and their kinds, entries from probes to a sink, a rank's statements about a whole step.
+"""Defines the parts of a trace: keys and kinds, entries from probes to a sink, a rank's statements about a whole step.
 
 Contract: plain data without files. Token tensors: the first dimension is all tokens of the step's batch, row after row
 in the batch's canonical order, without padding; token t of row r has index ``offset[r] + t``. So neither padding,
@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 
 from mock_scheduler.config.instruments import LedgerKind, TraceKind
+from mock_scheduler.support.text import in_words
 from mock_scheduler.trace.shards import ShardSpec
 
 DimName = Literal["token", "slot", "head", "channel", "expert", "vocab", "row", "column"]
@@ -77,7 +78,7 @@ PHASES: Mapping[TraceKind, Phase] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceKey:
-    """One tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
+    """Names one tensor of a run. ``update`` counts the optimizer updates within the step, from 0.
 
     A tensor of a step rather than of an update (``STEP_KINDS``) has update 0.
     """
@@ -88,10 +89,10 @@ class TraceKey:
     name: str
 
     def describe(self) -> str:
-        """The key in words: ``gradient of output_layer.weight at step 0, update 0``."""
+        """Returns the key in words: ``gradient of output_layer.weight at step 0, update 0``."""
         if self.kind == "initial":
             return f"parameter of {self.name} before step {self.step}"
-        kind = "recomputation" if self.kind == "recomputed" else self.kind.replace("_", " ")
+        kind = "recomputation" if self.kind == "recomputed" else in_words(self.kind)
         return f"{kind} of {self.name} at step {self.step}, update {self.update}"
 
 
@@ -127,12 +128,12 @@ class RankPlace:
     coordinates: Mapping[str, int]
 
     def describe(self) -> str:
-        """``global rank 3 (tp1 pp0 dp1)``."""
+        """Returns ``global rank 3 (tp1 pp0 dp1)``."""
         axes = " ".join(f"{axis}{place}" for axis, place in self.coordinates.items())
         return f"global rank {self.global_rank}" + (f" ({axes})" if axes else "")
 
     def axes_apart(self, other: RankPlace) -> tuple[str, ...]:
-        """The axes on which the two ranks stand at different places."""
+        """Returns the axes on which the two ranks stand at different places."""
         return tuple(axis for axis, place in self.coordinates.items() if place != other.coordinates.get(axis))
 
 
@@ -147,7 +148,7 @@ def virtual_start(identity: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowTable:
-    """The rows of a step's batch in canonical order: identities as text, and tokens of each.
+    """Holds the rows of a step's batch in canonical order: identities as text, and tokens of each.
 
     starts: the place of each row's first token, by ``virtual_start``, where no rank knows the whole batch; each rank's
     table then has its own rows alone, in its own order. Empty: rows lie one after another.
@@ -164,17 +165,17 @@ class RowTable:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all rows."""
+        """Returns the tokens of all rows."""
         return sum(self.lengths)
 
     @property
     def num_places(self) -> int:
-        """The size of a token dimension."""
+        """Returns the size of a token dimension."""
         return VIRTUAL_TOKENS if self.starts else self.num_tokens
 
     @property
     def first_places(self) -> tuple[int, ...]:
-        """The place of each row's first token."""
+        """Returns the place of each row's first token."""
         return self.starts or tuple(accumulate(self.lengths, initial=0))[:-1]
 
     def find(self, token: int) -> tuple[int, int]:
@@ -196,7 +197,7 @@ class Unobserved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerCall:
-    """One call of a ledger, in order.
+    """Holds one call of a ledger, in order.
 
     operation: as ``all_reduce`` or ``bernoulli_``. group: the global ranks that take part; empty for random draws.
     dtype, num_elements: of the tensor that is sent or drawn.

@@ -145,7 +145,7 @@ def unflatten(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Rectangle:
-    """The elements of a tensor from ``origin`` on, ``sizes`` of them along each dimension."""
+    """Holds the elements of a tensor from ``origin`` on, ``sizes`` of them along each dimension."""
 
     origin: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Canonical names of parameters and modules: the same for every layout and for both layer implementations.
+"""Names parameters and modules canonically: the same for every layout and for both layer implementations.
 
 A canonical name is the one that Megatron's local layer implementation gives in one process. Pipeline stages number
 their layers from 0, wrappers add ``module.``, TransformerEngine fuses a norm into the linear layer following it,
@@ -44,7 +44,7 @@ _FUSED_NORMS = (
 def canonical_parameter_name(
     name: str, *, layer_offset: int = 0, expert_offset: int = 0, mtp_offset: int = 0, tied_output: bool = False
 ) -> str:
-    """The layout-independent name of the parameter a rank calls ``name``.
+    """Returns the layout-independent name of the parameter a rank calls ``name``.
 
     ``layer_offset``: global index of the first layer of the rank's chunk. ``expert_offset``: global index of the rank's
     first expert. ``mtp_offset``: global index of the chunk's first prediction module. ``tied_output``: the model shares

@@ -32,7 +32,7 @@ _PLURALS: Mapping[TraceKind, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaConflict:
-    """Two ranks holding different bits for the same elements of one tensor.
+    """Holds two ranks holding different bits for the same elements of one tensor.
 
     max_abs: the largest absolute difference; 0 where only the sign of a zero differs, nan or inf where one value is.
     """
@@ -45,11 +45,11 @@ class ReplicaConflict:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that tell the two ranks apart."""
+        """Returns the axes that tell the two ranks apart."""
         return self.first.axes_apart(self.second)
 
     def describe(self) -> str:
-        """One line: the tensor, the axes with both coordinates, the elements that differ, and when."""
+        """Returns one line: the tensor, the axes with both coordinates, the elements that differ, and when."""
         ranks = _name_pair(self.first, self.second)
         elements = "1 element" if self.num_elements == 1 else f"{self.num_elements} elements"
         update = f", update {self.key.update}" if self.key.update else ""
@@ -77,11 +77,11 @@ class SketchConflict:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that tell the two ranks apart."""
+        """Returns the axes that tell the two ranks apart."""
         return self.first.axes_apart(self.second)
 
     def describe(self) -> str:
-        """One line: the tensor, the axes with both coordinates, and by how much."""
+        """Returns one line: the tensor, the axes with both coordinates, and by how much."""
         if len(self.first_ranks) > 1 or len(self.second_ranks) > 1:
             sides = (self.first_ranks, self.second_ranks)
             ranks = " and ".join(f"global {'+'.join(map(str, side))}" for side in sides)

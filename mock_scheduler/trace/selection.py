@@ -45,7 +45,7 @@ class TraceSelection:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every name asked for with a selected kind."""
+        """Returns every name asked for with a selected kind."""
         return frozenset(self._answers)
 
     def wants(self, kind: TraceKind, name: str) -> bool:
@@ -110,7 +110,7 @@ def find_nearest_names(pattern: str, names: Collection[str]) -> tuple[str, ...]:
 
 
 def open_sink(config: TraceConfig, trace_dir: Path, *, step: int, place: RankPlace, world_size: int) -> TraceSink:
-    """Whole tensors for level ``full``, sketches for level ``sketch``.
+    """Returns whole tensors for level ``full``, sketches for level ``sketch``.
 
     Raises ``TraceError`` where this rank's step is traced already, and ``ValueError`` for level ``off``, since
     nothing is to be collected.
@@ -152,6 +152,6 @@ def check_patterns(selection: TraceSelection, ranks: RankGroup) -> None:
 
 
 def _gather(texts: Collection[str], ranks: RankGroup) -> frozenset[str]:
-    """The texts of all ranks."""
+    """Returns the texts of all ranks."""
     payloads = ranks.gather(json.dumps(sorted(texts)).encode())
     return frozenset(text for payload in payloads for text in json.loads(payload))

@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
-    """One rank's piece of the tensor ``name``.
+    """Holds one rank's piece of the tensor ``name``.
 
     ``splits``: ascending by dimension; a dimension without one is held whole. ``local_shape`` may be larger than the
     blocks cover (vocabulary padding): the rest belongs to no canonical element. ``flat_range`` are the elements of the
@@ -66,7 +66,7 @@ def whole(name: str, shape: tuple[int, ...]) -> ShardSpec:
 
 
 def even_split(dim: int, *, size: int, rank: int, num_ranks: int, num_parts: int = 1) -> tuple[Split, ...]:
-    """The share of one of ``num_ranks`` ranks of a dimension of ``size`` indices in the whole tensor.
+    """Returns the share of one of ``num_ranks`` ranks of a dimension of ``size`` indices in the whole tensor.
 
     ``num_parts``: the dimension is so many equal parts one after another (2: gate and up), each of them split evenly,
     and a rank's shares of them lie one after another. Nothing where there is one rank. ``size`` must be divisible.

@@ -45,7 +45,7 @@ class KindOfStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartReport:
-    """What a run started from.
+    """Holds what a run started from.
 
     source: the trace of the baseline; ``None``: the run's own state. step: the first observed one. num_updates: counted
     by the optimizer before it, after the start was set. num_padding_rows: of the vocabulary, by name of the parameter,
@@ -67,7 +67,7 @@ class StartReport:
         return sum(kind.num_set for kind in self.kinds.values())
 
     def describe(self) -> str:
-        """One sentence for the terminal."""
+        """Returns one sentence for the terminal."""
         return "; ".join([self._describe_state(), *self._describe_padding(), *self._describe_perturbation()]) + "."
 
     def _describe_state(self) -> str:

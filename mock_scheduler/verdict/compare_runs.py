@@ -117,7 +117,7 @@ def compare_runs(
     has_metrics: bool = True,
     on_key: OnKey | None = None,
 ) -> Verdict:
-    """The verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
+    """Returns the verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
 
     Unless kinds or names are chosen, gradients and parameters must be among the compared kinds.
 
@@ -205,7 +205,7 @@ def _drew_otherwise(verdict: Verdict) -> bool:
 
 
 def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:
-    """Forbidden differences of the contracts, then steps of one side and differing steps, in their order."""
+    """Returns forbidden differences of the contracts, then steps of one side and differing steps, in their order."""
     found = sorted(_list_evidence(differences), key=lambda item: item[0])
     return [
         Divergence(step=max(step, 0), update=None, kind="recording", name=name, evidence=evidence)
@@ -214,7 +214,7 @@ def _find_divergences(differences: RecordingDifferences) -> list[Divergence]:
 
 
 def _list_evidence(differences: RecordingDifferences) -> Iterator[tuple[tuple[int, int, str], Evidence]]:
-    """Each difference with its sort key."""
+    """Yields each difference with its sort key."""
     for field in differences.contract:
         if field.must_match:
             yield (-1, 0, field.name), field

@@ -28,7 +28,7 @@ from mock_scheduler.support.text import bullet_list
 def resolve_bounds(
     opened: tuple[OpenedInput, OpenedInput], stated: Sequence[str], noise: Sequence[Path] = ()
 ) -> Bounds:
-    """The bounds of a comparison.
+    """Returns the bounds of a comparison.
 
     ``stated``: ``name=value`` over the candidate's own ``align.tolerance``. ``noise``: one file of measured noise, or
     perturbed runs or traces of the baseline, from which it is measured. Raises ``ConfigError`` for a bound that is none

@@ -106,7 +106,7 @@ def find_unexercised(metrics: MetricComparison | None) -> Unexercised | None:
 
 
 def find_limits(tensors: TensorComparison) -> Limits:
-    """The limits of a comparison of tensors."""
+    """Returns the limits of a comparison of tensors."""
     return Limits(
         num_not_compared=len(tensors.not_compared),
         num_flipped_tokens=sum(item.num_flipped for item in tensors.flips),
@@ -138,7 +138,7 @@ class Unseen:
 
     @property
     def begins(self) -> AbsentSteps | None:
-        """The steps before the later one of two runs began; ``None`` where they begin together."""
+        """Returns the steps before the later one of two runs began; ``None`` where they begin together."""
         return next((item for item in self.steps if item.why == "before"), None)
 
 
@@ -208,7 +208,7 @@ def _share(part: int, total: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Causes:
-    """Possible causes of a divergence, and reasons to think less of it.
+    """Holds possible causes of a divergence, and reasons to think less of it.
 
     Args:
         conflict: Replicas of the candidate disagree.
@@ -224,7 +224,7 @@ class Causes:
 
 
 def find_causes(first: Divergence, tensors: TensorComparison) -> Causes:
-    """The causes of a first divergence, out of its comparison."""
+    """Returns the causes of a first divergence, out of its comparison."""
     conflicts = tensors.candidate_conflicts
     # Only an estimated bound leaves room for a decision that rounding turned.
     turned = [item for item in tensors.flipped_decisions if item.key.step <= first.step and first.is_estimate]

@@ -1,4 +1,4 @@
-"""From the differences of two runs to the direct verdict with its reason, all of it facts.
+"""Makes the direct verdict with its reason out of the differences of two runs, all of it facts.
 
 The first divergence is the earliest in the order of computation, as ``divergences`` says. Only an alignment has proofs
 beside the direct comparison; ``final_verdict`` promotes or demotes the direct verdict by them.
@@ -50,7 +50,7 @@ def decide(
     required: Collection[TraceKind] = JUDGED_KINDS,
     selection: Selection = EVERYTHING,
 ) -> Verdict:
-    """The verdict on two compared runs.
+    """Returns the verdict on two compared runs.
 
     Args:
         metrics: ``None`` where they were not asked for.
@@ -118,13 +118,13 @@ def full_dump_overrides(tensors: TensorComparison) -> tuple[str, ...]:
 
 
 def quote_text(text: str) -> str:
-    """A name as an element of a list in Hydra's grammar."""
+    """Returns a name as an element of a list in Hydra's grammar."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Evidence:
-    """The input of a verdict."""
+    """Holds the input of a verdict."""
 
     metrics: MetricComparison | None
     tensors: TensorComparison | None
@@ -134,7 +134,7 @@ class _Evidence:
     selection: Selection
 
     def judge(self, first: Divergence | None, divergences: Sequence[Divergence]) -> tuple[VerdictKind, Reason]:
-        """The verdict and its reason; ``first``: the first divergence beside mere choices of the traces."""
+        """Returns the verdict and its reason; ``first``: the first divergence beside mere choices of the traces."""
         other_data = self._find_other_data(divergences)
         if other_data is not None:
             return VerdictKind.INCOMPARABLE, OtherData(finding=other_data)
@@ -164,7 +164,7 @@ class _Evidence:
         return self._judge_equal()
 
     def _find_other_data(self, divergences: Sequence[Divergence]) -> Finding | None:
-        """The first row that only one of two runs with data of their own trained on, or whose inputs differ."""
+        """Returns the first row that only one of two runs with data of their own trained on, or whose inputs differ."""
         if self.tensors is None or not self.tensors.is_by_content:
             return None
         findings = (item.evidence for item in divergences)

@@ -1,4 +1,4 @@
-"""Everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
+"""Lists everything beyond its bound, in the order of computation: by step; then update by update, phase by phase.
 
 Once rounding has turned a decision (``expert_bias``), the two runs go on from parameters that are a whole step apart;
 once two precisions have stored an update, from parameters that each rounded in its own way. No bound was measured from
@@ -61,7 +61,7 @@ Evidence = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Before:
-    """The compared tensors before a divergence: how many, how many equal, how many no larger than noise."""
+    """Holds the compared tensors before a divergence: how many, how many equal, how many no larger than noise."""
 
     num_compared: int
     num_equal: int
@@ -70,7 +70,7 @@ class Before:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """One difference beyond its bound.
+    """Holds one difference beyond its bound.
 
     Args:
         update: ``None`` for metrics, calls and recordings.
@@ -103,18 +103,18 @@ class Divergence:
 
     @property
     def difference(self) -> TensorDifference | None:
-        """The figures of a shared tensor."""
+        """Returns the figures of a shared tensor."""
         return self.evidence if isinstance(self.evidence, TensorDifference) else None
 
     @property
     def worst(self) -> WorstElement | None:
-        """The element with the largest difference: its index, sample, token and ranks."""
+        """Returns the element with the largest difference: its index, sample, token and ranks."""
         figures = None if self.difference is None else self.difference.figures
         return None if figures is None else figures.worst
 
     @property
     def residual(self) -> Residual | None:
-        """The look of the difference."""
+        """Returns the look of the difference."""
         return self.own_residual if self.difference is None else self.difference.residual
 
     @property
@@ -124,14 +124,14 @@ class Divergence:
         return localities[0] if localities else None
 
     def __str__(self) -> str:
-        """``gradient of output_layer.weight at step 0, update 0``; ``metric pg_loss at step 3``."""
+        """Returns ``gradient of output_layer.weight at step 0, update 0``; ``metric pg_loss at step 3``."""
         if self.kind in TRACE_KINDS:
             return printable(_certain_key(self).describe())
         return printable(f"{self.kind} {self.name} at step {self.step}")
 
 
 def find_divergences(metrics: MetricComparison | None, tensors: TensorComparison | None) -> list[Divergence]:
-    """Everything beyond its bound, in the order of computation (see the module's docstring)."""
+    """Returns everything beyond its bound, in the order of computation (see the module's docstring)."""
     found: list[Divergence] = []
     last_update: dict[int, int] = {}
     if tensors is not None:
@@ -178,7 +178,7 @@ def _is_other_norm(item: Divergence) -> bool:
 
 
 def earlier(first: Divergence | None, law: Divergence) -> Divergence:
-    """The earlier one of a divergence and a tensor that breaks a law of the candidate's own run."""
+    """Returns the earlier one of a divergence and a tensor that breaks a law of the candidate's own run."""
     if first is None:
         return law
     key, own = _trace_key(first), _certain_key(law)
@@ -239,7 +239,7 @@ def _is_amount(item: Divergence) -> bool:
 
 
 def from_finding(finding: Finding) -> Divergence:
-    """A difference without a number."""
+    """Returns a difference without a number."""
     return Divergence(
         step=finding.step,
         update=finding.update,
@@ -266,7 +266,7 @@ def from_conflict(conflict: ReplicaConflict, residual: Residual | None = None) -
 
 
 def from_tensor(difference: TensorDifference) -> Divergence:
-    """A tensor beyond its tolerance."""
+    """Returns a tensor beyond its tolerance."""
     key = difference.key
     return Divergence(
         step=key.step,

@@ -45,7 +45,7 @@ from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, Outcome, Proof, V
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict on a candidate, with its proofs."""
+    """Returns the verdict on a candidate, with its proofs."""
     if evidence.direct.kind in WITHOUT_COMPARISON:
         return evidence.direct
     proofs = judge_proofs(evidence)
@@ -176,7 +176,7 @@ def _judge_precision(evidence: Evidence) -> Verdict:
 
 
 def _graver(evidence: Evidence) -> Verdict | None:
-    """The comparison with the reference in the candidate's order, where it shows more than the direct one."""
+    """Returns the comparison with the reference in the candidate's order, where it shows more than the direct one."""
     direct, emulated = evidence.direct, evidence.emulated
     if (
         emulated is None
@@ -205,7 +205,7 @@ def _breaks_invariant(item: Divergence | None) -> bool:
 
 
 def _find_fewer_bits(evidence: Evidence) -> FewerBits | None:
-    """The candidate's gradients as sums of coarser numbers than those of as many sums in the same order."""
+    """Returns the candidate's gradients as sums of coarser numbers than those of as many sums in the same order."""
     # A key, as of micro-batches, may make fewer sums of them, in the baseline's order too.
     is_as_many = evidence.is_same_order and not evidence.changes.keys
     verdict = evidence.direct if is_as_many else evidence.emulated
@@ -214,5 +214,5 @@ def _find_fewer_bits(evidence: Evidence) -> FewerBits | None:
 
 
 def _diverged(direct: Verdict, shown_by: Verdict, why: RefutedBy | ApartFromReference) -> Verdict:
-    """Diverged, with the first divergence of ``shown_by``."""
+    """Returns diverged, with the first divergence of ``shown_by``."""
     return replace(direct, kind=VerdictKind.DIVERGED, why=why, first=shown_by.first or direct.first)

@@ -1,4 +1,4 @@
-"""From the comparisons of a candidate to its proofs, strongest first.
+"""Makes a candidate's proofs out of its comparisons, strongest first.
 
 Contract: pure; the comparisons are there already. ``docs/architecture.md`` lists the places of a new kind
 of proof ("Where to change things").
@@ -44,7 +44,7 @@ _BY_KIND: dict[VerdictKind, Outcome] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """The runs and comparisons of a candidate whose run completed.
+    """Holds the runs and comparisons of a candidate whose run completed.
 
     Args:
         direct: Compared with the baseline, by noise or other bounds.
@@ -111,7 +111,7 @@ def is_settled(direct: Verdict) -> bool:
 
 
 def complete_ladder(verdict: Verdict) -> tuple[Proof, ...]:
-    """All proofs, strongest first, with a reason for each missing one."""
+    """Returns all proofs, strongest first, with a reason for each missing one."""
     cause = {
         VerdictKind.INCOMPARABLE: NotTriedCause.NOTHING_COMPARED,
         VerdictKind.UNVERIFIED: NotTriedCause.NOT_DETERMINISTIC,
@@ -224,6 +224,6 @@ def _proof(name: ProofName, outcome: Outcome, compared: Verdict, facts: ProofFac
 
 
 def _worst(tensors: TensorComparison | None) -> float:
-    """The largest relative difference of the judged tensors."""
+    """Returns the largest relative difference of the judged tensors."""
     differences = () if tensors is None else tensors.differences
     return max((item.relative for item in differences if item.is_judged), default=0.0)

@@ -51,7 +51,7 @@ def module_kind(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DifferingTensor:
-    """One differing tensor.
+    """Holds one differing tensor.
 
     Args:
         difference: The measured figures; ``None`` where nothing could be measured.
@@ -103,7 +103,7 @@ class GraftEndCause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraftEnd:
-    """The end of the grafts at the tensor ``key``, after ``num_runs`` runs; ``error``: of a failed run."""
+    """Holds the end of the grafts at the tensor ``key``, after ``num_runs`` runs; ``error``: of a failed run."""
 
     cause: GraftEndCause
     key: TraceKey
@@ -113,7 +113,7 @@ class GraftEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraftedModule:
-    """The finding of the grafts on one module.
+    """Holds the finding of the grafts on one module.
 
     Args:
         name: Canonical name.
@@ -138,7 +138,7 @@ class GraftedModule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Localisation:
-    """The beginning of a divergence, as narrowed down by further runs.
+    """Holds the beginning of a divergence, as narrowed down by further runs.
 
     Args:
         step, update, name: Of the first differing tensor, in execution order.
@@ -188,5 +188,5 @@ class Localisation:
 
     @property
     def kind(self) -> TraceKind:
-        """The kind of the first differing tensor."""
+        """Returns the kind of the first differing tensor."""
         return self.origin.key.kind

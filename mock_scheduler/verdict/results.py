@@ -1,4 +1,4 @@
-"""The results of ``mock-scheduler align``, ``compare`` and ``replicas``, as plain data for reports."""
+"""Holds the results of ``mock-scheduler align``, ``compare`` and ``replicas``, as plain data for reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mock_scheduler.verdict.verdict import Verdict, worst_exit_code
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateResult:
-    """One candidate of an alignment.
+    """Holds one candidate of an alignment.
 
     Args:
         overrides: Its own overrides of the baseline's configuration.
@@ -74,7 +74,7 @@ class AlignmentTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignmentResult:
-    """A whole alignment run.
+    """Holds a whole alignment run.
 
     Args:
         recording_dir: ``None`` where no recording is known, or it is no longer there.
@@ -93,7 +93,7 @@ class AlignmentResult:
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of the gravest verdict."""
+        """Returns the exit code of the gravest verdict."""
         return worst_exit_code(candidate.verdict.kind for candidate in self.candidates)
 
     @property
@@ -102,13 +102,13 @@ class AlignmentResult:
         return self.exit_code is ExitCode.ALIGNED
 
     def __str__(self) -> str:
-        """One line: ``lake: tp2 identical (emulated), pp2 diverged``."""
+        """Returns one line: ``lake: tp2 identical (emulated), pp2 diverged``."""
         return f"{self.config_name}: {', '.join(f'{item.name} {item.verdict.kind.value}' for item in self.candidates)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparisonResult:
-    """The result of ``mock-scheduler compare`` on runs, traces, metrics or recordings, the same on both sides.
+    """Holds the result of ``mock-scheduler compare`` on runs, traces, metrics or recordings, the same on both sides.
 
     ``recordings``: all differences of two recordings; ``verdict`` has the first.
     """
@@ -121,7 +121,7 @@ class ComparisonResult:
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of the verdict."""
+        """Returns the exit code of the verdict."""
         return self.verdict.exit_code
 
     @property
@@ -130,13 +130,13 @@ class ComparisonResult:
         return self.verdict.passes
 
     def __str__(self) -> str:
-        """One line: ``tp2 against baseline: diverged: first in ...``."""
+        """Returns one line: ``tp2 against baseline: diverged: first in ...``."""
         return f"{self.candidate.name} against {self.baseline.name}: {self.verdict}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaResult:
-    """The result of ``mock-scheduler replicas`` on one run.
+    """Holds the result of ``mock-scheduler replicas`` on one run.
 
     ``num_tensors``: that were read; ``num_copies``: by axis, copies of a tensor's elements that were compared with
     another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step that has them. ``unmatched``:

@@ -38,7 +38,7 @@ from mock_scheduler.verdict.reasons import NotTried, ProofName, Reason
 
 
 class VerdictKind(StrEnum):
-    """The relation of a candidate to its baseline."""
+    """Names the relation of a candidate to its baseline."""
 
     IDENTICAL = "identical"
     EMULATED = "identical (emulated)"
@@ -50,7 +50,7 @@ class VerdictKind(StrEnum):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of a command with this verdict."""
+        """Returns the exit code of a command with this verdict."""
         return _EXIT_CODES[self]
 
     @property
@@ -89,7 +89,7 @@ Outcome = Literal["proved", "refuted", "open", "not tried"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnChanges:
-    """All changes of a candidate with a chance to move a bit.
+    """Holds all changes of a candidate with a chance to move a bit.
 
     Args:
         keys: Configuration keys with values of its own.
@@ -148,7 +148,7 @@ class EqualInputsFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefereeFacts:
-    """The largest relative difference in float64 (``worst``) and in the runs' own precision (``worst_here``).
+    """Holds the largest relative difference in float64 (``worst``) and in the runs' own precision (``worst_here``).
 
     ``shrinking``: how many times smaller rounding is in float64. ``is_same_place``: both first differ in one tensor.
     """
@@ -164,7 +164,7 @@ ProofFacts = EqualityFacts | EmulationFacts | EqualInputsFacts | RefereeFacts | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """The finding of one proof.
+    """Holds the finding of one proof.
 
     Args:
         facts: Its own figures; the conflict of replicas, or the finding on a recomputation; why it was not tried.
@@ -185,7 +185,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The verdict on one candidate.
+    """Holds the verdict on one candidate.
 
     Args:
         kind: The relation of the candidate to its baseline.
@@ -215,7 +215,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of its kind."""
+        """Returns the exit code of its kind."""
         return self.kind.exit_code
 
     @property
@@ -228,7 +228,7 @@ class Verdict:
         return next((proof for proof in self.proofs if proof.name == name), None)
 
     def __str__(self) -> str:
-        """One line: ``diverged: first in gradient of output_layer.weight at step 0, update 0``."""
+        """Returns one line: ``diverged: first in gradient of output_layer.weight at step 0, update 0``."""
         if self.first is not None:
             return f"{self.kind.value}: first in {self.first}"
         compared = [] if self.metrics is None else [f"{len(self.metrics.differences):,} metrics"]

@@ -109,7 +109,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAdvantages:
-    """float64 ``[M]`` each, one number per response token of the batch, in its order.
+    """Holds float64 ``[M]`` each, one number per response token of the batch, in its order.
 
     returns: the source of the advantages. For ``gae`` advantage + value, the critic's target; for
     ``reinforce_plus_plus`` the discounted return of the token; for ``grpo`` and ``rloo`` the trajectory's reward.
@@ -161,7 +161,7 @@ def compute_rloo_advantages(
     taking_part: torch.Tensor | None = None,
     lone_survivor: LoneSurvivor = "reward",
 ) -> torch.Tensor:
-    """Leave-one-out advantages, float64 ``[N]``: R_i - mean of the other rewards of its group.
+    """Returns leave-one-out advantages, float64 ``[N]``: R_i - mean of the other rewards of its group.
 
     (RLOO, Ahmadian et al., arXiv 2402.14740.) A group of one trajectory has advantage 0. taking_part, lone_survivor:
     as ``rewards.normalize_rewards``.
@@ -276,14 +276,14 @@ def compute_token_rewards(inputs: AdvantageInputs, config: AdvantageConfig) -> t
 
 
 def _compute_reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
-    """G_t = r_t + gamma · G_{t+1} over the response tokens of a trajectory (REINFORCE++, arXiv 2501.03262)."""
+    """Returns G_t = r_t + gamma · G_{t+1} over the response tokens of a trajectory (REINFORCE++, arXiv 2501.03262)."""
     token_rewards = compute_token_rewards(inputs, config).numpy()
     returns = torch.from_numpy(discount_backwards(token_rewards, inputs.token_offsets.numpy(), config.gamma))
     return TokenAdvantages(advantages=returns, returns=returns)
 
 
 def _compute_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
-    """Generalised advantage estimation over the response tokens of a trajectory (arXiv 1506.02438, eq. 16).
+    """Computes generalised advantage estimation over a trajectory's response tokens (arXiv 1506.02438, eq. 16).
 
     δ_t = r_t + γ·V_{t+1} - V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next response token, over prompts,
     observations and rows. V and A are 0 after the last token, for a trajectory that was cut too: the critic is

@@ -58,12 +58,12 @@ def segment_ids(offsets: IntArray) -> IntArray:
 
 
 def segment_sums(values: FloatArray, offsets: IntArray) -> FloatArray:
-    """The sum of every segment, added from first to last; 0 for an empty one."""
+    """Returns the sum of every segment, added from first to last; 0 for an empty one."""
     return np.bincount(segment_ids(offsets), weights=values, minlength=len(offsets) - 1).astype(np.float64)
 
 
 def discount_backwards(values: FloatArray, offsets: IntArray, factor: float) -> FloatArray:
-    """y with y_t = x_t + factor · y_{t+1} inside every segment, and y_t = x_t for its last element.
+    """Returns y with y_t = x_t + factor · y_{t+1} inside every segment, and y_t = x_t for its last element.
 
     One step serves all segments that are long enough, so the work in Python grows with the longest one only.
     """

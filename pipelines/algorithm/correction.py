@@ -75,11 +75,11 @@ class BatchCorrector:
 
     @property
     def batch(self) -> RolloutBatch:
-        """The recorded batch."""
+        """Returns the recorded batch."""
         return self._tokens.batch
 
     def token_range(self, first: int, last: int) -> slice:
-        """The response tokens of trajectories ``first`` to ``last`` - 1."""
+        """Returns the response tokens of trajectories ``first`` to ``last`` - 1."""
         return self._tokens.token_range(first, last)
 
     def correct(

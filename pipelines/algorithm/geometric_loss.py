@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): one ratio per sequence, the mean of its tokens' in logs.
+"""Computes geometric-mean policy optimisation (GMPO, arXiv 2507.20673): one ratio per sequence, its tokens' log mean.
 
 Contract: as ``losses``, with its dataclasses, except that a line of ``[b, T]`` must be one whole sequence: neither
 packed nor shared among context-parallel ranks.
@@ -66,7 +66,7 @@ def _mean(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _sequence_weights(weights: torch.Tensor, tokens: KeptTokens, zero_weight_floor: float | None) -> torch.Tensor:
-    """The geometric mean of each line's weights, ``[b, 1]``."""
+    """Returns the geometric mean of each line's weights, ``[b, 1]``."""
     counts = tokens.kept if zero_weight_floor is not None else tokens.kept & (weights > 0)
     floored = weights + (zero_weight_floor or 0.0)
     mean = _mean(torch.where(counts, floored, 1.0).log(), counts).exp()

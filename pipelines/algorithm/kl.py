@@ -82,7 +82,7 @@ class AdaptiveKl:
             raise ValueError(f"KL controller: {'; '.join(problems)}")
 
     def update(self, *, measured_kl: float, num_samples: int) -> AdaptiveKl:
-        """The controller after a step.
+        """Returns the controller after a step.
 
         measured_kl: mean KL(policy ‖ reference) over the step's response tokens, in nats; num_samples: its
         trajectories. Raises ``ValueError`` for a KL that is not finite, since no coefficient would come back from it.

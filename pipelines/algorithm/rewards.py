@@ -16,7 +16,7 @@ STD_EPSILON = 1e-6
 
 
 def clip_rewards(rewards: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """Rewards of trajectories cut to [-limit, limit], in their own shape, as float64; ``None`` cuts nothing."""
+    """Returns rewards of trajectories cut to [-limit, limit], in their own shape, as float64; ``None`` cuts nothing."""
     rewards = rewards.double().cpu()
     return rewards if limit is None else rewards.clamp(-limit, limit)
 

@@ -34,7 +34,7 @@ from pipelines.config.schema import PipelineConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseScores:
-    """The models' scores of a batch's response tokens, float64 ``[M]`` in the batch's order.
+    """Holds the models' scores of a batch's response tokens, float64 ``[M]`` in the batch's order.
 
     old_logprobs is there where ``kl_in_reward.coef`` is above 0 or rollouts are corrected before the updates,
     ref_logprobs for the former, values for ``adv_estimator: gae``.
@@ -52,7 +52,7 @@ class ResponseScores:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingValues:
-    """A batch's values for training, one entry per response token, in its order.
+    """Holds a batch's values for training, one entry per response token, in its order.
 
     advantages, returns: float64 ``[M]``. weights: floating ``[M]``, importance weights; ``None`` for none. kept: bool
     ``[M]``, False at rejected tokens; ``None`` where nothing is rejected.

@@ -26,7 +26,7 @@ _Text = Callable[[int], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cells:
-    """All cells of a plan, one after another: ``values`` by field of ``MicroBatch``, ``[N]`` each.
+    """Holds all cells of a plan, one after another: ``values`` by field of ``MicroBatch``, ``[N]`` each.
 
     line_starts: the first cell of each line, rising. follows: bool ``[N]``, whether a cell is the next token of the row
     in the cell before, in the same line. offsets: the first cell of each micro-batch, and N.
@@ -40,7 +40,7 @@ class _Cells:
     offsets: _Array
 
     def name(self, cell: int) -> str:
-        """``micro-batch 3, line 0, column 17, row 5 (default/group 0/episode 0/env 5/turn 0)``."""
+        """Returns ``micro-batch 3, line 0, column 17, row 5 (default/group 0/episode 0/env 5/turn 0)``."""
         number = int(np.searchsorted(self.offsets, cell, side="right")) - 1
         micro_batch = self.plan.micro_batches[number]
         line, column = divmod(cell - int(self.offsets[number]), micro_batch.tokens.shape[1])
@@ -49,7 +49,7 @@ class _Cells:
         return f"micro-batch {micro_batch.index}, line {line}, column {column}, {known if row != -1 else 'padding'}"
 
     def problems(self, is_wrong: _Array, describe: _Text) -> list[str]:
-        """The first wrong cell of each row, described."""
+        """Returns the first wrong cell of each row, described."""
         wrong = np.flatnonzero(is_wrong)
         if len(wrong) == 0:
             return []

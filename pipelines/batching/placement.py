@@ -80,7 +80,7 @@ def _place_fixed(rows: Sequence[int], size: int, width: int) -> list[Placement]:
 
 
 def _place_dynamic(rows: Sequence[int], lengths: Sequence[int], padded: Sequence[int], budget: int) -> list[Placement]:
-    """The longest rows first (equal ones in their order), as many as fit with their padding; shapes differ."""
+    """Returns the longest rows first (equal ones in their order), as many as fit with their padding; shapes differ."""
     # sorted is stable, so rows of one length keep the batch's order.
     chunks: list[list[int]] = []
     for row in sorted(rows, key=lambda row: -lengths[row]):
@@ -181,7 +181,7 @@ def _check_rows(batch: RolloutBatch, dtype: torch.dtype) -> None:
 
 
 def _constant(batch: RolloutBatch, value: int, dtype: torch.dtype) -> torch.Tensor:
-    """One value for every response token."""
+    """Returns one value for every response token."""
     return torch.full((len(batch.rollout_logprobs),), value, dtype=dtype)
 
 

@@ -47,11 +47,11 @@ class MicroBatch:
     positions: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by its field's name."""
+        """Returns every tensor by its field's name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "index"}
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with every tensor on a device."""
+        """Returns the same with every tensor on a device."""
         return MicroBatch(index=self.index, **{name: value.to(device) for name, value in self.tensors().items()})
 
     @property
@@ -82,7 +82,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Update:
-    """The micro-batches of one optimizer update, in the order of its gradient sum; empty ones, if any, come last.
+    """Holds the micro-batches of one optimizer update, in the order of its gradient sum; empty ones, if any, come last.
 
     A data-parallel rank of dp computes the micro-batches at positions p with p mod dp = its rank: by position, not by
     ``MicroBatch.index``, since the indices of one update need not start at a multiple of dp.

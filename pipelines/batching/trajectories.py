@@ -16,7 +16,7 @@ from mock_scheduler.batch.versions import trajectory_index
 
 
 def trajectory_bounds(index: torch.Tensor) -> torch.Tensor:
-    """int64 ``[N + 1]``: the first row of each trajectory of ``trajectory_index``, and the number of rows."""
+    """Returns int64 ``[N + 1]``: the first row of each trajectory of ``trajectory_index``, and the number of rows."""
     is_new = torch.ones(len(index) + 1, dtype=torch.bool)
     is_new[1:-1] = index.diff() > 0
     return torch.nonzero(is_new).flatten()
@@ -27,7 +27,7 @@ MAX_LISTED_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryTable:
-    """N trajectories with K turns and M response tokens in all.
+    """Holds N trajectories with K turns and M response tokens in all.
 
     rewards: float64 ``[N]``, the sum of the stored rewards of a trajectory's rows. group_index: int64 ``[N]``, 0..G-1.
     turn_rewards: float64 ``[K]``. turn_offsets, token_offsets: int64 ``[N + 1]``, into turns and response tokens.

@@ -27,7 +27,7 @@ class RewardNormalizationConfig(ConfigSection):
 
 
 class CriticConfig(ConfigSection):
-    """The critic of ``adv_estimator: gae``: the policy's layers with a value head, in the same layout.
+    """Holds the critic of ``adv_estimator: gae``: the policy's layers with a value head, in the same layout.
 
     ``value_clip``: the loss is clipped where a value moves further from its value before the step; ``None`` does not
     clip. ``warmup_steps``: first steps, with training of the critic alone.

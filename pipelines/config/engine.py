@@ -23,7 +23,7 @@ class GeneratingArgs(ConfigSection):
 
 
 class EngineServerConfig(ConfigSection):
-    """The server of ``actor_infer.engine`` vllm or openai.
+    """Holds the server of ``actor_infer.engine`` vllm or openai.
 
     Keys of both: ``timeout_s``: how long a leader waits for one answer; ``retries``: how often it repeats a request
     whose connection fails, or that is answered with a status of 500 or above.

@@ -20,7 +20,7 @@ from pipelines.config.engine import GeneratingArgs
 
 
 class EnvManagerConfig(ConfigSection):
-    """The environments: ``num_env_groups`` groups, each of ``group_size`` environments with one seed.
+    """Holds the environments: ``num_env_groups`` groups, each of ``group_size`` environments with one seed.
 
     ``num_env_workers``: workers to step a replica's environments (``env_workers``); 0 steps them in its own process.
     """
@@ -66,7 +66,7 @@ def env_workers_problems(workers: EnvWorkersConfig, managers: Mapping[str, EnvMa
 
 
 class FrozenLakeEnvConfig(ConfigSection):
-    """Gymnasium's FrozenLake: a fixed map by name, or else random maps of ``size`` with frozen fraction ``p``.
+    """Holds Gymnasium's FrozenLake: a fixed map by name, or else random maps of ``size`` with frozen fraction ``p``.
 
     ``held_out_fraction``: the part of all maps, by their content, for validation alone and never for training; 0 makes
     no difference between the two.
@@ -98,7 +98,7 @@ class FrozenLakeEnvConfig(ConfigSection):
 
 
 class SokobanEnvConfig(ConfigSection):
-    """Seeded, solvable Sokoban puzzles on a board of ``size`` × ``size``, walls around it included.
+    """Holds seeded, solvable Sokoban puzzles on a board of ``size`` × ``size``, walls around it included.
 
     Rewards are gym-sokoban's: ``step_penalty`` for every turn, ``box_reward`` for a box that comes to a target, minus
     it for one that leaves it, ``solved_reward`` where all boxes are on targets; ``sparse_reward`` gives 1 for a solved
@@ -153,7 +153,7 @@ class ReasoningGymEnvConfig(ConfigSection):
 
 
 class TextArenaEnvConfig(ConfigSection):
-    """A game of textarena for one player. ``game``: its id there; ``game_config``: arguments of its own.
+    """Holds a game of textarena for one player. ``game``: its id there; ``game_config``: arguments of its own.
 
     ``system_prompt``, ``held_out_fraction``: as of reasoning-gym; episodes are held out by their first text, or by
     their seed where that text never differs.
@@ -171,7 +171,7 @@ class TextArenaEnvConfig(ConfigSection):
 
 
 class GymnasiumTextEnvConfig(ConfigSection):
-    """An environment of gymnasium with texts as observations and actions.
+    """Holds an environment of gymnasium with texts as observations and actions.
 
     ``env_id``: as ``gymnasium.make`` takes it, ``MODULE:NAME`` where a module of the user's registers it;
     ``env_kwargs``: its arguments. The others are as of ``TextArenaEnvConfig``.
@@ -237,7 +237,7 @@ EnvConfig: TypeAlias = Annotated[
 
 
 class CustomEnvConfig(ConfigSection):
-    """One tag of ``custom_envs``: the environment's type, its turn limit and its own settings (by its type)."""
+    """Holds one tag of ``custom_envs``: the environment's type, its turn limit and its own settings (by its type)."""
 
     env_type: Literal["frozen_lake", "sokoban", "reasoning_gym", "textarena", "gymnasium_text"] = "frozen_lake"
     max_steps: PositiveInt = 10

@@ -1,4 +1,4 @@
-"""The ``model`` section: the policy, as fields of Megatron's ``TransformerConfig`` and ``GPTModel``; no torch."""
+"""Has the ``model`` section: the policy, as fields of Megatron's ``TransformerConfig`` and ``GPTModel``; no torch."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ class ModelConfig(ConfigSection):
 
     @property
     def head_size(self) -> int:
-        """Elements of one head."""
+        """Returns elements of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP; unset, four times the hidden size."""
+        """Returns the inner width of the MLP; unset, four times the hidden size."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def expert_ffn_size(self) -> int:
-        """Inner width of one expert; unset, the MLP's."""
+        """Returns the inner width of one expert; unset, the MLP's."""
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property

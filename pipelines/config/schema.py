@@ -79,7 +79,7 @@ _HEAD_BYTES, _ROW_BYTES, _TOKEN_BYTES = 16 * 2**20, 4096, 64
 
 
 class PipelineConfig(ConfigSection):
-    """One run of the agentic pipeline; each key, or its section, states its consequences."""
+    """Holds one run of the agentic pipeline; each key, or its section, states its consequences."""
 
     exp_name: Annotated[FileName, Decides.LABEL]
     seed: Annotated[NonNegativeInt, _BATCHES] = 42
@@ -155,7 +155,7 @@ class PipelineConfig(ConfigSection):
 
     @property
     def tags_in_use(self) -> list[str]:
-        """The tags of training and validation, each once, sorted."""
+        """Returns the tags of training and validation, each once, sorted."""
         return sorted({*self.train_env_manager.tags, *self.val_env_manager.tags})
 
     def env_manager(self, mode: Mode) -> EnvManagerConfig:
@@ -163,7 +163,7 @@ class PipelineConfig(ConfigSection):
         return self.train_env_manager if mode == "train" else self.val_env_manager
 
     def batch_size(self, mode: Mode) -> int:
-        """Trajectories of one batch of training or of validation."""
+        """Returns trajectories of one batch of training or of validation."""
         return self.rollout_batch_size if mode == "train" else self.val_batch_size
 
     def sampling(self, mode: Mode) -> GeneratingArgs:
@@ -172,7 +172,7 @@ class PipelineConfig(ConfigSection):
 
     @property
     def max_request_bytes(self) -> int:
-        """The longest body that a training service of this configuration reads."""
+        """Returns the longest body that a training service of this configuration reads."""
         own = self.training_service.max_request_bytes
         turns = max(env.max_steps for env in self.custom_envs.values()) if self.rollout_form == "step" else 1
         # Routed experts may come with each token, in int32 at most.
@@ -182,7 +182,7 @@ class PipelineConfig(ConfigSection):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of one rollout step."""
+        """Counts optimizer updates of one rollout step."""
         return self.ppo_epochs * (self.rollout_batch_size // self.training.global_batch_size)
 
     @property
@@ -200,7 +200,7 @@ class PipelineConfig(ConfigSection):
         return self.training.lr_decay_iters or max(num_steps, 1) * self.updates_per_step
 
     def sft_rate(self, update: int) -> float:
-        """The learning rate of an update of the supervised start, from 0."""
+        """Returns the learning rate of an update of the supervised start, from 0."""
         num_updates = self.sft.steps * (self.rollout_batch_size // self.training.global_batch_size)
         return self.sft.lr + (self.training.lr - self.sft.lr) * update / num_updates
 
@@ -389,7 +389,7 @@ class PipelineConfig(ConfigSection):
         return self
 
     def _workload(self) -> Workload:
-        """The facts for a layout's rules."""
+        """Returns the facts for a layout's rules."""
         training = self.training
         together = training.recompute_num_layers if training.recompute_granularity == "full" else None
         is_uniform = training.recompute_method == "uniform"

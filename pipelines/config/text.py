@@ -1,4 +1,4 @@
-"""The ``text`` section: the tokenizer of rollouts in text, and their rules; imports no torch."""
+"""Has the ``text`` section: the tokenizer of rollouts in text, and their rules; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.config.model import ModelConfig
 
 
 class TextConfig(ConfigSection):
-    """Rollouts of text. ``tokenizer``: the folder of a Hugging Face tokenizer; unset, ``model.hf_checkpoint``.
+    """Holds rollouts of text. ``tokenizer``: the folder of a Hugging Face tokenizer; unset, ``model.hf_checkpoint``.
 
     ``on_template_break``: a chat template that changes tokens of earlier turns is an error, or ends the episode,
     truncated, behind the last turn that it left as it was.

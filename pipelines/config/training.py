@@ -1,4 +1,4 @@
-"""The sections ``training`` (by Megatron's names), ``checkpoint_config`` and ``training_service``; imports no torch."""
+"""Has the sections ``training`` (Megatron's names), ``checkpoint_config``, ``training_service``; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOSS_VALUES = 3
 
 
 class TrainingConfig(ConfigSection):
-    """Batching, computation options, optimizer and schedule; batch sizes count trajectories.
+    """Holds batching, computation options, optimizer and schedule; batch sizes count trajectories.
 
     ``batching``: ``fixed`` makes micro-batches of ``micro_batch_size`` rows; ``dynamic`` of as many rows as fit into
     ``max_tokens_per_micro_batch``, padding included. ``sequence_packing`` puts rows one after another into lines of
@@ -98,7 +98,7 @@ class TrainingConfig(ConfigSection):
 
 
 class SftConfig(ConfigSection):
-    """A supervised start: the first ``steps`` steps of the run train on the environments' own answers.
+    """Holds a supervised start: the first ``steps`` steps of the run train on the environments' own answers.
 
     The loss of a step is the mean of -log p over the tokens of its answers; its rows are ``rollout_batch_size`` other
     questions of ``train_env_manager.tags``, recorded and replayed as any rollout. ``lr``: of the first update; it moves
@@ -157,7 +157,7 @@ def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequ
 
 
 class TrainingServiceConfig(ConfigSection):
-    """Training in another process, behind HTTP.
+    """Holds training in another process, behind HTTP.
 
     Keys of the client: ``url``: the address of a service, as ``http://127.0.0.1:8300``; ``null``: this run trains
     itself. ``service_file``: the service's ``service.json``; ``null``: that in ``output_dir``. ``token_variable``: in

@@ -19,7 +19,7 @@ from pipelines.megatron.process_of_rank import Runtime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DebugDump:
-    """The dumps of a run: by ``debug``, by the variables of NexRL's trainer mode, by both or by neither."""
+    """Holds the dumps of a run: by ``debug``, by the variables of NexRL's trainer mode, by both or by neither."""
 
     config: PipelineConfig
     trainer: TrainerDump | None

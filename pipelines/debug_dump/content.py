@@ -62,7 +62,7 @@ def batch_inputs(own: OwnBatch) -> Content:
 
 
 def forward_content(outputs: Mapping[str, torch.Tensor], micro_batch: MicroBatch) -> Content:
-    """outputs: ``logprobs`` and ``entropy`` of the policy under training, ``[b, s]``."""
+    """Returns outputs: ``logprobs`` and ``entropy`` of the policy under training, ``[b, s]``."""
     return {
         "log_probs": outputs["logprobs"],
         "entropy": outputs["entropy"],
@@ -126,7 +126,7 @@ Part = Mapping[str, torch.Tensor]
 
 
 def response_part(micro_batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Part:
-    """values: ``[b, s]`` on the host, of each column's target."""
+    """Returns values: ``[b, s]`` on the host, of each column's target."""
     mask = micro_batch.response_mask.cpu()
     places = {
         "rows": micro_batch.row_ids.cpu()[mask],
@@ -161,7 +161,7 @@ class ResponseValues:
 
 
 def old_logprobs_content(batch: RolloutBatch, old_logprobs: torch.Tensor) -> Content:
-    """The file of the trainer's log-probabilities before the step: ``[B, T]``, rows padded on the right with 0.
+    """Returns the file of the trainer's log-probabilities before the step: ``[B, T]``, rows padded on the right with 0.
 
     old_logprobs: floating ``[R]``. ``positions`` are the tokens' own: column t has the value of token t.
     """

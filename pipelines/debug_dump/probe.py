@@ -172,7 +172,7 @@ class DebugProbe(TrainingProbe):
         )
 
     def _own_part(self) -> bytes:
-        """This rank's scores and advantages, with the places of their tokens."""
+        """Returns this rank's scores and advantages, with the places of their tokens."""
         parts = []
         for index, own in self._owned.items():
             values = {"old_logprobs": self._scores[index], "advantages": self._advantages[index]}

@@ -1,4 +1,4 @@
-"""The interfaces between the rollout scheduler, a run's tokenizer and an environment: tokens in, tokens out."""
+"""Defines the interfaces between the rollout scheduler, a run's tokenizer and an environment: tokens in, tokens out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResetRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetResult:
-    """The start of an episode. ``observation``: the first prompt's tokens, which end with the query.
+    """Holds the start of an episode. ``observation``: the first prompt's tokens, which end with the query.
 
     ``optimal_length``: actions of the shortest successful episode, -1 where not known (slippery ice).
     ``layout_digest``: stands for the episode's first board (see ``compute_layout_digest``).
@@ -44,7 +44,7 @@ class ResetResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The answer to one turn. ``observation``: the next tokens for the policy, ending with the query.
+    """Holds the answer to one turn. ``observation``: the next tokens for the policy, ending with the query.
 
     ``is_valid``: the turn named an action, or a text that ended by itself; ``is_success``: this turn reached the goal,
     or solved the puzzle.
@@ -73,17 +73,17 @@ class Tokenizer(Protocol):
 
     @property
     def vocabulary(self) -> Sequence[str]:
-        """Every token's text, by id."""
+        """Returns every token's text, by id."""
         ...
 
     @property
     def display_texts(self) -> Sequence[str]:
-        """Every token for human eyes, by id."""
+        """Returns every token for human eyes, by id."""
         ...
 
     @property
     def action_ids(self) -> list[int]:
-        """The tokens that name actions."""
+        """Returns the tokens that name actions."""
         ...
 
     def ends_turn(self, token: int) -> bool:

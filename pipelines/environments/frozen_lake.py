@@ -1,4 +1,4 @@
-"""Gymnasium's FrozenLake with its board as text.
+"""Plays Gymnasium's FrozenLake with its board as text.
 
 Glyphs: ``P`` player, ``_`` frozen or start, ``O`` hole, ``G`` goal, ``X`` player in a hole, ``√`` player on the goal.
 Reward 1 on reaching the goal; a turn without an action costs ``format_penalty`` and nothing else. The episode ends in
@@ -40,7 +40,7 @@ class _Lake(Protocol):
 
 
 class FrozenLakeEnv(GridEnv):
-    """One FrozenLake: the named map, or a random one for each episode's seed.
+    """Plays one FrozenLake: the named map, or a random one for each episode's seed.
 
     Raises ``ConfigError`` for a split without layouts.
     """
@@ -64,7 +64,7 @@ class FrozenLakeEnv(GridEnv):
 
     @property
     def invalid_reward(self) -> float:
-        """The penalty alone: nothing moves."""
+        """Returns the penalty alone: nothing moves."""
         return self._settings.format_penalty
 
     def close(self) -> None:

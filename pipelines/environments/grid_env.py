@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """The result of one action of the game."""
+    """Holds the result of one action of the game."""
 
     reward: float
     terminated: bool
@@ -68,7 +68,7 @@ class GridEnv(gymnasium.Env[str, int]):
     @property
     @abstractmethod
     def invalid_reward(self) -> float:
-        """The reward of a turn without an action."""
+        """Returns the reward of a turn without an action."""
 
     @abstractmethod
     def _start(self, seed: int) -> int:

@@ -24,7 +24,7 @@ PAD_ID = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridTokenizer:
-    """Tokens for boards of up to ``num_cells`` cells with the given glyphs and actions."""
+    """Holds tokens for boards of up to ``num_cells`` cells with the given glyphs and actions."""
 
     num_cells: int
     glyphs: str
@@ -32,14 +32,14 @@ class GridTokenizer:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token's text, by id."""
+        """Returns every token's text, by id."""
         queries = (f"<act@{cell}>" for cell in range(self.num_cells))
         cells = (f"{cell}:{glyph}" for cell in range(self.num_cells) for glyph in self.glyphs)
         return ("<pad>", "<bos>", *self.actions, *queries, *cells)
 
     @property
     def display_texts(self) -> tuple[str, ...]:
-        """Every token for human eyes, by id: joined, an episode's tokens draw its square boards row by row."""
+        """Returns every token for human eyes, by id: joined, an episode's tokens draw its square boards row by row."""
         width = math.isqrt(self.num_cells)
         queries = ("" for _ in range(self.num_cells))
         cells = (
@@ -56,7 +56,7 @@ class GridTokenizer:
 
     @property
     def source(self) -> str:
-        """The ids follow from boards and actions."""
+        """Returns the ids follow from boards and actions."""
         return "environments"
 
     @property
@@ -66,7 +66,7 @@ class GridTokenizer:
 
     @property
     def action_ids(self) -> list[int]:
-        """The tokens that name actions."""
+        """Returns the tokens that name actions."""
         return list(range(2, 2 + len(self.actions)))
 
     @property
@@ -104,7 +104,7 @@ class GridTokenizer:
 
 
 class GridTokenEnvironment:
-    """A grid environment of gymnasium's as a token environment: boards become tokens, and tokens actions.
+    """Makes gymnasium's grid environment a token environment: boards become tokens, and tokens actions.
 
     ``env``: observes its board as text and takes ``len(tokenizer.actions)`` for an answer without an action.
     ``player_glyphs``: one of them is on every board, on the player's cell.

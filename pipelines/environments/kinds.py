@@ -17,7 +17,7 @@ _NAMED_MAP_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentKind:
-    """One ``env_type``. ``entry_point``: module and class, as gymnasium imports them.
+    """Holds one ``env_type``. ``entry_point``: module and class, as gymnasium imports them.
 
     ``glyphs``: all contents of a cell; ``player_glyphs``: the ones among them that show the player's cell.
     ``board_size``: from the settings to the cells along one side of the board that the tokens show.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 
 from mock_scheduler.errors import ConfigError, SchedulerError
+from mock_scheduler.support.text import on_one_line
 from mock_scheduler.support.versions import ROOT
 from pipelines.config.schema import PipelineConfig
 
@@ -64,7 +65,7 @@ def connect(config: PipelineConfig, environ: Mapping[str, str]) -> None:
     except (RuntimeError, OSError, ray.exceptions.RayError) as error:
         raise ConfigError(
             f"env_workers.address: the Ray cluster at {address} takes no run of Ray {ray.__version__} and Python "
-            f"{'.'.join(map(str, sys.version_info[:3]))}: {' '.join(str(error).split())}"
+            f"{'.'.join(map(str, sys.version_info[:3]))}: {on_one_line(error)}"
         ) from error
     if threading.current_thread() is threading.main_thread():
         # Ray would end the run with exit code 15, which names no signal to whoever waits for it.

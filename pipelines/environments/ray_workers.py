@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from mock_scheduler.errors import ConfigError, SchedulerError
+from mock_scheduler.support.text import on_one_line
 from pipelines.config.environments import CustomEnvConfig, EnvWorkersConfig
 from pipelines.environments.base import ResetRequest, ResetResult, StepResult, Tokenizer
 from pipelines.environments.ray_actor import EnvironmentActor, read_identity
@@ -47,7 +48,7 @@ class _Played:
 
 
 class RayWorker:
-    """Environments in an actor, and the episodes that go on in it."""
+    """Plays environments in an actor, and the episodes that go on in it."""
 
     def __init__(
         self, custom_envs: Mapping[str, CustomEnvConfig], tokenizer: Tokenizer, *, settings: EnvWorkersConfig
@@ -92,7 +93,7 @@ class RayWorker:
                 check_goes_on()
                 deaths += is_given
                 failed_starts += not is_given
-                self._end = f"{self._where} died: {' '.join(str(error).split())}"
+                self._end = f"{self._where} died: {on_one_line(error)}"
                 if error.actor_init_failed or deaths == _MAX_DEATHS or failed_starts == _MAX_FAILED_STARTS:
                     raise EOFError from error
                 reason = str(error).partition("\n")[0].rstrip(".")

@@ -27,7 +27,7 @@ Kind = Literal["prompt", "observation", "reward", "termination", "turns"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeDifference:
-    """The first difference of a trajectory, in the row named by ``identity``.
+    """Holds the first difference of a trajectory, in the row named by ``identity``.
 
     ``turn``: the turn with a differing answer; ``None`` in the first prompt. ``position``: of the token in the row;
     ``None`` where no token differs. ``kind`` ``turns``: the row's turns contradict its tokens.
@@ -41,7 +41,7 @@ class EpisodeDifference:
     replayed: str
 
     def describe(self) -> str:
-        """``default/group 0/episode 0/env 1/turn 0: reward of turn 2: recorded 1.0, replayed 0.0``."""
+        """Returns ``default/group 0/episode 0/env 1/turn 0: reward of turn 2: recorded 1.0, replayed 0.0``."""
         turn = "" if self.turn is None else f" of turn {self.turn}"
         token = "" if self.position is None else f" at token {self.position}"
         return f"{self.identity}: {self.kind}{turn}{token}: recorded {self.recorded}, replayed {self.replayed}"
@@ -49,7 +49,7 @@ class EpisodeDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeComparison:
-    """The comparison of one trajectory; ``num_tokens``: its environment's tokens, each counted once."""
+    """Holds the comparison of one trajectory; ``num_tokens``: its environment's tokens, each counted once."""
 
     num_rows: int
     num_turns: int

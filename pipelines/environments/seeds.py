@@ -24,12 +24,12 @@ def _digest(seed: int, names: tuple[str | int, ...]) -> bytes:
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A seed in [0, 2**31) for the stream of that name; gymnasium and NumPy take it."""
+    """Returns a seed in [0, 2**31) for the stream of that name; gymnasium and NumPy take it."""
     return int.from_bytes(_digest(seed, names)[:4], "little") >> 1
 
 
 def derive_uniform(seed: int, *names: str | int) -> float:
-    """One number in [0, 1) with 53 random bits, fixed by its name."""
+    """Returns one number in [0, 1) with 53 random bits, fixed by its name."""
     return (int.from_bytes(_digest(seed, names)[:8], "little") >> 11) * 2.0**-53
 
 

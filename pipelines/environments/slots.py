@@ -29,14 +29,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetCall:
-    """A call to start these episodes, in this order."""
+    """Holds a call to start these episodes, in this order."""
 
     requests: Sequence[ResetRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCall:
-    """A call to take these turns, each a slot and its sampled tokens, in this order."""
+    """Holds a call to take these turns, each a slot and its sampled tokens, in this order."""
 
     turns: Sequence[tuple[int, Sequence[int]]]
 

@@ -1,4 +1,4 @@
-"""Sokoban with its board as text: push every box onto a target.
+"""Plays Sokoban with its board as text: push every box onto a target.
 
 Glyphs: ``#`` wall, ``_`` floor, ``O`` target, ``√`` box on a target, ``X`` box, ``P`` player, ``S`` player on a
 target. A move into a wall, or against a box that cannot move, changes nothing and is a valid turn. Rewards are
@@ -40,7 +40,7 @@ _MAX_STATES = 50_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Puzzle:
-    """A board of ``size`` × ``size`` cells, numbered row by row: sets of cells, and the player's cell.
+    """Holds a board of ``size`` × ``size`` cells, numbered row by row: sets of cells, and the player's cell.
 
     ``optimal_length``: moves of the shortest solution.
     """
@@ -220,7 +220,7 @@ class SokobanEnv(GridEnv):
 
     @property
     def invalid_reward(self) -> float:
-        """The reward of a turn without a move, with the penalty."""
+        """Returns the reward of a turn without a move, with the penalty."""
         return self._turn_reward + self._settings.format_penalty
 
     @property

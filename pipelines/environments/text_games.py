@@ -33,7 +33,7 @@ GameSettings = TextArenaEnvConfig | GymnasiumTextEnvConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GameTurn:
-    """A game's answer to one text. ``is_cut``: it ended by a limit of its own."""
+    """Holds a game's answer to one text. ``is_cut``: it ended by a limit of its own."""
 
     text: str
     reward: float
@@ -43,7 +43,7 @@ class GameTurn:
 
 
 class Game(Protocol):
-    """A game for one player, an episode at a time."""
+    """Plays a game for one player, an episode at a time."""
 
     def start(self, seed: int) -> str:
         """Begins an episode; returns the first text."""

@@ -65,7 +65,7 @@ class TemplateBreak(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedTokenizer:
-    """A tokenizer in this process. ``end_ids``: the tokens that end a turn."""
+    """Holds a tokenizer in this process. ``end_ids``: the tokens that end a turn."""
 
     tokenizer: ChatTokenizer
     end_ids: frozenset[int]
@@ -134,12 +134,12 @@ class TextTokenizer:
 
     @property
     def source(self) -> str:
-        """The ids follow from the tokenizer's files."""
+        """Returns the ids follow from the tokenizer's files."""
         return "tokenizer"
 
     @property
     def vocabulary(self) -> list[str]:
-        """Every token as the tokenizer's file names it, by id."""
+        """Returns every token as the tokenizer's file names it, by id."""
         tokenizer = self.load().tokenizer
         return [text or "" for text in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
 
@@ -247,7 +247,7 @@ class TextAnswer:
 
 
 class TextEnvironment(Protocol):
-    """An environment that reads and writes text, an episode at a time."""
+    """Reads and writes text, an episode at a time."""
 
     def reset(self, seed: int) -> list[Message]:
         """Starts an episode; the same seed gives the same first messages."""
@@ -263,7 +263,7 @@ class TextEnvironment(Protocol):
 
 
 class TextTokenEnvironment:
-    """A text environment as a token environment.
+    """Makes a text environment a token environment.
 
     A turn without an end token was cut, by ``max_new_tokens`` or the sequence's end: it is judged as it stands, counts
     as invalid, and an episode that it ends is truncated.

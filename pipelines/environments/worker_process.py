@@ -1,4 +1,4 @@
-"""Entry of one worker process: ``python -m pipelines.environments.worker_process FD``.
+"""Runs one worker process: ``python -m pipelines.environments.worker_process FD``.
 
 ``FD`` is its end of a pipe: first come the environments' settings and the tokenizer, then calls, one answer each; the
 process ends when the other end is closed. It ends with its parent too, if that asks for it (``PARENT_VARIABLE``).

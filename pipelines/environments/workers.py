@@ -58,7 +58,7 @@ class Worker(Protocol):
 
 
 class _LocalWorker:
-    """The environments in this process."""
+    """Plays the environments in this process."""
 
     def __init__(self, slots: EnvironmentSlots) -> None:
         self._slots = slots
@@ -69,7 +69,7 @@ class _LocalWorker:
         self._answer = self._slots.answer(call)
 
     def receive(self) -> Answer:
-        """The answer to the last call."""
+        """Returns the answer to the last call."""
         return self._answer
 
     def hang_up(self) -> None:
@@ -152,7 +152,7 @@ StartWorker = Callable[[Mapping[str, CustomEnvConfig], Tokenizer], Worker]
 
 
 class EnvironmentPool:
-    """Environments of every tag in ``custom_envs``, by slot, built on first use and kept.
+    """Keeps environments of every tag in ``custom_envs``, by slot, built on first use.
 
     ``num_workers``: workers to step them at the same time; 0 steps them in this process.
     ``start``: starts a worker; unset, a process of this machine.
@@ -181,7 +181,7 @@ class EnvironmentPool:
 
     @property
     def num_built(self) -> int:
-        """Environments built so far: one for each slot, tag and split in use."""
+        """Counts environments built so far: one for each slot, tag and split in use."""
         return len(self._built)
 
     @property

@@ -38,7 +38,7 @@ class LossOutput(Protocol):
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum over response tokens, with graph."""
+        """Returns the sum over response tokens, with graph."""
         ...
 
     @property
@@ -53,7 +53,7 @@ class LossOutput(Protocol):
 
     @property
     def terms(self) -> Mapping[str, torch.Tensor]:
-        """The summands, ``[b, T]`` by name."""
+        """Returns the summands, ``[b, T]`` by name."""
         ...
 
 

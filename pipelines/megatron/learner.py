@@ -100,7 +100,7 @@ class Learner:
 
     @property
     def models(self) -> dict[str, TrainedModel]:
-        """Everything under training by its name in checkpoints and traces."""
+        """Returns everything under training by its name in checkpoints and traces."""
         models = {"policy": self.policy.policy}
         return models if self.critic is None else {**models, "critic": self.critic.model}
 
@@ -331,7 +331,7 @@ class Learner:
             self.critic.router_ledger.start_step(row_weights)
 
     def _rollout_differences(self, plan: StepPlan, batches: Sequence[OwnBatch], scores: Scores) -> dict[str, float]:
-        """|old - rollout| over the response tokens of the whole step: its mean, and the largest."""
+        """Returns |old - rollout| over the response tokens of the whole step: its mean, and the largest."""
         owned = {own.index: own for own in batches}
         own_rows = {
             index: self._execution.measure_shares(owned[index], logprobs, difference_from_rollout)
@@ -353,7 +353,7 @@ class Learner:
 
 
 def difference_from_rollout(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-    """``sum_and_max_difference`` of these log-probabilities from those of the rollout."""
+    """Returns ``sum_and_max_difference`` of these log-probabilities from those of the rollout."""
     return sum_and_max_difference(logprobs, batch.rollout_logprobs, batch.response_mask)
 
 

@@ -18,7 +18,7 @@ from pipelines.config.engine import GeneratingArgs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabShard:
-    """This rank's columns of the vocabulary: ``[start, start + width)``.
+    """Holds this rank's columns of the vocabulary: ``[start, start + width)``.
 
     allowed: bool ``[width]``, True on tokens that can be drawn, never on vocabulary padding or tokens excluded from
     sampling. All others have probability 0. ``None``: all columns are allowed.
@@ -70,7 +70,7 @@ def exponentiate(logits: torch.Tensor, maximum: torch.Tensor, targets: torch.Ten
 
 
 def local_sums(local: Exponentials) -> torch.Tensor:
-    """``[3, B, T]``: the shard's parts of Z, z_t and sum_j exp(z_j) z_j."""
+    """Returns ``[3, B, T]``: the shard's parts of Z, z_t and sum_j exp(z_j) z_j."""
     target_logits = local.shifted.gather(-1, local.local_targets.unsqueeze(-1)).squeeze(-1)
     return torch.stack(
         (
@@ -88,7 +88,7 @@ def local_gradient(
     entropy: torch.Tensor,
     grads: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """The gradient of the shard's logits from those of log-probability and entropy."""
+    """Returns the gradient of the shard's logits from those of log-probability and entropy."""
     grad_logprobs, grad_entropy = grads
     probabilities = local.exponentials / total.unsqueeze(-1)
     log_p_plus_entropy = local.shifted - (log_total - entropy).unsqueeze(-1)
@@ -133,7 +133,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def vocab_parallel_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, *, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
+    """Returns log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 
     logits: floating ``[B, T, V / tp]``, this rank's columns; targets: int64 ``[B, T]``, global token ids.
     Returns two ``[B, T]`` tensors, equal on all ranks of the group, in the logits' dtype or float32 if that is

@@ -57,7 +57,7 @@ def find_idle_vocabulary(
 
 
 def _local_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:
-    """One of Megatron's local layers with our norm and our way to its attention."""
+    """Returns one of Megatron's local layers with our norm and our way to its attention."""
     spec = get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
     attention = spec.submodules.self_attention
     attention_submodules = replace(attention.submodules, core_attention=RowAttention)
@@ -75,7 +75,7 @@ def _local_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:
 
 
 def _te_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:
-    """One of TransformerEngine's layers.
+    """Returns one of TransformerEngine's layers.
 
     Raises:
         ConfigError: TransformerEngine or a GPU is missing.
@@ -101,7 +101,7 @@ def _te_layer_spec(model: ModelConfig, *, has_experts: bool) -> ModuleSpec:
 
 
 def build_layer_specs(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
-    """The modules of these layers, by global number from 0, and of the norm behind the last.
+    """Returns the modules of these layers, by global number from 0, and of the norm behind the last.
 
     Raises:
         ConfigError: TransformerEngine is asked for where it or a GPU is missing.
@@ -135,7 +135,7 @@ def build_chunks(
     runtime: Runtime,
     head: Head = "logits",
 ) -> list[torch.nn.Module]:
-    """This rank's chunks of the ``GPTModel``, on the compute device, with weights not yet set.
+    """Returns this rank's chunks of the ``GPTModel``, on the compute device, with weights not yet set.
 
     ``vocab_size`` is the unpadded one; padded, it has ``vocab_parts`` equal parts. Every rank must call it; it does
     not communicate.
@@ -206,7 +206,7 @@ def num_positions(config: PipelineConfig) -> int:
 def wrap_data_parallel(
     chunks: Sequence[torch.nn.Module], transformer_config: TransformerConfig, training: TrainingConfig
 ) -> list[DistributedDataParallel]:
-    """The chunks with Megatron's gradient buffers; main gradients of narrow parameters accumulate in float32.
+    """Returns the chunks with Megatron's gradient buffers; main gradients of narrow parameters accumulate in float32.
 
     Raises:
         ConfigError: communication is to overlap with computation where there is no GPU.

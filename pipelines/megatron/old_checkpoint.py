@@ -134,7 +134,7 @@ def _count(value: object) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """A stored box of a whole tensor: its bytes lie in ``length`` bytes of a file from ``offset`` on."""
+    """Holds a stored box of a whole tensor: its bytes lie in ``length`` bytes of a file from ``offset`` on."""
 
     box: Rectangle
     file: str
@@ -144,7 +144,7 @@ class _Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Index:
-    """The description of a model's tensors: the chunks of each key."""
+    """Holds the description of a model's tensors: the chunks of each key."""
 
     folder: Path
     chunks: Mapping[str, list[_Chunk]]

@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes(model: ModelConfig, *, vocab_size: int, sequence_length: int) -> dict[str, Shape]:
-    """Every parameter's global shape by its canonical name, in the order of Megatron's ``GPTModel``.
+    """Returns every parameter's global shape by its canonical name, in the order of Megatron's ``GPTModel``.
 
     ``vocab_size``: unpadded. ``sequence_length``: the number of learned positions, where the model has them.
     """

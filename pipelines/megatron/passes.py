@@ -60,7 +60,7 @@ def _packed_rows(inputs: ModelInputs) -> PackedSeqParams | None:
 
 
 def iterators(batches: Sequence[OwnBatch], num_chunks: int) -> object:
-    """The batches as Megatron's schedules read them: an iterator, or one for each of several chunks."""
+    """Returns the batches as Megatron's schedules read them: an iterator, or one for each of several chunks."""
     return iter(batches) if num_chunks == 1 else [iter(batches) for _ in range(num_chunks)]
 
 

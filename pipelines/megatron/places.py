@@ -22,7 +22,7 @@ from pipelines.megatron.process_of_rank import Runtime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInputs:
-    """The arguments of one forward pass on this rank.
+    """Holds the arguments of one forward pass on this rank.
 
     tokens, positions, row_ids: int64 ``[b, s]``; s is the rank's share of the line. attention_mask: bool ``[b, 1, s,
     k]``, True where a key is not seen; ``None`` where the layers' own causal mask and positions from 0 suffice. k is
@@ -48,7 +48,7 @@ class OwnBatch:
 
     @property
     def index(self) -> int:
-        """The micro-batch's number within the step."""
+        """Returns the micro-batch's number within the step."""
         return self.batch.index
 
     @property
@@ -87,7 +87,7 @@ def row_mask(
 
 
 def own_batch(batch: MicroBatch, runtime: Runtime) -> OwnBatch:
-    """This rank's share of a micro-batch, on its device, with the mask that attention needs."""
+    """Returns this rank's share of a micro-batch, on its device, with the mask that attention needs."""
     is_plain = batch.is_plain  # asked on the host, where it waits for nothing
     batch = batch.to(runtime.device)
     if runtime.cp_size == 1:

@@ -45,7 +45,7 @@ class Runtime(ModelRanks):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The divisor of an update's number of micro-batches: dp, and pp for the interleaved schedule."""
+        """Returns the divisor of an update's number of micro-batches: dp, and pp for the interleaved schedule."""
         return self.dp_size * (self.pp_size if self.num_chunks > 1 else 1)
 
 

@@ -46,7 +46,7 @@ class ModelCounters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingPlace:
-    """The recording that a run wrote or replayed.
+    """Holds the recording that a run wrote or replayed.
 
     ``run_id``: its run. ``last_step``, ``digest``: the last training step before the checkpoint, where it lies in the
     recording, and the digest in its header.

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as files: boxes of whole tensors, by canonical name.
+"""Reads the tensors of a checkpoint's files: boxes of whole tensors, by canonical name.
 
 Contract: ``{folder}/rank_00000.safetensors`` is a safetensors file. Its tensor ``parameter/decoder.x.weight@16,0`` is
 the box of the whole tensor ``parameter/decoder.x.weight`` whose first element lies at ``[16, 0]``; its shape is its
@@ -124,7 +124,7 @@ def _stored_name(key: str, box: Rectangle) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredBox:
-    """A box of a whole tensor, and its place in a file."""
+    """Holds a box of a whole tensor, and its place in a file."""
 
     box: Rectangle
     file: Any  # of safetensors, without annotations
@@ -134,7 +134,7 @@ class _StoredBox:
 
 @dataclass(slots=True)
 class StoredTensors:
-    """The tensors of several files, open as long as the block lasts."""
+    """Holds the tensors of several files, open as long as the block lasts."""
 
     paths: Sequence[Path]
     _boxes: dict[str, list[_StoredBox]] = field(default_factory=dict)

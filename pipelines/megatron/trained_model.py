@@ -1,4 +1,4 @@
-"""A model under training: this rank's chunks, their gradient buffers, optimizer and schedule of the learning rate.
+"""Builds a model under training: this rank's chunks, gradient buffers, optimizer and schedule of the learning rate.
 
 Policy and critic are each one of these. Canonical names of a critic begin with ``critic.``, so that both can be traced
 and stored side by side.
@@ -107,7 +107,7 @@ class TrainedModel:
         return self.execution.vocab_parts
 
     def parameters(self) -> Iterator[LocalParameter]:
-        """Every parameter of this rank with its canonical name and shard."""
+        """Returns every parameter of this rank with its canonical name and shard."""
         return iterate_parameters(self.observed)
 
     def state_buffers(self) -> Iterator[LocalBuffer]:
@@ -187,7 +187,7 @@ def build_frozen(config: PipelineConfig, model: TrainedModel) -> list[torch.nn.M
 
 
 def build_optimizer(config: PipelineConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
-    """Megatron's Adam over the gradient buffers of a model's chunks."""
+    """Returns Megatron's Adam over the gradient buffers of a model's chunks."""
     training, dtype = config.training, DTYPES[config.precision]
     prepare_optimizer(dtype)
     return get_megatron_optimizer(

@@ -161,7 +161,7 @@ class PolicyTrainer:
     def compute_logprobs(
         self, batches: Sequence[OwnBatch], *, chunks: Sequence[torch.nn.Module] | None = None
     ) -> dict[int, torch.Tensor]:
-        """The log-probability of each of this rank's targets, ``[b, s]`` by micro-batch index.
+        """Returns the log-probability of each of this rank's targets, ``[b, s]`` by micro-batch index.
 
         At the sampling temperature, as the policy that is optimised is the one that samples. Empty off the last stage.
         ``chunks``: of the reference; else the policy's.

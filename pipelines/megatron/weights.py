@@ -40,7 +40,7 @@ _RESIDUAL_WRITERS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
 
 
 def canonical_initial_weight(name: str, shape: tuple[int, ...], *, model: ModelConfig, seed: int) -> torch.Tensor:
-    """float32 ``[*shape]``: the initial value of the parameter ``name``, the same in every layout.
+    """Returns float32 ``[*shape]``: the initial value of the parameter ``name``, the same in every layout.
 
     Norm weights are 1 and biases 0; all else is normal with ``init_method_std``, divided by sqrt(2 · num_layers) for
     the layers that write to the residual stream.
@@ -88,7 +88,7 @@ _SAMPLE_ELEMENTS = 2**12
 
 
 def compute_initial_weights_digest(model: ModelConfig, *, vocab_size: int, sequence_length: int, seed: int) -> str:
-    """SHA-256 (hex) of the canonical initial weights; arguments as in ``parameter_shapes``."""
+    """Returns SHA-256 (hex) of the canonical initial weights; arguments as in ``parameter_shapes``."""
     digest = hashlib.sha256()
     shapes = parameter_shapes(model, vocab_size=vocab_size, sequence_length=sequence_length)
     for name, shape in sorted(shapes.items()):

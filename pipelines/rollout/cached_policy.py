@@ -39,7 +39,7 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardPass:
-    """The rows of one forward pass, with the tokens that each of them reads.
+    """Holds the rows of one forward pass, with the tokens that each of them reads.
 
     kept: the numbers of these rows in the pass before, increasing; ``None`` where rows begin anew. starts: the position
     of each row's first new token. tokens: the new tokens of each row, at least one. uniforms: a number in [0, 1) for
@@ -113,7 +113,7 @@ class ReplicaChannel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassPlaces:
-    """The places of a pass's new tokens.
+    """Holds the places of a pass's new tokens.
 
     is_token: bool ``[b, s]``, False on padding. positions: int64 ``[b, s]`` in the row, on padding the position of the
     row's last token. last: int64 ``[b]``, the last token's column. slots: places for keys and values, ``[s, b]``.
@@ -144,7 +144,7 @@ def place_tokens(starts: Sequence[int], lengths: Sequence[int], *, multiple_of: 
 
 
 class CachedPolicy:
-    """The policy's chunks on this rank, and the caches of their layers for the rows of one block.
+    """Holds the policy's chunks on this rank, and the caches of their layers for the rows of one block.
 
     Fused layers keep nothing: the configuration gives them ``use_kv_cache: false``, and every pass begins anew.
     """

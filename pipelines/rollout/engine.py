@@ -92,7 +92,7 @@ class PolicyEngine:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Forward passes of this rank's replica."""
+        """Counts forward passes of this rank's replica."""
         return {"rollout/forward_passes": self.num_passes}
 
     @property

@@ -42,7 +42,7 @@ class Environments(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One turn of an episode, with ``tokens[start:stop]`` sampled."""
+    """Holds one turn of an episode, with ``tokens[start:stop]`` sampled."""
 
     start: int
     stop: int
@@ -51,13 +51,13 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens."""
+        """Returns sampled tokens."""
         return self.stop - self.start
 
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """An episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the last turn.
+    """Holds an episode so far; ``sampled_logprobs``: of its sampled tokens, in order; ``turn_start``: of the last turn.
 
     ``routed_experts``: of its tokens but the last, as the engine told them.
     """
@@ -90,7 +90,7 @@ class Episode:
 
     @property
     def turn_tokens(self) -> list[int]:
-        """The tokens sampled in the last turn."""
+        """Returns the tokens sampled in the last turn."""
         return self.tokens[self.turn_start :]
 
     def open_turn(self, row: int, rules: TurnRules) -> OpenTurn:

@@ -20,7 +20,7 @@ from pipelines.megatron.process_of_rank import Runtime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodePlan:
-    """One episode to play: its identity, its environment, its seed and its layouts."""
+    """Holds one episode to play: its identity, its environment, its seed and its layouts."""
 
     identity: SampleIdentity
     tag: str

@@ -40,7 +40,7 @@ from pipelines.rollout.turns import RolloutEngine, TurnRules
 
 @dataclass(kw_only=True, slots=True)
 class _TimedEnvironments:
-    """A pool, and the seconds in its calls."""
+    """Holds a pool, and the seconds in its calls."""
 
     pool: EnvironmentPool
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""The one interface of rollout engines: whole turns of running episodes, sampled together.
+"""Defines the one interface of rollout engines: whole turns of running episodes, sampled together.
 
 Contract: what is sampled follows from the weights, and from a turn's identity, number and history alone; never from the
 layout, the order of turns or timing. An engine may be another program: its answers are checked before they are rows.
@@ -23,20 +23,20 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRules:
-    """The ends of a turn. ``ends_turn``: whether a token ends it; ``sequence_length``: tokens of an episode."""
+    """Holds the ends of a turn. ``ends_turn``: whether a token ends it; ``sequence_length``: tokens of an episode."""
 
     ends_turn: Callable[[int], bool]
     max_new_tokens: int
     sequence_length: int
 
     def room(self, history: Sequence[int]) -> int:
-        """The most tokens of a turn after ``history``."""
+        """Returns the most tokens of a turn after ``history``."""
         return min(self.max_new_tokens, self.sequence_length - len(history))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenTurn:
-    """A turn to sample. ``row``: of the episode in its block; ``number``: of the turn in its episode, from 0.
+    """Holds a turn to sample. ``row``: of the episode in its block; ``number``: of the turn in its episode, from 0.
 
     ``history``: every token before it, not empty. ``room``: the most tokens that it may have, at least 1.
     """
@@ -50,7 +50,7 @@ class OpenTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTurn:
-    """A sampled turn: its tokens, at most ``room``, each with its log-probability. No tokens only where aborted.
+    """Holds a sampled turn: its tokens, at most ``room``, each with its log-probability. No tokens only where aborted.
 
     ``routed_experts``: ``[n, layers, topk]``, of history and turn without the last token; ``None`` where not recorded.
     """
@@ -78,12 +78,12 @@ class RolloutEngine(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """This rank's counts so far, by the names of metrics."""
+        """Returns this rank's counts so far, by the names of metrics."""
         ...
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """Measurements of the last update of weights, by the names of metrics."""
+        """Returns measurements of the last update of weights, by the names of metrics."""
         ...
 
     def update_weights(self, policy_version: int) -> None:
@@ -126,7 +126,7 @@ UniformFunction = Callable[[SampleIdentity, int, int], float]
 
 @dataclass(kw_only=True, slots=True)
 class _Said:
-    """A turn so far; ``tokens``: with the history before them."""
+    """Holds a turn so far; ``tokens``: with the history before them."""
 
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)

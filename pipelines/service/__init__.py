@@ -1,1 +1,1 @@
-"""Training of the real Megatron model behind HTTP."""
+"""Trains the real Megatron model behind HTTP."""

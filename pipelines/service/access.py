@@ -53,7 +53,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_hosts(host: str, address: str, port: int) -> frozenset[str] | None:
-    """The ``Host`` headers of requests to a service.
+    """Returns the ``Host`` headers of requests to a service.
 
     Args:
         host: the address that the user named.

@@ -41,7 +41,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """An answer to a client: JSON, or a document's bytes."""
+    """Holds an answer to a client: JSON, or a document's bytes."""
 
     status: int
     body: bytes
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """One request for the main thread. ``request``, ``body``: of ``score`` and ``train``."""
+    """Holds one request for the main thread. ``request``, ``body``: of ``score`` and ``train``."""
 
     operation: Literal["service", "score", "train", "finish"]
     request: StepRequest | None = None
@@ -89,7 +89,7 @@ class _Turn:
 
 
 class App:
-    """The ASGI application; it runs on the server's event loop, in a thread of its own.
+    """Is the ASGI application; it runs on the server's event loop, in a thread of its own.
 
     ``calls``: of its clients, for the main thread.
     """

@@ -27,7 +27,7 @@ _LAST_ANSWERS_S = 10  # for answers on their way when the service ends
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Front:
-    """A listening server.
+    """Holds a listening server.
 
     ``url``: its address; ``address``: its socket's; ``calls``: the calls of its clients; ``order``: of their steps;
     ``token``: of every request.

@@ -31,7 +31,7 @@ class StepRequest:
 
 
 class StepOrder(Generic[T]):
-    """The place of a run among its steps, and the last answers, of type ``T``.
+    """Knows a run's place among its steps, and the last answers, of type ``T``.
 
     Args:
         max_steps: the number of the run's steps.

@@ -1,4 +1,4 @@
-"""A training service: ``python -m pipelines.service.server --config-path configs --config-name NAME a.b=c ...``.
+"""Serves training: ``python -m pipelines.service.server --config-path configs --config-name NAME a.b=c ...``.
 
 Trains the Megatron model of the configuration under its layout on the datums of a client, by the protocol of
 ``mock_scheduler.remote``. In ``output_dir`` it has ``service.json`` while it is ready, with its URL, its process id and

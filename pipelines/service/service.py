@@ -36,7 +36,7 @@ from pipelines.training import service_contract
 
 
 class TrainingService:
-    """The training of one run.
+    """Serves the training of one run.
 
     ``next_step``: the step to train next. ``observation``: makes the probe of each step. ``source``: the Hugging Face
     checkpoint that the model begins with.

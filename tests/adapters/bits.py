@@ -1,4 +1,4 @@
-"""Compares values of frameworks by type and bit."""
+"""Compares values of frameworks by type and bit, and stores batches of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.recording.step.step_file import decode_step, encode_step
+from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.support.tensor_bytes import as_bytes
 
 
@@ -27,3 +30,9 @@ def bits(value: object) -> object:
     if isinstance(value, list | tuple):
         return (type(value).__name__, [bits(item) for item in value])
     return (type(value).__name__, value)
+
+
+def stored(batch: RolloutBatch) -> RolloutBatch:
+    """The batch as the file of a step gives it back."""
+    info = StepInfo(step=0, mode="train", scheduler_id="default", run_id="r", policy_version=7)
+    return decode_step(encode_step(batch, info).to_bytes())[0]

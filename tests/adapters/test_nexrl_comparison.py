@@ -422,7 +422,9 @@ def test_fault_16_a_loss_that_is_no_number_ends_nothing(
 
 
 def test_fault_17_help_speaks_of_the_variables_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
     out = capsys.readouterr().out
     assert "EASY_DUMP_DIR" not in out
     assert "WEAVER_DEBUG_DUMP_DIR" in out

@@ -21,7 +21,7 @@ def launch(
     folder: Path,
     tasks: tuple[str, ...],
     *,
-    module: str = "tests.dist.worker",
+    module: str = "tests.dist.workers.worker",
 ) -> None:
     """Run a worker; where any rank fails, the others are ended and the test shows what they said."""
     if num_ranks == 1:

@@ -22,7 +22,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import whole
 from pipelines.megatron.run_state import check_files, check_same_settings, fixed_settings, read_run_state
-from tests.dist.checkpoint_worker import METRICS_FILE, PERTURBATION, VOCAB_SIZE, config_of
+from tests.dist.workers.checkpoint_worker import METRICS_FILE, PERTURBATION, VOCAB_SIZE, config_of
 from tests.dist.conftest import launch
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(900)]  # the first test pays for the launches
@@ -101,7 +101,7 @@ def run_pairs(folder: Path, pairs: tuple[Pair, ...]) -> Path:
     at_last = [task for task, layout in loads if world_size(layout) == 1]
     for num_ranks, tasks in ((1, alone), (4, together), (1, at_last)):
         if tasks:
-            launch(num_ranks, folder, tuple(tasks), module="tests.dist.checkpoint_worker")
+            launch(num_ranks, folder, tuple(tasks), module="tests.dist.workers.checkpoint_worker")
     return folder
 
 

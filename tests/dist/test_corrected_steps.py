@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.dist.conftest import launch
-from tests.dist.correction_worker import CORRECTIONS
+from tests.dist.workers.correction_worker import CORRECTIONS
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]  # the first test pays for the launches
 
@@ -36,8 +36,8 @@ def tasks_of(ways: tuple[str, ...], corrections: list[str] = CORRECTED) -> tuple
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corrected")
     references = tasks_of((REFERENCE,), [*CORRECTIONS])
-    launch(1, folder, (*references, *ALONE, *tasks_of((TURNS,))), module="tests.dist.correction_worker")
-    launch(2, folder, SHARED, module="tests.dist.correction_worker")
+    launch(1, folder, (*references, *ALONE, *tasks_of((TURNS,))), module="tests.dist.workers.correction_worker")
+    launch(2, folder, SHARED, module="tests.dist.workers.correction_worker")
     return folder
 
 
@@ -104,9 +104,9 @@ def test_bypass_follows_the_policy_from_update_to_update(root: Path) -> None:
 
 @pytest.mark.all
 def test_every_correction_is_the_same_in_all_ways_of_one_two_and_four_processes(tmp_path: Path) -> None:
-    launch(1, tmp_path, tasks_of((REFERENCE, *LONG_ALONE)), module="tests.dist.correction_worker")
-    launch(2, tmp_path, tasks_of(LONG_SHARED), module="tests.dist.correction_worker")
-    launch(4, tmp_path, tasks_of(LONG), module="tests.dist.correction_worker")
+    launch(1, tmp_path, tasks_of((REFERENCE, *LONG_ALONE)), module="tests.dist.workers.correction_worker")
+    launch(2, tmp_path, tasks_of(LONG_SHARED), module="tests.dist.workers.correction_worker")
+    launch(4, tmp_path, tasks_of(LONG), module="tests.dist.workers.correction_worker")
     for correction in CORRECTED:
         for way in (*LONG_ALONE, *LONG_SHARED, *LONG):
             assert_same(tmp_path, correction, way)

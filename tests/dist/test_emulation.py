@@ -17,11 +17,11 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
 from tests.dist.conftest import launch
 from tests.dist.emulation_cases import EMULATED_MODELS, EmulationCase
-from tests.dist.emulation_worker import METRICS_FILE
+from tests.dist.workers.emulation_worker import METRICS_FILE
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(900)]  # the first test pays for the launches
 
-WORKER = "tests.dist.emulation_worker"
+WORKER = "tests.dist.workers.emulation_worker"
 PLAIN = "qwen+rows2/float32/tp1"
 NARROW = "qwen-bias+rows2/bfloat16/tp2-sp"
 WITH_EXPERTS = "moe+rows2/float32/dp2-ep2"

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from mock_scheduler.launch.launcher import LaunchPlan, run_plan
-from tests.dist.experts_worker import (
+from tests.dist.workers.experts_worker import (
     CASES,
     LEARNING_RATE,
     Case,
@@ -43,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Tensors]]:
     folder = tmp_path_factory.mktemp("experts")
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", uuid.uuid4().hex)
     ranks = ("--nproc-per-node", str(NUM_RANKS), "--nnodes", "1", *rendezvous)
-    worker = ("-m", "tests.dist.experts_worker", str(folder))
+    worker = ("-m", "tests.dist.workers.experts_worker", str(folder))
     plan = LaunchPlan(
         argv=(sys.executable, "-m", "mock_scheduler.launch.launcher", str(folder), *ranks, *worker),
         env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},

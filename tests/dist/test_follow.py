@@ -12,10 +12,10 @@ import pytest
 
 from mock_scheduler.megatron.emulation.follow import LOSS_SUMS
 from tests.dist.conftest import launch
-from tests.dist.follow_worker import REFUSAL, Case
+from tests.dist.workers.follow_worker import REFUSAL, Case
 from tests.dist.following import differences, read_ranks
 
-WORKER = "tests.dist.follow_worker"
+WORKER = "tests.dist.workers.follow_worker"
 SHORT = ("moe/float32/tp2-sp-ep2-plain", "gpt+tied+means/float32/dp2")
 #: Faults that are planted in the one process, and the case that shows each.
 IN_BLOCKS = "gpt+tied+means/float32/dp2"

@@ -20,7 +20,7 @@ from tests.sharing import make_once
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
-WORKER = "tests.dist.hf_worker"
+WORKER = "tests.dist.workers.hf_worker"
 BOUND = 1e-12  # of logits in float64, against the largest
 DENSE, EXPERTS = ("llama", "qwen2", "qwen3"), ("mixtral", "qwen2_moe", "qwen3_moe")
 LAYOUTS = {

@@ -13,7 +13,7 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 from pipelines.megatron.weights import canonical_initial_weight
 from tests.dist.conftest import LAYOUTS
-from tests.dist.worker import VARIANTS
+from tests.dist.workers.worker import VARIANTS
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for both launches
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mock_scheduler.config.instruments import OrderConfig
 from mock_scheduler.megatron.ordered_collectives import fold_in_order, use_ordered_reductions
 from tests.dist.conftest import launch
-from tests.dist.ordered_worker import DTYPES, SIZE, part_of
+from tests.dist.workers.ordered_worker import DTYPES, SIZE, part_of
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launch
 
@@ -27,7 +27,7 @@ ranks = pytest.mark.parametrize("rank", range(4))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the four processes wrote."""
     path = tmp_path_factory.mktemp("ordered")
-    launch(4, path, (), module="tests.dist.ordered_worker")
+    launch(4, path, (), module="tests.dist.workers.ordered_worker")
     return path
 
 

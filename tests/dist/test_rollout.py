@@ -13,7 +13,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.recording.step.step_file import decode_step
 from tests.dist.conftest import launch
-from tests.dist.rollout_worker import ONE_RANK, models_of
+from tests.dist.workers.rollout_worker import ONE_RANK, models_of
 
 pytestmark = [pytest.mark.all, pytest.mark.timeout(300)]  # the first test pays for both launches
 
@@ -31,8 +31,8 @@ LOGPROB_BOUND = 2e-6
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which one process and four processes have written."""
     folder = tmp_path_factory.mktemp("rollout")
-    launch(1, folder, (ONE_RANK,), module="tests.dist.rollout_worker")
-    launch(4, folder, (*SAME_SUMS, *OTHER_SUMS), module="tests.dist.rollout_worker")
+    launch(1, folder, (ONE_RANK,), module="tests.dist.workers.rollout_worker")
+    launch(4, folder, (*SAME_SUMS, *OTHER_SUMS), module="tests.dist.workers.rollout_worker")
     return folder
 
 

@@ -42,7 +42,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for item in (item for case in LONG for item in (case.reference, case)):
         by_size.setdefault(item.world_size, {})[item.name] = None
     for size, names in sorted(by_size.items()):
-        launch(size, root, tuple(names), module="tests.dist.trace_worker")
+        launch(size, root, tuple(names), module="tests.dist.workers.trace_worker")
     return root
 
 

@@ -1,6 +1,6 @@
 """The traced steps that several test modules look at: few launches, as a start takes most.
 
-``tests/dist/trace_worker.py`` says what a task is and what it writes.
+``tests/dist/workers/trace_worker.py`` says what a task is and what it writes.
 """
 
 from __future__ import annotations
@@ -78,4 +78,4 @@ def traced_steps(factory: pytest.TempPathFactory, *launches: str) -> Path:
 @cache
 def _launch_once(folder: Path, name: str) -> None:
     size, tasks = LAUNCHES[name]
-    launch(size, folder, tasks, module="tests.dist.trace_worker")
+    launch(size, folder, tasks, module="tests.dist.workers.trace_worker")

@@ -53,6 +53,12 @@ def test_no_line_but_a_table_row_is_longer_than_120_characters(page: Path) -> No
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
+def test_the_readme_is_under_200_lines_and_its_tables_are_as_narrow_as_its_text() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 200
+    assert [line for line in lines if len(line) > 120] == []
+
+
 def test_the_page_of_pages_lists_every_page_and_example() -> None:
     linked = {target for target, _ in _LINK.findall((DOCS / "README.md").read_text(encoding="utf-8"))}
     present = {path.relative_to(DOCS).as_posix() for path in pages()[:-1]} - {"README.md"}

@@ -25,9 +25,9 @@ from mock_scheduler.display.console import Console
 from tests.faults.campaign import CLEAN, Campaign
 from tests.faults.catalogue import FAULTS, find_fault
 from tests.faults.fault import Precision
-from tests.faults.judging import Judgement
-from tests.faults.page import render_page
-from tests.faults.table import from_json, matrix_header, matrix_rows, summarise, to_json
+from tests.faults.matrix.judging import Judgement
+from tests.faults.matrix.page import render_page
+from tests.faults.matrix.table import from_json, matrix_header, matrix_rows, summarise, to_json
 
 _NUM_PERTURBED = 5
 

@@ -25,9 +25,9 @@ from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.verdict.divergences import count_before
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from tests.faults.cases import reference_of, world_size
-from tests.faults.evidence import Evidence
 from tests.faults.fault import Fault, Precision, Run
-from tests.faults.judging import (
+from tests.faults.matrix.evidence import Evidence
+from tests.faults.matrix.judging import (
     Judgement,
     describe_place,
     is_called,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.faults import gradients, loading, modules, packing, planted, updating
+from tests.faults import packing, planted
 from tests.faults.fault import Expected, Fault, Run, in_backward, in_data, in_forward, in_update
+from tests.faults.injectors import gradients, loading, modules, updating
 
 _DP2 = Run(layout="dp2")
 _TP2 = Run(layout="tp2")

@@ -9,7 +9,7 @@ from pipelines.megatron import learner, places
 from tests.faults import packing_mask_dropped, packing_positions_continued
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import replaced
+from tests.faults.injectors.patching import replaced
 
 
 def _planting(plant: Callable[[Fired], None], owner: object, name: str) -> Injector:

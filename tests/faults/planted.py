@@ -5,8 +5,8 @@ None of them has a number: they came from people who had not read the detectors.
 
 from __future__ import annotations
 
-from tests.faults import backward, experts, one_rank, softmax, updating
 from tests.faults.fault import Expected, Fault, Injector, Run, in_backward, in_forward, in_update
+from tests.faults.injectors import backward, experts, one_rank, softmax, updating
 
 _DP2 = Run(layout="dp2")
 _TP2 = Run(layout="tp2")

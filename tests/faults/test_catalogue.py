@@ -34,11 +34,11 @@ from pipelines.megatron.layers import attention, expert_router
 from pipelines.megatron.layers.attention import RowRotaryEmbedding
 from pipelines.megatron.layers.expert_router import LayoutInvariantRouter
 from pipelines.megatron.trained_model import TrainedModel
-from tests.faults import gradients
 from tests.faults.cases import build_config, reference_of, world_size
 from tests.faults.catalogue import FAULTS, MEASURED, find_fault
 from tests.faults.counting import Fired
 from tests.faults.fault import Fault, Run
+from tests.faults.injectors import gradients
 from tests.faults.runs import without_allowance
 
 #: Everything that an injector may reach into.

@@ -22,9 +22,9 @@ from tests.faults.campaign import CLEAN
 from tests.faults.cases import world_size
 from tests.faults.catalogue import FAULTS, MEASURED, find_fault
 from tests.faults.fault import Run
-from tests.faults.judging import is_called, is_placed
+from tests.faults.matrix.judging import is_called, is_placed
+from tests.faults.matrix.table import from_json
 from tests.faults.runs import run_jobs
-from tests.faults.table import from_json
 from tests.faults.worker import Job, Outcome
 
 _ALONE = [fault for fault in FAULTS if fault.inject is not None and world_size(fault.shows) == 1]

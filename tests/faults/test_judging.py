@@ -14,11 +14,11 @@ from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.divergences import Divergence
 from tests.faults.catalogue import find_fault
-from tests.faults.evidence import Evidence, Finding, _angle, by_emulation, by_loss, by_noise, by_slope
 from tests.faults.fault import Expected, Run
-from tests.faults.judging import Judgement, describe_place, is_called, is_placed
+from tests.faults.matrix.evidence import Evidence, Finding, _angle, by_emulation, by_loss, by_noise, by_slope
+from tests.faults.matrix.judging import Judgement, describe_place, is_called, is_placed
+from tests.faults.matrix.table import from_json, matrix_header, matrix_rows, summarise, to_json, to_markdown
 from tests.faults.runs import silent_groups
-from tests.faults.table import from_json, matrix_header, matrix_rows, summarise, to_json, to_markdown
 
 _EXPECTED = Expected(phase="backward", names=("*layernorm.weight",), kind="copies|not summed")
 

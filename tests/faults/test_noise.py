@@ -16,7 +16,7 @@ from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.divergences import describe_divergence
 from tests.faults.catalogue import ONE_GRADIENT
 from tests.faults.fault import Run
-from tests.faults.judging import is_called, is_placed
+from tests.faults.matrix.judging import is_called, is_placed
 from tests.faults.runs import run_jobs
 from tests.faults.worker import Job
 

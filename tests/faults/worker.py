@@ -34,7 +34,7 @@ from tests.faults.cases import LONGEST_ROW, SEED, build_config
 from tests.faults.catalogue import find_fault
 from tests.faults.counting import Fired
 from tests.faults.fault import Precision, Run
-from tests.faults.patching import replaced
+from tests.faults.injectors.patching import replaced
 
 DONE_FILE = "done.json"
 #: What a run that must not differ is traced with.

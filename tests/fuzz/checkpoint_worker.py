@@ -26,7 +26,7 @@ from pipelines.megatron.learner import Learner
 from pipelines.megatron.run_state import RunState, check_contents, check_files, read_run_state
 from tests.fuzz.mutations import limits, mutate_bytes, mutate_json
 from tests.pipelines.megatron.ranks import one_rank
-from tests.pipelines.saving_worker import build_learner
+from tests.pipelines.workers.saving_worker import build_learner
 
 _SLOW_S = 20.0
 _MODEL, _RANDOM = "policy/rank_00000.safetensors", "random_states/rank_00000.safetensors"

@@ -94,7 +94,7 @@ def test_layouts_are_aligned_on_what_vllm_sampled_without_it_and_without_the_pac
     """The recording alone is there: no engine, no tokenizer and no task can be imported or started."""
     if not (root / "sampled-recording").is_dir():
         assert run(root, "sampled").returncode == 0
-    entry = "tests.pipelines.gymnasium_must_not_load"  # it fails where a client of servers was imported
+    entry = "tests.pipelines.workers.gymnasium_must_not_load"  # it fails where a client of servers was imported
     named = [
         f"{{name: {name}, entry: {entry}, overrides: [{', '.join(map(repr, overrides))}]}}"
         for name, (overrides, _) in CANDIDATES.items()

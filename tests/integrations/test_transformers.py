@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from pipelines.export_hf import export
 from tests.dist.conftest import launch
-from tests.dist.hf_worker import token_ids
+from tests.dist.workers.hf_worker import token_ids
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]  # the first test pays for all runs
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(sys.prefix) / "built"
-WORKER = "tests.dist.hf_worker"
+WORKER = "tests.dist.workers.hf_worker"
 VOCAB_SIZE = 96
 DENSE = ("qwen2", "qwen3", "qwen3_wide_heads", "llama", "llama3")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe_unnormed")

@@ -42,7 +42,7 @@ from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole
 from mock_scheduler.trace.start_report import StartKind
 from pipelines.megatron.process_of_rank import Runtime, build_layout, join_group, leave_layout, stop_runtime
 from pipelines.megatron.trained_model import TrainedModel
-from tests.dist.checkpoint_worker import config_of
+from tests.dist.workers.checkpoint_worker import config_of
 from tests.rank_traces import save_rank_trace
 
 PERTURBED = PerturbationConfig(seed=5, unit_roundoffs=2.0)

@@ -31,7 +31,7 @@ from tests.dist.conftest import launch
 from tests.dist.traced_steps import SHORT
 from tests.megatron.tiny_model import VOCAB, micro_batch, one_rank, tiny_model
 from tests.merged_traces import Merged, different_bits, distances, merge_step, tensor_of
-from tests.pipelines.graft_worker import AFTER, grafted_names
+from tests.pipelines.workers.graft_worker import AFTER, grafted_names
 
 # Two rows of four tokens, in two ways of batching; padding is -1.
 IDENTITIES = ("train/0/a", "train/0/b")
@@ -363,8 +363,8 @@ CASES = SHORT
 def test_in_every_layout_each_rank_puts_its_own_part_in(tmp_path: Path) -> None:
     """Outputs of every form, where weights of layers 0 to 2 are others than the reference's; and their gradients."""
     references = tuple(dict.fromkeys(case.reference.name for case in CASES))
-    launch(1, tmp_path, references, module="tests.pipelines.graft_worker")
-    launch(2, tmp_path, tuple(case.name for case in CASES), module="tests.pipelines.graft_worker")
+    launch(1, tmp_path, references, module="tests.pipelines.workers.graft_worker")
+    launch(2, tmp_path, tuple(case.name for case in CASES), module="tests.pipelines.workers.graft_worker")
     for case in CASES:
         expected = merge_step(tmp_path / "reference" / case.reference.name)
         names = grafted_names(case)

@@ -43,7 +43,9 @@ def tiny_alignment(tmp_path_factory: pytest.TempPathFactory) -> TinyAlignment:
 
 def _align(root: Path) -> dict[str, object]:
     configs = write_tiny_config(root)
-    finished = run_cli("align", configs, [f"align.output_dir={root / 'align'}"], module="tests.pipelines.forking_align")
+    finished = run_cli(
+        "align", configs, [f"align.output_dir={root / 'align'}"], module="tests.pipelines.workers.forking_align"
+    )
     terminal = finished.stdout + finished.stderr
     assert (root / "align" / "align.json").is_file(), terminal
     return {"exit_code": finished.returncode, "terminal": terminal}

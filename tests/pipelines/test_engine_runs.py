@@ -144,7 +144,7 @@ def test_no_layout_changes_a_row_that_the_same_weights_sampled(axis: str, sample
 def test_a_replay_starts_no_engine_and_imports_nothing_of_one_and_trains_to_the_same_bits(sampled: Path) -> None:
     """The configuration still names vLLM, in a Python that is not there; the entry fails where a client was loaded."""
     replayed = run_program(
-        "tests.pipelines.gymnasium_must_not_load",
+        "tests.pipelines.workers.gymnasium_must_not_load",
         arguments(
             sampled,
             "replayed",

@@ -77,7 +77,9 @@ def second(resumed: Path, tiny_alignment: TinyAlignment) -> Path:
     """
     root = resumed / "second"
     checkpoint = Path(shutil.copytree(resumed / "whole" / "checkpoints" / "step_000001", root / "sealed"))
-    written = run_program("tests.pipelines.old_checkpoint_writer", [str(resumed / "whole"), str(root / "unsealed")])
+    written = run_program(
+        "tests.pipelines.workers.old_checkpoint_writer", [str(resumed / "whole"), str(root / "unsealed")]
+    )
     assert written.returncode == 0, written.stderr
     for name, file in DAMAGED.items():
         flip_bit(Path(shutil.copytree(checkpoint, root / f"{name}-checkpoint")) / file)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 def run_worker(*arguments: str) -> Any:
-    finished = run_program("tests.pipelines.saving_worker", arguments)
+    finished = run_program("tests.pipelines.workers.saving_worker", arguments)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])
 

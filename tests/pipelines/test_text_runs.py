@@ -53,7 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_replay_loads_no_tokenizer_and_no_task_and_trains_to_the_same_bits(root: Path) -> None:
     """The entry fails where a package was loaded; this process could not load one either."""
     replayed = run_program(
-        "tests.pipelines.gymnasium_must_not_load",
+        "tests.pipelines.workers.gymnasium_must_not_load",
         # Nor Ray, whatever the configuration says of workers.
         arguments(root, "replayed", "rollout_mock.mode=mock", "++env_workers.type=ray"),
     )

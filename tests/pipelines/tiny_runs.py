@@ -34,7 +34,7 @@ align:
   proofs: {num_perturbations: 2, localise: false}  # every proof once; localisation has tests of its own
   candidates:
     - name: same-layout
-      entry: tests.pipelines.gymnasium_must_not_load
+      entry: tests.pipelines.workers.gymnasium_must_not_load
     - name: tp2-pp2
       overrides: [parallel.tensor_model_parallel_size=2, parallel.pipeline_model_parallel_size=2]
     - name: clip-range

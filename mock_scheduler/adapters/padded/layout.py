@@ -42,10 +42,10 @@ class PaddedLayout:
 
     ``tokens``, ``attention_mask`` (not 0 where there is a token), ``response_mask`` (not 0 on tokens the policy
     sampled) are tensors ``[B, width]`` that must be there. ``rollout_logprobs`` and ``policy_versions``: one value per
-    token; ``rewards``: one per token or one per row, under its first name or one of ``rewards_later``, which the framework
-    gives them on; ``turn_rewards``: per row a list of numbers, one per turn, where a
-    turn is a run of response tokens. ``frames``: the frame of each known tensor; any other has the frame whose width is
-    its own. ``is_left_padded``: rows end their prompts at one column (that of ``PROMPT`` tensors' width).
+    token; ``rewards``: one per token or one per row, ``rewards_later``: names that they have later in a step;
+    ``turn_rewards``: per row a list of numbers, one per turn, where a turn is a run of response tokens. ``frames``: the
+    frame of each known tensor; any other has the frame whose width is its own. ``is_left_padded``: rows end their
+    prompts at one column (that of ``PROMPT`` tensors' width).
     ``group_ids``, ``env_ids``, ``turn_ids`` and ``trajectory_groups`` (text ``{tag}_{group}_{episode}_{seed}``) make
     the rows' identities, ``tags`` their tags. ``identity_fields``: further fields that identify the row and are no part
     of its content. ``meta``: the field holding a dict about the whole batch.

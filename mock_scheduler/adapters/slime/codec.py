@@ -11,7 +11,6 @@ token has one placeholder, which is none of its own.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,23 +23,29 @@ from mock_scheduler.adapters.rows import (
     FROM_CORE,
     ForeignRow,
     build_batch,
-    experts_fit,
+    column_row,
+    restore_experts,
     unpack_rows,
+    without_doubles,
 )
 from mock_scheduler.adapters.slime.sample_fields import (
     TERMINATIONS,
     SampleFields,
     is_restorable,
     read_experts,
-    read_logprobs,
-    read_mask,
     read_support,
     read_tag,
     read_version,
 )
+from mock_scheduler.adapters.token_lists import (
+    LARGEST_FLOAT32,
+    check_tokens,
+    read_logprobs,
+    read_mask,
+    spread_logprobs,
+)
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
-from mock_scheduler.batch.columns import Ragged, TensorColumn
-from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN, SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN
+from mock_scheduler.batch.engine_columns import SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -50,11 +55,8 @@ META_KEY = "slime"
 _VERSION = 1
 _PATH = ":path"
 _SUPPORT_KIND = ":support"
-_EXPERTS_KIND = ":experts"
 #: Fields that say which row a sample is, and not what is in it.
 _IDENTITY_FIELDS = frozenset({_PATH, "group_index", "index", "rollout_id", "session_id", "routing_key"})
-_INT32_MAX = 2**31 - 1
-_LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 #: Lists of lists of samples, at any depth.
 Nested: TypeAlias = "Sequence[Nested | SampleFields]"
@@ -118,7 +120,7 @@ class SlimeCodec:
             "fields": list(dict.fromkeys(name for _, sample in samples for name in sample)),
         }
         return build_batch(
-            _without_doubles(rows),
+            without_doubles(rows, "rollout_routed_experts"),
             sampling=self._sampling,
             scheduler_id=self._scheduler_id,
             meta={**(meta or {}), META_KEY: about},
@@ -141,23 +143,18 @@ class SlimeCodec:
         root: dict[int, Any] = {}
         for path in cast("Sequence[Sequence[int]]", about["empty"]):
             _put(root, tuple(path), {})
-        lengths, response_offsets = batch.row_offsets.tolist(), batch.response_offsets.tolist()
+        lengths = batch.row_offsets.tolist()
         for place, own in unpack_rows(batch):
             path = own.pop(_PATH)
             tokens = slice(lengths[place], lengths[place + 1])
-            response = slice(response_offsets[place], response_offsets[place + 1])
-            _restore(own, batch, place, tokens, response)
+            _restore(own, batch, place, tokens)
             _put(root, path, _Leaf({name: own[name] for name in names if name in own}))
         return cast("list[Any]", _as_lists(root))
 
     def _read(self, sample: SampleFields, path: _Path, place: tuple[int, int, int], version: int) -> ForeignRow:
-        tokens, length = sample.get("tokens"), sample.get("response_length", 0)
-        if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
-            raise BatchError(f"tokens is a {type(tokens).__name__}; expected a list of ints")
+        tokens, length = check_tokens(sample.get("tokens"), "tokens"), sample.get("response_length", 0)
         if type(length) is not int or not 0 <= length <= len(tokens):
             raise BatchError(f"response_length is {length!r}, and it has {len(tokens)} tokens")
-        if tokens and not 0 <= min(tokens) <= max(tokens) <= _INT32_MAX:
-            raise BatchError(f"token ids lie from {min(tokens)} to {max(tokens)}; expected 0 to {_INT32_MAX}")
         native: dict[str, object] = {**sample, _PATH: path}
         prompt_length = len(tokens) - length
         mask, is_core_mask = read_mask(sample.get("loss_mask"), length)
@@ -165,7 +162,7 @@ class SlimeCodec:
             native["tokens"] = FROM_CORE
         if is_core_mask:
             native["loss_mask"] = FROM_CORE
-        logprobs, is_core = read_logprobs(sample.get("rollout_log_probs"), mask)
+        logprobs, is_core = read_logprobs(sample.get("rollout_log_probs"), mask, "rollout_log_probs")
         if is_core:
             native["rollout_log_probs"] = FROM_CORE
         support = read_support(sample, tokens, mask)
@@ -191,11 +188,11 @@ class SlimeCodec:
 
     def has_reward(self, sample: Mapping[str, Any]) -> bool:
         """Whether the sample says its reward as a number that a batch may hold; else the batch has 0."""
-        return abs(self._stated_reward(sample.get("reward"))) <= _LARGEST_REWARD
+        return abs(self._stated_reward(sample.get("reward"))) <= LARGEST_FLOAT32
 
     def _read_reward(self, reward: object) -> float:
         number = self._stated_reward(reward)
-        return number if abs(number) <= _LARGEST_REWARD else 0.0
+        return number if abs(number) <= LARGEST_FLOAT32 else 0.0
 
     def _stated_reward(self, reward: object) -> float:
         value = reward.get(self._reward_key) if isinstance(reward, Mapping) and self._reward_key else reward
@@ -237,21 +234,7 @@ def _is_number(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _without_doubles(rows: list[ForeignRow]) -> list[ForeignRow]:
-    """The rows without a second copy of experts that the engine's column keeps, whose type is noted instead."""
-    if not experts_fit([row.routed_experts for row in rows]):
-        return rows
-    found = []
-    for row in rows:
-        if row.routed_experts is not None:
-            stated = row.native["rollout_routed_experts"]
-            noted = {"rollout_routed_experts": FROM_CORE, _EXPERTS_KIND: type(stated).__name__}
-            row = dataclasses.replace(row, native={**row.native, **noted})
-        found.append(row)
-    return found
-
-
-def _restore(own: dict[str, Any], batch: RolloutBatch, place: int, tokens: slice, response: slice) -> None:
+def _restore(own: dict[str, Any], batch: RolloutBatch, place: int, tokens: slice) -> None:
     """Puts fields in their places that the core fields say exactly."""
     prompt_length = int(batch.prompt_lengths[place])
     mask = batch.response_mask[tokens][prompt_length:]
@@ -260,25 +243,16 @@ def _restore(own: dict[str, Any], batch: RolloutBatch, place: int, tokens: slice
     if own.get("loss_mask") is FROM_CORE:
         own["loss_mask"] = mask.int().tolist()
     if own.get("rollout_log_probs") is FROM_CORE:
-        spread = torch.zeros(len(mask), dtype=torch.float64)
-        spread[mask] = batch.rollout_logprobs[response].double()
-        own["rollout_log_probs"] = spread.tolist()
-    if own.get("rollout_routed_experts") is FROM_CORE:
-        experts = _column_row(batch, ROUTED_EXPERTS_COLUMN, place)
-        own["rollout_routed_experts"] = experts.numpy().copy() if own[_EXPERTS_KIND] == "ndarray" else experts.clone()
+        own["rollout_log_probs"] = spread_logprobs(batch, place, mask)
+    restore_experts(own, batch, place, "rollout_routed_experts")
     if own.get("rollout_top_p_token_ids") is FROM_CORE:
-        ids, starts = (_column_row(batch, name, place) for name in (SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN))
+        ids, starts = (column_row(batch, name, place) for name in (SUPPORT_COLUMN, SUPPORT_OFFSETS_COLUMN))
         sizes = torch.zeros(len(mask), dtype=torch.int64)
         sizes[mask] = starts.diff()
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).int()
         is_list = own[_SUPPORT_KIND] == "list"
         own["rollout_top_p_token_ids"] = ids.tolist() if is_list else ids.clone()
         own["rollout_top_p_token_offsets"] = bounds.tolist() if is_list else bounds
-
-
-def _column_row(batch: RolloutBatch, name: str, place: int) -> torch.Tensor:
-    column = cast("TensorColumn", batch.extras[name])
-    return cast("Ragged", column.row(place)).values
 
 
 class _Leaf:

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from mock_scheduler.adapters.settings import describe_keys, load_settings
 from mock_scheduler.adapters.slime.codec import SlimeCodec
-from mock_scheduler.adapters.slime.settings import SlimeSettings, load_settings
+from mock_scheduler.adapters.slime.settings import SlimeSettings
 from mock_scheduler.adapters.slime.suppress import check_switch
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.errors import ConfigError, SchedulerError
@@ -59,7 +60,7 @@ class RolloutFunction:
         self.data_source: Any = getattr(input, "data_source", None)
         self.ledger = Ledger() if ledger is None else ledger
         self._input = input
-        self._settings = load_settings() if settings is None else settings
+        self._settings = load_settings(SlimeSettings, settings)
         self._scheduler: ProxyScheduler | None = None
         self._real: Any = None
         self._arguments: tuple[Any, ...] = ()
@@ -231,11 +232,7 @@ def read_sampling(args: Any) -> SamplingParams:  # noqa: ANN401 - the framework'
 
 def describe_arguments(args: Any) -> dict[str, JSON]:  # noqa: ANN401 - the framework's
     """Describe what a replay must share with its recording."""
-    found = {name: getattr(args, name) for name in _CONTRACT if hasattr(args, name)}
-    return {
-        f"slime.{name}": value if isinstance(value, str | int | float | None) else str(value)
-        for name, value in found.items()
-    }
+    return describe_keys(args, _CONTRACT, "slime")
 
 
 def _find(path: str) -> Any:  # noqa: ANN401 - of the framework

@@ -14,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.adapters.rows import experts_are_usable
+from mock_scheduler.adapters.token_lists import select_support
 from mock_scheduler.batch import Termination
 from mock_scheduler.errors import BatchError
-
-_INT32_MAX = 2**31 - 1
 
 #: A sample as its ``to_dict`` gives it.
 SampleFields: TypeAlias = Mapping[str, Any]
@@ -29,42 +28,6 @@ TERMINATIONS = {
     "failed": Termination.ABORTED,
     "pending": Termination.ABORTED,
 }
-
-
-def read_mask(loss_mask: object, length: int) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Reads the mask of the response, and whether the core fields say the sample's own exactly."""
-    if loss_mask is None:
-        return np.ones(length, dtype=np.bool_), False
-    if not isinstance(loss_mask, list | torch.Tensor | np.ndarray) or len(loss_mask) != length:
-        found = len(loss_mask) if isinstance(loss_mask, list | torch.Tensor | np.ndarray) else loss_mask
-        raise BatchError(f"loss_mask has {found} entries, and response_length is {length}")
-    is_exact = isinstance(loss_mask, list) and set(map(type, loss_mask)) <= {int} and set(loss_mask) <= {0, 1}
-    return np.array([bool(item) for item in loss_mask], dtype=np.bool_), is_exact
-
-
-def read_logprobs(stated: object, mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.float32], bool]:
-    """Reads the log-probabilities of sampled tokens, 0 where none are stated, and whether they are all there is.
-
-    An engine answers in decimal digits, so most are no float32; the sample's own are kept beside them then.
-    """
-    if stated is None:
-        return np.zeros(int(mask.sum()), dtype=np.float32), False
-    if not isinstance(stated, list | torch.Tensor | np.ndarray) or len(stated) != len(mask):
-        found = len(stated) if isinstance(stated, list | torch.Tensor | np.ndarray) else stated
-        raise BatchError(f"rollout_log_probs has {found} entries, and response_length is {len(mask)}")
-    numbers = stated.double().numpy() if isinstance(stated, torch.Tensor) else np.array(stated, dtype=np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = numbers.astype(np.float32)
-    if not np.isfinite(rounded[mask]).all():
-        raise BatchError(f"rollout_log_probs is not finite: {rounded[mask][~np.isfinite(rounded[mask])][:3].tolist()}")
-    others = numbers[~mask]
-    is_exact = (
-        isinstance(stated, list)
-        and set(map(type, stated)) <= {float}
-        and numbers.tobytes() == rounded.astype(np.float64).tobytes()
-        and others.tobytes() == bytes(others.nbytes)
-    )
-    return rounded[mask], is_exact
 
 
 def read_version(stated: object, version: int) -> int:
@@ -102,13 +65,8 @@ def read_support(
             f"rollout_top_p_token_offsets has {len(starts)} numbers; expected {len(mask) + 1} that rise from 0 to "
             f"{len(all_ids)}"
         )
-    of_token = np.repeat(np.arange(len(mask)), sizes)
     own = np.asarray(tokens[len(tokens) - len(mask) :], dtype=np.int64)
-    hits = np.bincount(of_token[all_ids == own[of_token]], minlength=len(mask))
-    is_inside = all_ids.min(initial=0) >= 0 and all_ids.max(initial=0) <= _INT32_MAX
-    if ((sizes > 0) & (hits == 0) & mask).any() or not is_inside:
-        return None
-    return all_ids[mask[of_token]], np.concatenate([[0], sizes[mask].cumsum()])
+    return select_support(all_ids, starts, own, mask)
 
 
 def is_restorable(sample: SampleFields, starts: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, experts_fit, unpack_rows
+from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
+from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, column_row, experts_fit, unpack_rows
 from mock_scheduler.adapters.transfer_queue.columns import Columns, QueueColumn
 from mock_scheduler.adapters.transfer_queue.row_fields import (
     FieldNames,
@@ -28,17 +29,15 @@ from mock_scheduler.adapters.transfer_queue.row_fields import (
 )
 from mock_scheduler.adapters.trees import pack, unpack
 from mock_scheduler.batch import RolloutBatch, SamplingParams
-from mock_scheduler.batch.columns import Ragged, TensorColumn
 from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest, shown
-from mock_scheduler.support.digests import JSON, compute_json_digest
+from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import bullet_list
 
 META_KEY = "transfer_queue"
 _VERSION = 1
 _KEY, _TAG = ":key", ":tag"
-_NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,8 +149,8 @@ class QueueCodec:
         )
 
     def _restore(self, batch: RolloutBatch, place: int, tokens: slice, responses: slice) -> dict[str, Any]:
-        column = batch.extras.get(ROUTED_EXPERTS_COLUMN)
-        experts = cast("Ragged", column.row(place)).values if isinstance(column, TensorColumn) else None
+        has_experts = ROUTED_EXPERTS_COLUMN in batch.extras
+        experts = column_row(batch, ROUTED_EXPERTS_COLUMN, place) if has_experts else None
         return cast(
             "dict[str, Any]",
             restored(
@@ -168,27 +167,23 @@ class QueueCodec:
         """List the prompts that are in the batch, and that the trainer did not draw."""
         if request.prompts is None:
             return []
-        drawn: Sequence[object] = request.prompts
-        digests = [digest_of(prompt) for prompt in drawn]
-        recorded: Sequence[str | None] | None = _about(batch)["prompts"]
-        if recorded is None:
-            own = self._row_prompts(batch)
-            # What is not plain data has no digest, and may be any prompt.
-            absent = 0 if None in digests else sum(prompt not in digests for prompt in own)
-            return [_describe_prompts(absent, len(own), drawn)] if absent else []
-        if len(recorded) != len(drawn):
-            return [f"the trainer drew {len(drawn)} prompts for the batch; {len(recorded)} in the recording"]
-        others = [
-            number
-            for number, pair in enumerate(zip(recorded, digests, strict=True))
-            if None not in pair and pair[0] != pair[1]
+        recorded: Sequence[JSON] | None = _about(batch)["prompts"]
+        if recorded is not None:
+            return list_prompt_problems(recorded, request.prompts, "prompt")
+        own, drawn = self._row_prompts(batch), digest_prompts(request.prompts)
+        # What is not plain data has no digest, and may be any prompt.
+        absent = 0 if None in drawn else sum(prompt not in drawn for prompt in own)
+        if not absent:
+            return []
+        return [
+            f"{absent} of {len(own)} prompts of the batch are none of the {len(drawn)} that the trainer drew, as "
+            f"{shown(request.prompts[0])}. Use the data set, seed and order of the recording, or record again"
         ]
-        return [_describe_prompts(len(others), len(drawn), [drawn[number] for number in others])] if others else []
 
     def _row_prompts(self, batch: RolloutBatch) -> set[str]:
         """The digests of the rows' own prompts, as far as they are there."""
         rows = unpack_rows(batch) if self._names.prompt else []
-        digests = {digest_of(own.get(str(self._names.prompt))) for _, own in rows}
+        digests = digest_prompts([own.get(str(self._names.prompt)) for _, own in rows])
         return {digest for digest in digests if digest is not None}
 
 
@@ -197,17 +192,6 @@ def read_notes(batch: RolloutBatch) -> dict[str, Any]:
     about = _about(batch)
     notes: dict[str, Any] = unpack(about["notes"], bytes.fromhex(about["bytes"]))
     return notes
-
-
-def digest_of(prompt: object) -> str | None:
-    """The digest of a prompt; ``None`` where there is none, or it holds what is not plain data, as images."""
-    if prompt is None:
-        return None
-    try:
-        packed, content = pack(prompt, "prompt")
-    except BatchError:
-        return None
-    return compute_json_digest([packed, content.hex()])
 
 
 def _about(batch: RolloutBatch) -> Mapping[str, Any]:
@@ -228,13 +212,5 @@ def _describe(native: QueueRows, prompts: Sequence[object] | None) -> JSON:
         "fields": [[name, column.kind, column.ragged_dim] for name, column in native.columns.items()],
         "notes": notes,
         "bytes": content.hex(),
-        "prompts": None if prompts is None else [digest_of(prompt) for prompt in prompts],
+        "prompts": None if prompts is None else list(digest_prompts(prompts)),
     }
-
-
-def _describe_prompts(num_others: int, num_prompts: int, examples: Sequence[object]) -> str:
-    named = ", ".join(shown(prompt) for prompt in examples[:_NUM_SHOWN])
-    return (
-        f"{num_others} of {num_prompts} prompts are not those of the batch; the trainer drew {named}. Use the data "
-        "set, seed and order of the recording, or record again"
-    )

@@ -15,11 +15,9 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, experts_are_usable
+from mock_scheduler.adapters.token_lists import INT32_MAX, LARGEST_FLOAT32
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.tensor_bytes import as_bytes
-
-_INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 #: From a key: its group's name, the trajectory's number in the group, and the row's number in the trajectory.
 SplitKey: TypeAlias = Callable[[str], tuple[str, int, int]]
@@ -116,8 +114,8 @@ def _whole_numbers(values: Mapping[str, object], name: str) -> npt.NDArray[Any]:
         found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
         raise BatchError(f"{name} is {found}; expected token ids, whole numbers [T]")
     numbers = ids.numpy()
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= _INT32_MAX:
-        raise BatchError(f"{name} lies from {numbers.min()} to {numbers.max()}; expected 0 to {_INT32_MAX}")
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= INT32_MAX:
+        raise BatchError(f"{name} lies from {numbers.min()} to {numbers.max()}; expected 0 to {INT32_MAX}")
     return numbers
 
 
@@ -153,7 +151,7 @@ def _read_logprobs(values: Mapping[str, object], names: FieldNames, flags: npt.N
 def _read_reward(values: Mapping[str, object], names: FieldNames) -> float:
     scores = values.get(names.scores) if names.scores else None
     total = float(scores.detach().double().sum()) if isinstance(scores, torch.Tensor) else 0.0
-    return total if abs(total) <= _FLOAT32_MAX else 0.0
+    return total if abs(total) <= LARGEST_FLOAT32 else 0.0
 
 
 def without_doubles(row: ForeignRow, names: FieldNames, *, keeps_experts: bool) -> ForeignRow:

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 
 from mock_scheduler.adapters.padded.values import from_json, to_json
+from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue
 from mock_scheduler.batch.plausibility import VALID_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import RolloutRequest, RowShard, shown
-from mock_scheduler.support.digests import JSON, compute_json_digest
+from mock_scheduler.support.digests import JSON
 
 META_KEY = "trl"
 PROMPT_COLUMN = "trl/prompt"
@@ -35,7 +36,6 @@ _CORE = (*_TOKENS, "logprobs", "env_mask")
 _INT32_MAX = 2**31 - 1
 #: A larger log-probability is none, and would be infinite in a batch.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_NUM_SHOWN = 3
 
 #: What ``rollout_func`` returns.
 Native: TypeAlias = "dict[str, Any]"
@@ -64,7 +64,7 @@ class TrlCodec:
         if problems:
             raise BatchError(f"rollout_func returned what cannot be recorded: {'; '.join(problems)}")
         num_rows = len(native["prompt_ids"])
-        digests = _prompt_digests(request.prompts, num_rows)
+        digests = digest_prompts(request.prompts, num_rows)
         further = {name: value for name, value in native.items() if name not in _CORE}
         by_row = [name for name, value in further.items() if type(value) is list and len(value) == num_rows]
         rows = []
@@ -151,23 +151,7 @@ class TrlCodec:
         column = batch.extras.get(PROMPT_COLUMN)
         if not isinstance(column, JsonColumn):
             return []
-        prompts = list(request.prompts)
-        if len(prompts) != len(column):
-            return [f"the batch has {len(column)} rows; the trainer drew {len(prompts)} prompts"]
-        digests = _prompt_digests(prompts, len(prompts))
-        others = [
-            row
-            for row, (recorded, current) in enumerate(zip(column.items, digests, strict=True))
-            if None not in (recorded, current) and recorded != current
-        ]
-        if not others:
-            return []
-        named = "; ".join(f"row {row} is now {shown(prompts[row])}" for row in others[:_NUM_SHOWN])
-        more = f" (and {len(others) - _NUM_SHOWN} more)" if len(others) > _NUM_SHOWN else ""
-        return [
-            f"{len(others)} of {len(prompts)} prompts are not those of the batch: {named}{more}. Use the data set, "
-            "seed and order of the recording, or record again"
-        ]
+        return list_prompt_problems(column.items, list(request.prompts))
 
     def _identity(self, row: int, num_rows: int, request: RolloutRequest) -> SampleIdentity:
         group_size = request.group_size or 1
@@ -217,18 +201,6 @@ def _problems(native: object) -> list[str]:
             size, length = sizes[other[0]]
             problems.append(f"{name} has {size} entries in row {other[0]}, whose completion has {length} tokens")
     return problems
-
-
-def _prompt_digests(prompts: object, num_rows: int) -> list[str | None]:
-    if not isinstance(prompts, Sequence) or len(prompts) != num_rows:
-        return [None] * num_rows
-    digests: list[str | None] = []
-    for prompt in prompts:
-        try:
-            digests.append(compute_json_digest(to_json(prompt, "prompt")))
-        except BatchError:  # images and the like, which are no plain data
-            digests.append(None)
-    return digests
 
 
 def _is_same(given: list[Any], core: list[Any]) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from mock_scheduler.adapters.imports.verl_v1 import VERL_NAMES
+from mock_scheduler.adapters.settings import describe_keys
 from mock_scheduler.adapters.transfer_queue import queue
 from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows, read_notes
 from mock_scheduler.adapters.verl.description import describe_run, group_sizes, read_sampling
@@ -232,9 +233,8 @@ def _restate(rows: QueueRows, global_steps: int) -> QueueRows:
 
 def describe_configuration(config: DictConfig, mode: str) -> dict[str, JSON]:
     """Describe what a replay must share with its recording."""
-    values = {name: OmegaConf.select(config, name) for name in (*_CONTRACT, _per_step_key(mode))}
-    found = {f"verl.{name}": value for name, value in values.items() if value is not None}
-    return {"verl.trainer.v1.trainer_mode": mode, **found, **describe_run(config)}
+    keys = (*_CONTRACT, _per_step_key(mode))
+    return {"verl.trainer.v1.trainer_mode": mode, **describe_keys(config, keys, "verl"), **describe_run(config)}
 
 
 def _per_step_key(mode: str) -> str:

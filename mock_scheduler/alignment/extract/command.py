@@ -35,7 +35,7 @@ from mock_scheduler.alignment.extract.source import (
     recording_elsewhere,
 )
 from mock_scheduler.command_program.loading import build_loader
-from mock_scheduler.command_program.program import PROGRAM, own_config
+from mock_scheduler.command_program.program import own_config, steps_until
 from mock_scheduler.config.align import CandidateConfig, MatrixConfig
 from mock_scheduler.config.loading import dump_config
 from mock_scheduler.config.stored_code import StoredCode, Use, refuse_stored_code
@@ -103,7 +103,7 @@ others, so are the data:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergedCommand:
-    """A diverged candidate of an alignment of a command.
+    """Holds a diverged candidate of an alignment of a command.
 
     change: the candidate as it was configured. sentence: its first divergence. step: to reproduce. batches: digests of
     the rows that the baseline trained on, by step. used: the allowed code, in words. is_trusted: it may run.
@@ -194,9 +194,9 @@ class CommandExtraction:
         align = source.baseline.align.model_copy(
             update={"output_dir": None, "baseline": [], "candidates": [source.change], "matrix": MatrixConfig()}
         )
-        shorter = [text.partition("=") for text in PROGRAM.end_after(source.baseline, source.step)]
+        steps = steps_until(own, source.step)
         values = {
-            **{key: int(value) for key, _, value in shorter},
+            **({} if steps is None else {"max_steps": steps}),
             "exp_name": f"{own.exp_name.removesuffix(f'-{BASELINE_NAME}')}-reproduction",
             "output_dir": OUTPUT_FOLDER,
             "working_dir": working_dir,
@@ -255,7 +255,7 @@ class CommandExtraction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Code:
-    """The files of ``sources`` below their common folder ``root``; ``left``: larger ones, with their sizes."""
+    """Holds the files of ``sources`` below their common folder ``root``; ``left``: larger ones, with their sizes."""
 
     root: Path
     files: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""The user's own files behind an entry module: the module, and the user's modules behind its imports.
+"""Finds the user's own files behind an entry module: the module, and the user's modules behind its imports.
 
 Contract: imports are read from the source, in functions too; nothing is run. Files found by other means (a
 name put together at run time, a data file) are not found here. Installed packages, the standard library and the

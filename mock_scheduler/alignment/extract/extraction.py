@@ -40,7 +40,7 @@ _NOT_FOR_A_CHECK = ("align.proofs.localise=false", "align.proofs.consequence=fal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of running a reproduction: the verdict's word, and its first divergence or reason.
+    """Holds the result of running a reproduction: the verdict's word, and its first divergence or reason.
 
     ``batches``: the digest of the rows of each step of its baseline; empty where it is not known.
     """

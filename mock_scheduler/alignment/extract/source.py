@@ -83,7 +83,7 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Result:
-    """The needed keys of ``align.json``."""
+    """Holds the needed keys of ``align.json``."""
 
     candidates: tuple[_Candidate, ...]
     recording_dir: str | None = None
@@ -94,7 +94,7 @@ _RESULT = Document[_Result](_Result)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergedCandidate:
-    """A diverged candidate of a finished alignment.
+    """Holds a diverged candidate of a finished alignment.
 
     ``program``: whose runs they are; ``reductions``: how it makes runs smaller. ``baseline``, ``candidate``: the runs'
     own configurations. ``change``: the candidate as it was configured, with its entry. ``used``: the allowed code and
@@ -118,32 +118,32 @@ class DivergedCandidate:
 
     @property
     def steps(self) -> list[int]:
-        """The training steps of the recording, ascending."""
+        """Returns the training steps of the recording, ascending."""
         return self.reader.steps().get("train", [])
 
     @property
     def baseline_dir(self) -> Path:
-        """The folder of the baseline's run."""
+        """Returns the folder of the baseline's run."""
         return self.align_dir / BASELINE_NAME
 
     @property
     def own_packages(self) -> tuple[str, ...]:
-        """The packages of the library and of the program."""
+        """Returns the packages of the library and of the program."""
         return (PACKAGE, *self.program.packages)
 
     @property
     def baseline_entry(self) -> str:
-        """The module of the baseline's processes."""
+        """Returns the module of the baseline's processes."""
         return self.baseline.align.entry or self.program.entry
 
     @property
     def candidate_entry(self) -> str:
-        """The module of the candidate's processes."""
+        """Returns the module of the candidate's processes."""
         return self.change.entry or self.baseline_entry
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """The candidate sets these keys itself."""
+        """Returns the candidate sets these keys itself."""
         return frozenset(override_keys(self.change.overrides))
 
 

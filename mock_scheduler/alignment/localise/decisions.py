@@ -72,7 +72,7 @@ def in_pass(differing: Sequence[DifferingTensor], key: TraceKey) -> list[Differi
 
 @dataclass(kw_only=True, slots=True)
 class GraftWalk:
-    """A walk from cause to cause through one pass; ``before``: its differing tensors without a graft, in order.
+    """Holds a walk from cause to cause through one pass; ``before``: its differing tensors without a graft, in order.
 
     Ask ``next_names`` for the tensors to put in; run that; tell ``see`` the tensors still differing in the pass.
     ``is_there``: whether the reference's trace has a tensor to put in. ``end``: why no further run is made; ``None``
@@ -93,7 +93,7 @@ class GraftWalk:
 
     @property
     def kind(self) -> GraftKind:
-        """The kind of the grafts."""
+        """Returns the kind of the grafts."""
         return "activation_gradient" if pass_of(self.before[0].key) == "backward" else "activation"
 
     def next_names(self) -> tuple[str, ...]:

@@ -198,7 +198,7 @@ class _Search:
         return self._stage(step, full, level="full", compared=full[0], comparison=comparison)
 
     def _trace_some(self, step: int, sketches: tuple[Path, Path]) -> _Stage:
-        """Trace the first differing tensors of each pass whole, and everything else as sketches."""
+        """Traces the first differing tensors of each pass whole, and everything else as sketches."""
         comparison = self._compare(sketches, step)
         differing = find_differing(comparison, is_exact=self.bounds is None)
         if not differing:

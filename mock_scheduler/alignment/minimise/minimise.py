@@ -20,7 +20,7 @@ Levels = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Minimum:
-    """The most reduced failing case.
+    """Holds the most reduced failing case.
 
     ``num_runs``: cases run for it. ``is_complete``: False where the runs were used up before all was tried.
     """
@@ -64,7 +64,7 @@ class _Search:
         return self._known[case]
 
     def raise_subset(self, dimensions: Sequence[int]) -> bool:
-        """Dimensions at their highest level at once."""
+        """Returns dimensions at their highest level at once."""
         return self.try_levels(
             tuple(self.highest[index] if index in dimensions else level for index, level in enumerate(self.current))
         )

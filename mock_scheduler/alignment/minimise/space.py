@@ -59,7 +59,7 @@ class ReductionSpace:
 
     @property
     def highest(self) -> Levels:
-        """The last level of every dimension."""
+        """Returns the last level of every dimension."""
         return tuple(len(dimension.values) for dimension in self.dimensions)
 
     def build(self, levels: Levels) -> Reduction:

@@ -28,7 +28,7 @@ AlignOnce = Callable[[str, Path, Sequence[str], CandidateConfig, Path], VerdictK
 
 @dataclass(slots=True)
 class Trials:
-    """Aligns cases of one space.
+    """Holds aligns cases of one space.
 
     ``baseline``: the overrides of ``align.baseline``. ``failing``: the verdicts with the fault.
     """
@@ -47,7 +47,7 @@ class Trials:
     tried: list[dict[str, JSON]] = field(default_factory=list)
 
     def fails(self, levels: Levels) -> bool:
-        """Align a case, and say whether the candidate still shows the fault."""
+        """Aligns a case, and says whether the candidate still shows the fault."""
         return self.align_at(levels) in self.failing
 
     def is_valid(self, levels: Levels) -> bool:
@@ -69,7 +69,7 @@ class Trials:
         return reduction.shared, reduction.candidate.model_dump_json()
 
     def align_at(self, levels: Levels) -> VerdictKind:
-        """Align one case."""
+        """Aligns one case."""
         reduction = self.space.build(levels)
         folder = self.root / f"workload-{compute_json_digest(list(reduction.shared))[:12]}"
         started_s = time.perf_counter()

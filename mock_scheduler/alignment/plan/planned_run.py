@@ -1,4 +1,4 @@
-"""The runs of an alignment as plain data, with their changes from the baseline.
+"""Holds the runs of an alignment as plain data, with their changes from the baseline.
 
 Contract: two checked configurations are compared by the effects of their keys, as ``config.base`` has them. Nothing
 is loaded, started or written here.
@@ -34,7 +34,7 @@ PRECISION_KEY = "precision"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """The dotted keys with different values in two configurations, each in one of three classes.
+    """Holds the dotted keys with different values in two configurations, each in one of three classes.
 
     has_other_calls: one of them may change which collectives are issued, or their sizes.
     """
@@ -51,7 +51,7 @@ class Changes:
 
     @property
     def kind(self) -> ChangeKind:
-        """The gravest class with a key in it."""
+        """Returns the gravest class with a key in it."""
         if self.other:
             return "other"
         return "layout" if self.layout else "nothing"
@@ -94,7 +94,7 @@ _NO_CHANGES = Changes(neutral=(), layout=(), other=())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """One run. ``own_overrides``: beside the baseline's; ``overrides``: all of them.
+    """Holds one run. ``own_overrides``: beside the baseline's; ``overrides``: all of them.
 
     ``program``: the owner of the run. ``entry``: the Python module of its processes. ``python``: its interpreter,
     ``env`` the variables over the launcher's, ``versions`` of Python and of the packages with an effect on bits,
@@ -124,12 +124,12 @@ class PlannedRun:
 
     @property
     def layout(self) -> str:
-        """Its layout in one phrase."""
+        """Returns its layout in one phrase."""
         return self.config.parallel.describe()
 
     @property
     def own_module(self) -> str:
-        """The module that its processes run in the program's place; empty where they run the program's own."""
+        """Returns the module that its processes run in the program's place; empty where they run the program's own."""
         return self.entry if self.entry != self.program.entry else ""
 
     @property
@@ -172,7 +172,7 @@ def initial_state_overrides(program: Program, trace: Path | None) -> tuple[str, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlignPlan:
-    """All runs of an alignment, in order, and where its results go.
+    """Holds all runs of an alignment, in order, and where its results go.
 
     ``recording_dir``: ``None`` for a program without rollouts. ``is_recorded``: the recording was there before, and the
     baseline replays it too.
@@ -187,10 +187,10 @@ class AlignPlan:
 
     @property
     def proofs_dir(self) -> Path:
-        """The folder of the further runs for proofs."""
+        """Returns the folder of the further runs for proofs."""
         return self.output_dir / PROOFS_NAME
 
     @property
     def runs(self) -> tuple[PlannedRun, ...]:
-        """The baseline and all candidates."""
+        """Returns the baseline and all candidates."""
         return (self.baseline, *self.candidates)

@@ -1,4 +1,4 @@
-"""Carrying out an alignment: baseline, candidates, and the proofs of each, from the strongest possible one.
+"""Carries an alignment out: baseline, candidates, and the proofs of each, from the strongest possible one.
 
 The runs of a stage start together, several at a time where the user wants that: the baseline; all candidates; a further
 run of each candidate whose ranks failed, with their collectives; then the proofs for candidates without equal bits
@@ -40,7 +40,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceEr
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
 from mock_scheduler.support.run_files import TRACE_FOLDER
-from mock_scheduler.support.text import printable_message
+from mock_scheduler.support.text import on_one_line, printable_message
 from mock_scheduler.trace.replicas import ReplicaConflict
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
@@ -131,7 +131,7 @@ class AlignmentRunner:
                 try:
                     broken = closer.find_broken_group(item)
                 except ConfigError as error:
-                    self._warn(f"{item.run.name}: its collectives cannot be listed: {_in_one_line(error)}")
+                    self._warn(f"{item.run.name}: its collectives cannot be listed: {on_one_line(error)}")
                     continue
             item.direct = replace(direct, why=replace(direct.why, collectives=broken))
 
@@ -177,7 +177,7 @@ class AlignmentRunner:
         try:
             unmoved = plan_in_precision(self.plan.baseline, precision, load=self.load, root=root)
         except ConfigError as error:
-            self._warn(f"the noise in {precision} cannot be measured: {_in_one_line(error)}")
+            self._warn(f"the noise in {precision} cannot be measured: {on_one_line(error)}")
             return [self.plan.baseline]
         seeds = range(self.plan.baseline.config.align.proofs.num_perturbations)
         return [unmoved, *(plan_perturbed(unmoved, seed, load=self.load, root=root) for seed in seeds)]
@@ -193,7 +193,7 @@ class AlignmentRunner:
             try:
                 run = plan_emulated(item.run, self.plan.baseline, load=self.load, root=self.plan.proofs_dir)
             except ConfigError as error:
-                item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=_in_one_line(error))
+                item.not_emulated = NotTried(cause=NotTriedCause.ORDER_UNKNOWN, error=on_one_line(error))
                 continue
             # Names and folders apart, candidates with one layout have one reference.
             values = run.config.model_dump(mode="json", exclude={"output_dir", "exp_name", "align"})
@@ -261,7 +261,7 @@ class AlignmentRunner:
                 try:
                     item.equal_inputs = closer.judge_equal_inputs(item)
                 except (AlignmentError, ConfigError, TraceError) as error:
-                    item.equal_inputs = EqualInputsFacts(error=" ".join(printable_message(str(error)).split()))
+                    item.equal_inputs = EqualInputsFacts(error=on_one_line(printable_message(str(error))))
             item.judge()
 
     def _needs_place(self, item: CandidateState) -> bool:
@@ -299,7 +299,7 @@ class AlignmentRunner:
             ]
         except ConfigError as error:
             for item in wanted:
-                item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=_in_one_line(error))
+                item.no_referee = NotTried(cause=NotTriedCause.CANNOT_RUN, error=on_one_line(error))
                 item.judge()
             return
         for item, run in list(zip(wanted, runs[1:], strict=True)):
@@ -383,7 +383,7 @@ class AlignmentRunner:
 
     @property
     def _own_noise(self) -> NoiseBounds | None:
-        """The noise in the baseline's precision; without it that of another one."""
+        """Returns the noise in the baseline's precision; without it that of another one."""
         return self._noise.get(self.plan.baseline.config.precision) or next(iter(self._noise.values()), None)
 
     def _warn(self, text: str) -> None:
@@ -403,10 +403,6 @@ class AlignmentRunner:
         )
         self.save(result)
         return result
-
-
-def _in_one_line(error: ConfigError) -> str:
-    return " ".join(str(error).split())
 
 
 def _seconds(outcome: Outcome) -> float:

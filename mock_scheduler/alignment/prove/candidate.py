@@ -121,7 +121,7 @@ class CandidateState:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict so far."""
+        """Returns the verdict so far."""
         if self.judged is not None:
             return self.judged
         if self.direct is not None and not self.is_open:

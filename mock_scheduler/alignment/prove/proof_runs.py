@@ -1,4 +1,4 @@
-"""The further runs for proofs, derived from the planned runs of an alignment.
+"""Makes the further runs for proofs, derived from the planned runs of an alignment.
 
 Contract: every run is a planned run with a few overrides behind its own, in a folder of its own under ``proofs``, in
 mock on the same recording where there is one, and from the same initial state. Nothing is started here: ``alignment``

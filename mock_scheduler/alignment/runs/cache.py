@@ -54,19 +54,19 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """Everything with an effect on the results of a run."""
+    """Holds everything with an effect on the results of a run."""
 
     keys: Mapping[str, JSON]
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the keys."""
+        """Returns SHA-256 (hex) of the keys."""
         return compute_json_digest(self.keys)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stored:
-    """The file without its version."""
+    """Holds the file without its version."""
 
     elapsed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     keys: dict[str, JSON]
@@ -79,7 +79,7 @@ _DOCUMENT = Document[_Stored](_Stored)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reusable:
-    """A finished run to take again; ``elapsed_s``: how long it took when it ran."""
+    """Holds a finished run to take again; ``elapsed_s``: how long it took when it ran."""
 
     elapsed_s: float
 

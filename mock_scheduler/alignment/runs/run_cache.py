@@ -43,7 +43,7 @@ _QUERY_S = 20.0
 
 @dataclass(slots=True)
 class RunCache:
-    """The finished runs of one alignment.
+    """Holds the finished runs of one alignment.
 
     ``recording_dir``: the recording of its runs, ``None`` without one. ``environ``: of the launcher; ``None``: this
     process's. ``takes_foreign``: runs that another user made are taken again too. For each run: ``find``, then either

@@ -11,7 +11,7 @@ BoundsSource = Literal["noise", "theory", "stated"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorBound:
-    """The bound of ``||a - b||``, or of an update ``||d_a - d_b||``: ``relative`` · ``||a||`` + ``absolute``.
+    """Holds the bound of ``||a - b||``, or of an update ``||d_a - d_b||``: ``relative`` · ``||a||`` + ``absolute``.
 
     Args:
         relative: The relative difference allowed (``thresholds`` has the word).
@@ -38,7 +38,7 @@ class TensorBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricBound:
-    """The bound of a metric's ``|a - b|``: ``relative`` · ``max(|a|, |b|, floor)`` + ``absolute``.
+    """Holds the bound of a metric's ``|a - b|``: ``relative`` · ``max(|a|, |b|, floor)`` + ``absolute``.
 
     ``is_estimate``: as of a ``TensorBound``.
     """

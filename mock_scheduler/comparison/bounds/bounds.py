@@ -1,4 +1,4 @@
-"""The bounds of a comparison; bounds a user states, bounds in float64, and no bound at all.
+"""Has the bounds of a comparison; those a user states, those of float64, and no bound at all.
 
 Bounds have three sources. *Noise*: perturbing the baseline by one rounding moved every tensor and metric by so much
 (``measured``); it decides wherever it is known. *Theory*: rounding grows with the depth of a network
@@ -20,7 +20,7 @@ from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 
 
 class Bounds(Protocol):
-    """The bound of every tensor and metric of a comparison."""
+    """Bounds every tensor and metric of a comparison."""
 
     @property
     def source(self) -> BoundsSource:
@@ -39,13 +39,13 @@ class Bounds(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UniformBounds:
-    """One bound of every tensor and metric: the last bit where ``is_exact``, else none at all."""
+    """Holds one bound of every tensor and metric: the last bit where ``is_exact``, else none at all."""
 
     is_exact: bool
 
     @property
     def source(self) -> BoundsSource:
-        """``stated``."""
+        """Returns ``stated``."""
         return "stated"
 
     @property
@@ -82,7 +82,7 @@ class StatedBounds:
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """The noise measured beside the stated bounds."""
+        """Returns the noise measured beside the stated bounds."""
         return self.otherwise.noise
 
     def states(self, kind: TraceKind | None) -> bool:
@@ -135,12 +135,12 @@ class OtherCodeBounds:
 
     @property
     def source(self) -> BoundsSource:
-        """The source of the inner bounds."""
+        """Returns the source of the inner bounds."""
         return self.inner.source
 
     @property
     def noise(self) -> NoiseBounds | None:
-        """The noise of the inner bounds."""
+        """Returns the noise of the inner bounds."""
         return self.inner.noise
 
     def tensor(self, key: TraceKey) -> TensorBound:
@@ -171,7 +171,7 @@ def shrinking_factor(precision: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideBounds:
-    """The inner bounds, divided by √(shrinking factor).
+    """Holds the inner bounds, divided by √(shrinking factor).
 
     Rounding shrinks by the whole factor, a wrong computation not at all; half way between, on a logarithmic scale, no
     honest run and no fault comes near.
@@ -182,7 +182,7 @@ class WideBounds:
 
     @property
     def source(self) -> BoundsSource:
-        """The source of the inner bounds."""
+        """Returns the source of the inner bounds."""
         return self.inner.source
 
     @property

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseBounds:
-    """The measured noise of one baseline, as bounds.
+    """Holds the measured noise of one baseline, as bounds.
 
     Args:
         baseline: Digest of the baseline's run.
@@ -73,7 +73,7 @@ class NoiseBounds:
 
     @property
     def num_runs(self) -> int:
-        """K: perturbed runs."""
+        """Returns K: perturbed runs."""
         return len(self.seeds)
 
     @property
@@ -83,12 +83,12 @@ class NoiseBounds:
 
     @property
     def source(self) -> BoundsSource:
-        """``noise``."""
+        """Returns ``noise``."""
         return "noise"
 
     @property
     def noise(self) -> NoiseBounds:
-        """Itself."""
+        """Returns itself."""
         return self
 
     def tensor(self, key: TraceKey) -> TensorBound:
@@ -147,7 +147,7 @@ class NoiseBounds:
 
     @cached_property
     def held_out(self) -> tuple[int, ...]:
-        """For each perturbed run, how many tensors and metrics are beyond the bounds the other runs give.
+        """Counts, for each perturbed run, the tensors and metrics beyond the bounds that the other runs give.
 
         One rounding made each run, so these would be false alarms. Tensors no other run moved, and whole decisions, are
         left out. The bounds come from one run less, so they are narrower than a candidate's. With fewer than two others

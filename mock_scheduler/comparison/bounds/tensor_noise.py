@@ -21,7 +21,7 @@ Pool = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNoise:
-    """One tensor over the perturbed runs.
+    """Holds one tensor over the perturbed runs.
 
     Args:
         relative: Relative difference r of each run; inf where only the baseline is 0.
@@ -37,22 +37,22 @@ class TensorNoise:
 
     @property
     def usual(self) -> float:
-        """p: the median of r."""
+        """Returns p: the median of r."""
         return median(self.relative)
 
     @property
     def largest(self) -> float:
-        """P: the largest r."""
+        """Returns P: the largest r."""
         return max(self.relative)
 
     @property
     def distance(self) -> float:
-        """The largest ``||a - b||``."""
+        """Returns the largest ``||a - b||``."""
         return self.largest * self.size if self.size else self.absolute
 
     @property
     def slope_spread(self) -> float:
-        """The standard deviation of the slopes about 1; 0 without slopes."""
+        """Returns the standard deviation of the slopes about 1; 0 without slopes."""
         # About 1 rather than about their mean: honest runs have no reason to be larger or smaller.
         return math.hypot(*(slope - 1.0 for slope in self.slopes)) / math.sqrt(max(len(self.slopes), 1))
 

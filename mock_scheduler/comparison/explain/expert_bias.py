@@ -52,7 +52,7 @@ class Decisions:
 
     @property
     def flipped(self) -> torch.Tensor:
-        """int64: elements decided differently."""
+        """Returns int64: elements decided differently."""
         return (self.baseline != self.candidate).nonzero().squeeze(1)
 
 

@@ -1,4 +1,4 @@
-"""Where the first and the largest divergences lie, and what they look like.
+"""Says where the first and the largest divergences lie, and what they look like.
 
 These few tensors are read once more when all are judged, since only then they are known; a tensor within its bound is
 not looked at again. From a large tensor evenly spaced elements are taken, and its residual says so, so this takes

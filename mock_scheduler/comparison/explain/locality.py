@@ -76,7 +76,7 @@ def find_localities(
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Baseline, candidate and the mask of elements that count."""
+    """Holds baseline, candidate and the mask of elements that count."""
 
     baseline: torch.Tensor
     candidate: torch.Tensor
@@ -262,7 +262,7 @@ def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """Indices ``first`` to ``last`` of a dimension, ``count`` of them, and their share of ||a - b||²."""
+    """Holds indices ``first`` to ``last`` of a dimension, ``count`` of them, and their share of ||a - b||²."""
 
     first: int
     last: int

@@ -1,4 +1,4 @@
-"""Differences made of the same values in other places: a shift, or a permutation along a dimension.
+"""Recognises differences made of the same values in other places: a shift, or a permutation along a dimension.
 
 Contract: at most 1 Mi elements are looked at: all indices of the dimension in question, and evenly spaced ones of the
 others; a dimension longer than 1 Mi is cut off there. The same values in another order are a permutation only where
@@ -70,7 +70,7 @@ def find_move(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rows:
-    """float64 ``[n, columns]``: a tensor by the indices of one dimension, ``name``; 0 where absent."""
+    """Holds float64 ``[n, columns]``: a tensor by the indices of one dimension, ``name``; 0 where absent."""
 
     baseline: torch.Tensor
     candidate: torch.Tensor

@@ -28,7 +28,7 @@ from mock_scheduler.trace.sketch.files import has_full
 
 
 class PlaceNoise:
-    """The perturbed runs' traces, open for reading places; a context manager."""
+    """Opens the perturbed runs' traces for reading places; a context manager."""
 
     def __init__(self, noise: NoiseBounds | None) -> None:
         self._noise = noise

@@ -59,7 +59,7 @@ def classify_parts(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
-    """float64 ``[n]`` each: the baseline, the candidate, and the value at each named place of the axes."""
+    """Holds float64 ``[n]`` each: the baseline, the candidate, and the value at each named place of the axes."""
 
     axes: tuple[str, ...]
     baseline: torch.Tensor

@@ -1,4 +1,4 @@
-"""The same values in another order along one dimension: by blocks, and by the ranks' shards.
+"""Recognises the same values in another order along one dimension: by blocks, and by the ranks' shards.
 
 An order gives, for each index of the candidate, the baseline's index found there. Its blocks follow from the order
 alone: the largest equal ones moved as a whole. The candidate's trace says what its ranks hold, so that two shards in
@@ -43,7 +43,7 @@ class Holders:
 
     @property
     def in_turn(self) -> torch.Tensor:
-        """int64 ``[n]``: all indices, one holder's after another's."""
+        """Returns int64 ``[n]``: all indices, one holder's after another's."""
         return torch.cat(self.indices)
 
 

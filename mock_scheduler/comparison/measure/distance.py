@@ -209,7 +209,7 @@ def rounding_unit(tensor: torch.Tensor) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class _Changes:
-    """Squares of d_a - d_b, of the rounding of storing and of d_a, over the elements with a say."""
+    """Holds squares of d_a - d_b, of the rounding of storing and of d_a, over the elements with a say."""
 
     difference: float = 0.0
     rounding: float = 0.0

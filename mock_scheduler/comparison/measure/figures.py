@@ -1,4 +1,4 @@
-"""All figures of the difference of two tensors, in one pass over both.
+"""Computes all figures of the difference of two tensors, in one pass over both.
 
 Contract: figures are computed in float64; bits are compared as integers, so -0.0 differs from 0.0 and one NaN from
 another. Tensors are read once, in chunks small enough for the processor's cache, by several threads

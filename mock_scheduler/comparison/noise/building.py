@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.bounds.tensor_noise import TensorNoise
 from mock_scheduler.comparison.findings import OtherInput
-from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.tensors import SLOPE_KINDS, TensorComparison, TensorDifference
 from mock_scheduler.comparison.walk.metrics import MetricLog, is_comparable, load_run_metrics
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_dtypes, find_epsilon
@@ -28,9 +27,6 @@ from mock_scheduler.support.run_files import METRICS_FILE, TRACE_FOLDER
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.files import find_steps
 
-#: Called with which perturbed run is compared, from 0, of how many.
-OnRun = Callable[[int, int], None]
-
 
 def measure_noise(
     baseline_dir: Path,
@@ -38,8 +34,6 @@ def measure_noise(
     *,
     seeds: Sequence[int],
     unit_roundoffs: float = 1.0,
-    selection: Selection = EVERYTHING,
-    on_run: OnRun | None = None,
 ) -> NoiseBounds:
     """Measures the noise of a baseline from its perturbed runs, trained on the same rollouts.
 
@@ -48,8 +42,6 @@ def measure_noise(
         perturbed_dirs: As ``baseline_dir``, of each perturbed run.
         seeds: Of the perturbations, for the record.
         unit_roundoffs: Size of the perturbations, for the record.
-        selection: Of the tensors to be compared.
-        on_run: Called before each comparison.
 
     Raises:
         AlignmentError: There is no perturbed run, or one shares no tensor with the baseline.
@@ -59,11 +51,9 @@ def measure_noise(
         raise AlignmentError("noise is measured from perturbed runs, and none is given")
     trace_dirs = tuple(map(trace_of, perturbed_dirs))
     found: dict[TraceKey, list[TensorDifference]] = {}
-    for position, trace_dir in enumerate(trace_dirs):
-        if on_run is not None:
-            on_run(position, len(trace_dirs))
+    for trace_dir in trace_dirs:
         # Unbounded, since nothing is judged: the differences themselves are the noise.
-        compared = compare_trace_folders(trace_of(baseline_dir), trace_dir, bounds=UNBOUNDED, selection=selection)
+        compared = compare_trace_folders(trace_of(baseline_dir), trace_dir, bounds=UNBOUNDED)
         # Other data moves everything by far more than rounding, and bounds made of it would let any fault pass.
         _check_data(compared, trace_dir, baseline_dir)
         if not compared.differences:

@@ -1,4 +1,4 @@
-"""``noise.json``: the measured noise of a baseline, in an alignment's folder or beside the baseline's run.
+"""Stores ``noise.json``: the measured noise of a baseline, in an alignment's folder or beside the baseline's run.
 
 Contract: a sealed JSON object (``digests.seal``) of ``format_version``, ``baseline`` (digest of the baseline's trace),
 ``seeds``, ``unit_roundoffs``, ``unit`` (u of accumulation), ``epsilon``, ``trace_dirs`` (of the perturbed runs,

@@ -28,7 +28,7 @@ from mock_scheduler.comparison.walk.metrics import MetricComparison
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A figure over steps or updates.
+    """Holds a figure over steps or updates.
 
     Args:
         name: Of the metric; empty for the size of the gradients.

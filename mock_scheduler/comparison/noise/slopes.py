@@ -44,7 +44,7 @@ from mock_scheduler.trace.entries import PHASES, Phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlopeSummary:
-    """The gradients of one update.
+    """Holds the gradients of one update.
 
     Args:
         step: Global step.

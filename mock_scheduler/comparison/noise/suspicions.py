@@ -1,4 +1,4 @@
-"""Errors within every bound and still no noise, as plain data, and the tests looking for them.
+"""Tests for errors within every bound that are still no noise; what it finds is plain data.
 
 ``verdict.wording.bounds`` puts them into words.
 """
@@ -64,7 +64,7 @@ class NoisyPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """The course of a series over steps.
+    """Holds the course of a series over steps.
 
     Args:
         num_signs: Changes other than 0.
@@ -110,7 +110,7 @@ class Suspicion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TestSummary:
-    """The extent of one test.
+    """Holds the extent of one test.
 
     Args:
         test: Its name.
@@ -132,7 +132,7 @@ class TestSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseVerdict:
-    """All tests together; ``suspicions`` in the order of computation, the drifts last."""
+    """Holds all tests together; ``suspicions`` in the order of computation, the drifts last."""
 
     suspicions: tuple[Suspicion, ...]
     tests: tuple[TestSummary, ...]

@@ -58,7 +58,7 @@ class TheoryBounds:
 
     @property
     def source(self) -> BoundsSource:
-        """``theory``."""
+        """Returns ``theory``."""
         return "theory"
 
     @property

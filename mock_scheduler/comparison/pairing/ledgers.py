@@ -1,4 +1,4 @@
-"""Sequences of calls, compared one by one: between the ranks of a group in one run, and between two runs.
+"""Compares sequences of calls one by one: between the ranks of a group in one run, and between two runs.
 
 Ranks of one group must issue the same collectives in the same order, or a run hangs or adds values of different
 tensors. Two runs in one layout with one configuration must issue the same calls on every rank; others may not.

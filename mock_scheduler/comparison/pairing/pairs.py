@@ -22,7 +22,7 @@ from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TensorPair:
-    """A tensor of both runs, in the baseline's order of tokens.
+    """Holds a tensor of both runs, in the baseline's order of tokens.
 
     Args:
         key: Its canonical key.

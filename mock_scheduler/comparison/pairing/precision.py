@@ -16,7 +16,7 @@ from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
 from mock_scheduler.support.tensor_bytes import dtype_name
 
 Precisions = tuple[str, str]
-"""Of baseline and candidate, as the runs state them; empty texts where they do not."""
+"""The precisions of baseline and candidate, as the runs state them; empty texts where they do not."""
 
 Narrow = tuple[int, torch.dtype]
 """The side that computes in less than the other one, as a place in ``SIDES``, and in what."""

@@ -1,4 +1,4 @@
-"""Tokens for which rounding chose other experts.
+"""Finds tokens for which rounding chose other experts.
 
 The experts of a token are a choice by order: where two experts' logits are as near to each other as rounding moves
 them, two honest runs choose differently, and everything this token computes afterwards differs at its full size. Such a

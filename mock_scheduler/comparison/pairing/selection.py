@@ -36,7 +36,7 @@ from mock_scheduler.trace.stated_steps import AbsenceReason, StatedSteps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """The steps, kinds and names to be compared.
+    """Holds the steps, kinds and names to be compared.
 
     Args:
         steps: ``None`` is all.

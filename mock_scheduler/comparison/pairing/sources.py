@@ -1,4 +1,4 @@
-"""Traces as a comparison reads them, and traces of whole tensors read as sketches."""
+"""Opens traces as a comparison reads them, and traces of whole tensors as sketches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS, sketch_of
 
 
 class LedgerSource(Protocol):
-    """A trace with ledgers."""
+    """Reads a trace with ledgers."""
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:
         """Returns the footer of each rank of a step, by global rank."""
 
 
 class StepSource(LedgerSource, Protocol):
-    """A trace of any level."""
+    """Reads a trace of any level."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
 
     def is_complete(self, step: int) -> bool:
         """Whether all ranks wrote it."""
@@ -37,14 +37,14 @@ class StepSource(LedgerSource, Protocol):
 
 
 class SketchSource(StepSource, Protocol):
-    """A trace with sketches."""
+    """Reads a trace with sketches."""
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
         """Returns the sketch of a whole tensor; ``may_lack_tokens``: as of ``TraceReader.merge``."""
 
 
 class FullAsSketches:
-    """A trace of whole tensors, read as sketches of ``num_buckets``."""
+    """Reads a trace of whole tensors as sketches of ``num_buckets``."""
 
     def __init__(self, reader: TraceReader, *, num_buckets: int = NUM_BUCKETS) -> None:
         self._reader = reader
@@ -56,7 +56,7 @@ class FullAsSketches:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return self._reader.steps
 
     def footers(self, step: int) -> tuple[tuple[RankPlace, StepFooter], ...]:

@@ -1,4 +1,4 @@
-"""The common tokens of two runs: by the identity of their row and the position in it.
+"""Finds the common tokens of two runs: by the identity of their row and the position in it.
 
 Tensors are compared in the baseline's order. A token without a row in both runs is absent; rows of one run only, or
 with another length, are findings.

@@ -30,7 +30,7 @@ _MOMENT = "exp_avg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Products:
-    """Scalar products of the moment m after an update, the one before p, and the gradient g."""
+    """Holds scalar products of the moment m after an update, the one before p, and the gradient g."""
 
     mm: float = 0.0
     mp: float = 0.0
@@ -48,7 +48,7 @@ class _Products:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
-    """The factors a and b of one update."""
+    """Holds the factors a and b of one update."""
 
     decay: float
     gain: float

@@ -1,4 +1,4 @@
-"""One step of two traces of whole tensors.
+"""Compares one step of two traces of whole tensors.
 
 One name is walked at a time: in memory are six tensors of it (of an update the gradient, and the parameter before and
 after, of both sides) and chunks of their comparison. Choices of experts come first: tensors stored in their order are

@@ -1,4 +1,4 @@
-"""Logged metrics of two runs, compared step by step and in both directions.
+"""Compares the logged metrics of two runs step by step and in both directions.
 
 Contract: ``metrics.jsonl`` has one object per global step, ``{"step": int, "metrics": {name: number}}``, with floats in
 full precision; JSON has no NaN or infinity, so these are the texts ``nan``, ``inf`` and ``-inf``. A step or metric on
@@ -40,7 +40,7 @@ MetricLog = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricDifference:
-    """One metric over all steps logged by both runs.
+    """Holds one metric over all steps logged by both runs.
 
     Args:
         name: As logged.
@@ -93,7 +93,7 @@ class MetricComparison:
 
     @property
     def exceeding(self) -> tuple[MetricDifference, ...]:
-        """Metrics beyond their bounds, by the first such step, then by name."""
+        """Returns metrics beyond their bounds, by the first such step, then by name."""
         found = [(diff.first_exceeding_step, diff.name, diff) for diff in self.differences]
         return tuple(diff for step, _, diff in sorted(found, key=_by_step) if step is not None)
 
@@ -175,7 +175,7 @@ def compare_metrics(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Row:
-    """One metric at one step."""
+    """Holds one metric at one step."""
 
     step: int
     mine: float

@@ -56,7 +56,7 @@ class NarrowedValues:
             self._state[pair.key] = found
 
     def findings(self) -> list[Finding]:
-        """One for all tensors of a kind and update: at the first of them."""
+        """Returns one for all tensors of a kind and update: at the first of them."""
         groups: dict[tuple[int, TraceKind], list[TraceKey]] = {}
         for key in order_keys(self._state):
             groups.setdefault((key.update, key.kind), []).append(key)

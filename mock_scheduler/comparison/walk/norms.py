@@ -33,7 +33,7 @@ _Squares = Mapping[TraceKey, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientSquare:
-    """||g||² of one gradient of both runs."""
+    """Holds ||g||² of one gradient of both runs."""
 
     key: TraceKey
     baseline: float
@@ -52,13 +52,13 @@ class _Norm:
 
     @cached_property
     def made(self) -> tuple[float, float]:
-        """The norms that the gradients make, the mean over their updates."""
+        """Returns the norms that the gradients make, the mean over their updates."""
         mine = _mean_norm({item.key: item.baseline for item in self.squares})
         return mine, _mean_norm({item.key: item.candidate for item in self.squares})
 
 
 def _mean_norm(squares: _Squares) -> float:
-    """The norm of gradients with these squares, the mean over their updates."""
+    """Returns the norm of gradients with these squares, the mean over their updates."""
     by_update: dict[int, list[float]] = {}
     for key, square in squares.items():
         by_update.setdefault(key.update, []).append(square)
@@ -126,7 +126,7 @@ def _list_logged(step: int, squares: Sequence[GradientSquare], logs: tuple[Metri
 
 
 def of_model(squares: Sequence[GradientSquare], prefix: str, prefixes: Collection[str]) -> tuple[GradientSquare, ...]:
-    """The gradients of one of several models: those with its prefix, and with no longer one."""
+    """Returns the gradients of one of several models: those with its prefix, and with no longer one."""
     longer = tuple(each for each in prefixes if len(each) > len(prefix) and each.startswith(prefix))
     return tuple(
         item
@@ -245,5 +245,5 @@ def _find_subset(changes: _Squares, own: _Squares, norm: _Norm, *, sign: float) 
 
 
 def _role(key: TraceKey) -> str:
-    """The name without its numbers: one kind of tensor in all layers and experts."""
+    """Returns the name without its numbers: one kind of tensor in all layers and experts."""
     return _NUMBER.sub("*", key.name)

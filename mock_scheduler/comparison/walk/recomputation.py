@@ -1,4 +1,4 @@
-"""A recomputation held to its forward pass: a law of a run by itself, since both compute one tensor of one micro-batch.
+"""Holds a recomputation to its forward pass: a law of one run, since both compute one tensor of one micro-batch.
 
 A probe writes the values of a recomputation only where their bits are not those of the forward pass, micro-batch by
 micro-batch, so a tensor of this kind is a finding; here it is measured.

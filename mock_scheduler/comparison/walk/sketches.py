@@ -1,4 +1,4 @@
-"""Two traces, at least one of sketches only: equal bits by fingerprint, else estimated relative differences.
+"""Compares two traces, one of them of sketches: equal bits by fingerprint, else estimated relative differences.
 
 The bounds are those of whole tensors (``measure.distance``). A tensor is beyond its bound where its whole error bar is,
 within it where the whole error bar is, and undecided between. Where bits are not equal, a sketch leaves some questions

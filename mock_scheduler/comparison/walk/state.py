@@ -1,4 +1,4 @@
-"""The state of one parameter within one step, in the order of computation: before, gradient, after, weight.
+"""Compares the state of one parameter within one step, in the order of computation: before, gradient, after, weight.
 
 - An *initial* parameter of step 0 must be bit-equal: both runs start from the same weights. Where one run computes in
   less than the other, it must be the other's rounded to nearest. At a later first step it is judged as any tensor of

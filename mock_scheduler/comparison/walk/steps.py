@@ -155,7 +155,7 @@ def walk_steps(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSides:
-    """Both sides of one step.
+    """Holds both sides of one step.
 
     Args:
         step: Global step.

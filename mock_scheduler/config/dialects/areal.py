@@ -1,4 +1,4 @@
-"""AReaL's ``trajectory_debug`` (called ``debug`` in the proposal before it), read as ``rollout_mock``.
+"""Reads AReaL's ``trajectory_debug`` (called ``debug`` in the proposal before it), read as ``rollout_mock``.
 
 Keys and rules are AReaL's, of its TrajectoryDebugConfig. The differences, and why: docs/dialects.md.
 """
@@ -18,7 +18,7 @@ AREAL_SECTIONS = ("trajectory_debug", "debug")
 
 
 class TrajectoryDebug(ConfigSection):
-    """The section as AReaL documents it."""
+    """Holds the section as AReaL documents it."""
 
     dump_rollout_data: bool = False
     replay_rollout_data: bool = False

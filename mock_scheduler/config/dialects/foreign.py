@@ -43,7 +43,7 @@ def build_rollout_mock(source: str, fields: Mapping[str, object], *, remark: str
 
 
 def describe_translation(source: str, config: RolloutMockConfig) -> str:
-    """``verl's actor_rollout_ref.rollout.skip_rollout became rollout_mock: mode=cache, dump_dir=/data/…``."""
+    """Returns ``verl's actor_rollout_ref.rollout.skip_rollout became rollout_mock: mode=cache, dump_dir=/data/…``."""
     retention = config.retention
     values = {
         "mode": config.mode,
@@ -120,7 +120,7 @@ def set_aside_unread(
 
 
 def describe_unread(keys: Iterable[str]) -> str:
-    """``; not read: actor_rollout_ref.actor; trainer.logger, nnodes``, by section; empty without keys."""
+    """Returns ``; not read: actor_rollout_ref.actor; trainer.logger, nnodes``, by section; empty without keys."""
     by_section: dict[str, list[str]] = {}
     for key in keys:
         section, _, name = key.rpartition(".")

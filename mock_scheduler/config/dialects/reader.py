@@ -1,4 +1,4 @@
-"""Other frameworks' names for recording and replay, in the configuration of any program: AReaL's and verl's.
+"""Reads other frameworks' names for recording and replay, in the configuration of any program: AReaL's and verl's.
 
 Contract: pure functions from the composed configuration to one without foreign sections, whose ``rollout_mock`` does as
 they asked and says in ``origin`` how they became it. They are refused together with an enabled ``rollout_mock``, and
@@ -39,7 +39,7 @@ _DECIDED = ("enable", "mode", "dump_dir", "schedule", "steps", "missing_step", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """A configuration without foreign sections, or its problems with them."""
+    """Holds a configuration without foreign sections, or its problems with them."""
 
     values: dict[str, object]
     problems: tuple[Problem, ...] = ()
@@ -65,7 +65,7 @@ def _no_conflicts(config: object) -> list[Problem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignKeys(Generic[Model]):
-    """A program's own reading of foreign keys: the configuration without them, and with their translation.
+    """Holds a program's own reading of foreign keys: the configuration without them, and with their translation.
 
     ``unread``: the keys set aside. ``conflicts``: contradictions between these keys and the checked configuration.
     """
@@ -77,7 +77,7 @@ class ForeignKeys(Generic[Model]):
 
 
 class _ArealSections(ConfigSection):
-    """Both names of AReaL's section, for messages with whole keys."""
+    """Holds both names of AReaL's section, for messages with whole keys."""
 
     trajectory_debug: TrajectoryDebug = TrajectoryDebug()
     debug: TrajectoryDebug = TrajectoryDebug()

@@ -1,4 +1,4 @@
-"""verl's rollout skip, in its three generations, read as ``rollout_mock``.
+"""Reads verl's rollout skip, in its three generations, read as ``rollout_mock``.
 
 1. ``actor_rollout_ref.rollout.skip_rollout`` and ``skip_dump_dir``.
 2. ``actor_rollout_ref.rollout.skip``: ``enable``, ``dump_dir``, ``max_dump_step``, ``action``.
@@ -57,7 +57,7 @@ def _check_location(location: str) -> str:
 
 
 class _Skip(ConfigSection):
-    """The keys of both the second and the third generation."""
+    """Holds the keys of both the second and the third generation."""
 
     enable: bool = False
     dump_dir: str = _DEFAULT_SKIP_DIR
@@ -84,7 +84,7 @@ class SkipRole(_Skip):
 
 
 class SkipRoles(ConfigSection):
-    """The third generation's block: one entry per role."""
+    """Holds the third generation's block: one entry per role."""
 
     rollout: SkipRole = SkipRole()
     async_rollout: SkipRole = SkipRole()
@@ -106,7 +106,7 @@ class SkipBlock(_Skip, SkipRoles):
 
 
 class VerlRollout(ConfigSection):
-    """``actor_rollout_ref.rollout``, as far as rollout skip reads it."""
+    """Holds ``actor_rollout_ref.rollout``, as far as rollout skip reads it."""
 
     skip_rollout: bool = False
     skip_dump_dir: str = "/tmp/rollout_dump"
@@ -120,13 +120,13 @@ class VerlRollout(ConfigSection):
 
 
 class VerlActor(ConfigSection):
-    """``actor_rollout_ref``."""
+    """Holds ``actor_rollout_ref``."""
 
     rollout: VerlRollout = VerlRollout()
 
 
 class VerlTrainer(ConfigSection):
-    """``trainer``, as far as it names a recording."""
+    """Holds ``trainer``, as far as it names a recording."""
 
     experiment_name: str | None = None
     project_name: str | None = None
@@ -142,7 +142,7 @@ class VerlData(ConfigSection):
 
 
 class VerlSections(ConfigSection):
-    """All of verl's sections in a configuration of ours."""
+    """Holds all of verl's sections in a configuration of ours."""
 
     actor_rollout_ref: VerlActor = VerlActor()
     skip: SkipRoles = SkipRoles()
@@ -181,7 +181,7 @@ class VerlNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlSwitch:
-    """One enabled rollout skip: the key that enables it, its folder, and its fields of ``rollout_mock``."""
+    """Holds one enabled rollout skip: the key that enables it, its folder, and its fields of ``rollout_mock``."""
 
     key: str
     dump_dir: str

@@ -1,1 +1,1 @@
-"""The section ``algorithm.rollout_correction``, and its compilation to rules; imports no torch."""
+"""Has the section ``algorithm.rollout_correction``, and compiles it to rules; imports no torch."""

@@ -1,4 +1,4 @@
-"""``algorithm``: verl's section of that name, of which this project reads ``rollout_correction`` in all its spellings.
+"""Has ``algorithm``, verl's section, of which this project reads ``rollout_correction`` in all its spellings.
 
 verl 0.6.0 had its keys flat in ``algorithm``; older releases had one, ``tis_imp_ratio_cap``, with the actor. Both are
 read here, and ``flat_keys`` names the section made of them. In 0.6.0 ``rollout_is_threshold`` switches everything on,
@@ -153,7 +153,7 @@ def describe_correction(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _preset_lines(section: RolloutCorrectionConfig) -> list[str]:
-    """The source of a preset's values, the differences from it, and the keys given in its place."""
+    """Returns the source of a preset's values, the differences from it, and the keys given in its place."""
     if section.preset is None:
         return []
     preset = PRESETS[section.preset]

@@ -1,4 +1,4 @@
-"""The keys of ``algorithm.rollout_correction``, each read by itself.
+"""Has the keys of ``algorithm.rollout_correction``, each read by itself.
 
 Contract: values and their types; ``checks`` compares keys with one another, and ``section`` compiles them to rules.
 """
@@ -44,7 +44,7 @@ ThresholdValue = Annotated[float | str | None, BeforeValidator(read_scalar)]
 
 
 class CorrectionKeys(ConfigSection):
-    """Values of the keys, verl's and our own.
+    """Holds values of the keys, verl's and our own.
 
     ``preset``: named values; any other given key counts in their place. ``verl_compat``: reproduces this
     release of verl, with its bugs. ``rollout_is``, ``rollout_rs`` and their thresholds: verl's, of every release.
@@ -79,5 +79,5 @@ class CorrectionKeys(ConfigSection):
 
     @property
     def rejection_options(self) -> list[str]:
-        """The options in ``rollout_rs``, in its order."""
+        """Returns the options in ``rollout_rs``, in its order."""
         return [option.strip() for option in (self.rollout_rs or "").split(",") if option.strip()]

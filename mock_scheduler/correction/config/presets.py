@@ -23,7 +23,7 @@ Values = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Values of ``rollout_correction``, their source, and differences from it."""
+    """Holds values of ``rollout_correction``, their source, and differences from it."""
 
     values: Values
     source: str
@@ -83,7 +83,7 @@ def _rule(level: str, action: str, **fields: object) -> dict[str, object]:
 
 
 def _rules(level: str | None, *rules: Values, **fields: object) -> dict[str, object]:
-    """Weights of a level without a bound of their own, and rules."""
+    """Returns weights of a level without a bound of their own, and rules."""
     weights = {} if level is None else _is(level, "inf")
     return {**weights, "rules": [dict(rule) for rule in rules], **fields}
 
@@ -253,4 +253,4 @@ def preset_values(name: str) -> dict[str, object]:
         return dict(preset.values)
     nearest = get_close_matches(name, PRESETS, n=1, cutoff=0.5)
     hint = f"; nearest: {nearest[0]}" if nearest else ""
-    raise ValueError(f"preset: there is no {name!r}{hint}; there are: {', '.join(sorted(PRESETS))}")
+    raise ValueError(f"there is no {name!r}{hint}; there are: {', '.join(sorted(PRESETS))}")

@@ -1,4 +1,4 @@
-"""The one model of rollout correction: a level of importance weights, and a list of rules.
+"""Defines the one model of rollout correction: a level of importance weights, and a list of rules.
 
 Contract: plain values, checked when they are made; imports no torch. Every configuration of ``rollout_correction``,
 whatever its keys, and every preset compiles to a ``CorrectionSpec``, the only form known to the engine.
@@ -21,6 +21,7 @@ from mock_scheduler.config.base import ConfigSection
 from mock_scheduler.config.problems import Problem, raise_keyed
 from mock_scheduler.correction.config.thresholds import Number
 from mock_scheduler.correction.verl.releases import BEHAVIOURS, Behaviour, VerlRelease
+from mock_scheduler.support.text import in_words
 
 Level = Literal["token", "segment", "sequence", "geometric"]
 Estimator = Literal["ratio", "k1", "k2", "k3", "prob_diff"]
@@ -41,7 +42,7 @@ _NOT_NEGATIVE = ("k2", "k3")
 
 
 class Rule(ConfigSection):
-    """One rule of ``rollout_correction.rules``.
+    """Holds one rule of ``rollout_correction.rules``.
 
     level: the unit. ``geometric`` is the sequence by its mean, whatever ``aggregation`` says.
     estimator: ``ratio`` ρ, with products for sums and the geometric mean for means; ``k1`` −ℓ, ``k2`` ½ℓ² and ``k3``
@@ -82,7 +83,7 @@ class Rule(ConfigSection):
 
     @property
     def label(self) -> str:
-        """The rule's name in metrics."""
+        """Returns the rule's name in metrics."""
         if self.name:
             return self.name
         unit = self.level if self.level in ("token", "geometric") else f"{self.level}_{self.aggregation}"
@@ -99,9 +100,9 @@ class Rule(ConfigSection):
         return on_weights and self.level == level and self.estimator == "ratio" and not self.reverse
 
     def describe(self) -> str:
-        """``reject sequences whose ratio (geometric mean) is outside [0.999, 1.001]``."""
+        """Returns ``reject sequences whose ratio (geometric mean) is outside [0.999, 1.001]``."""
         subject = {"token": "tokens", "segment": "turns"}.get(self.level, "sequences")
-        measure = self.estimator.replace("_", " ") + (" of the reverse direction" if self.reverse else "")
+        measure = in_words(self.estimator) + (" of the reverse direction" if self.reverse else "")
         if self.level != "token":
             words = {"sum": "product", "mean": "geometric mean", "max": "maximum"}
             of_ratio = self.estimator == "ratio"
@@ -181,7 +182,7 @@ def _bound_problem(rule: Rule, name: str, bound: float) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSpec:
-    """The compiled form of ``rollout_correction``.
+    """Holds the compiled form of ``rollout_correction``.
 
     weight: the level of importance weights; ``None`` gives none. rules: all act; one rule suffices to reject.
     weight_bounds: (lower, upper), beyond which metrics count raw weights.
@@ -229,7 +230,7 @@ class CorrectionSpec:
         return any(rule.rejects for rule in self.rules)
 
     def _acting_rules(self) -> tuple[Rule, ...]:
-        """The acting rules, with their bounds as the release inverts them."""
+        """Returns the acting rules, with their bounds as the release inverts them."""
         release = self._behaviour
         if release is None:
             return self.rules
@@ -267,7 +268,7 @@ class CorrectionSpec:
             measures = self._behaviour is None or self._behaviour.rejects_by != "weight"
             parts.append("only measured" if measures else "nothing is measured")
         if self.release is None:
-            parts.append(f"log-probabilities that are not finite: {self.nan_policy.replace('_', ' ')}")
+            parts.append(f"log-probabilities that are not finite: {in_words(self.nan_policy)}")
         if any(rule.rejects for rule in acting):
             parts.append(
                 f"rejected tokens {'do not ' if self.rs_denominator == 'kept' else ''}count in the denominator"

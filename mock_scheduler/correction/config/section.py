@@ -1,4 +1,4 @@
-"""``algorithm.rollout_correction``: keys checked together, and their rules.
+"""Has ``algorithm.rollout_correction``: keys checked together, and their rules.
 
 Contract: a section is refused when it is made, not when it is used, with each problem at its key. ``section.spec`` is
 the computation; ``section.notes`` are sentences for the log.
@@ -34,7 +34,7 @@ _BOOL = TypeAdapter(bool)
 
 
 class RolloutCorrectionConfig(CorrectionKeys):
-    """Keys of importance weights and rejection; they agree with one another."""
+    """Holds keys of importance weights and rejection; they agree with one another."""
 
     @model_validator(mode="before")
     @classmethod
@@ -45,7 +45,7 @@ class RolloutCorrectionConfig(CorrectionKeys):
             try:
                 values = _with_preset(values)
             except ValueError as error:
-                raise_keyed(cls.__name__, [("preset", str(error).removeprefix("preset: "))], values)
+                raise_keyed(cls.__name__, [("preset", str(error))], values)
         if "loss_type" not in values and _is_true(values.get("use_policy_gradient")):
             return {**values, "loss_type": "reinforce"}
         return values
@@ -59,7 +59,7 @@ class RolloutCorrectionConfig(CorrectionKeys):
 
     @property
     def spec(self) -> CorrectionSpec:
-        """The keys as rules."""
+        """Returns the keys as rules."""
         compiled = _compile(self)
         return CorrectionSpec(
             weight=self.rollout_is,

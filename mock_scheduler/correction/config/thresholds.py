@@ -1,4 +1,4 @@
-"""Thresholds of rollout correction as people write them: numbers, pairs ``"lo_hi"``, and lists of both.
+"""Reads thresholds of rollout correction as people write them: numbers, pairs ``"lo_hi"``, and lists of both.
 
 Contract: pure functions; ``KeyedError`` names the key, the fault, and a spelling to write instead. An unquoted
 ``0.5_5`` is the number 0.55 to YAML, and ``5_10`` is 510. ``number_traps`` finds them in the files of a configuration;
@@ -75,7 +75,7 @@ def read_number(value: object) -> object:
 
 
 def read_positive(value: object) -> object:
-    """As ``read_number``, and above 0."""
+    """Reads as ``read_number`` does, and above 0."""
     number = read_number(value)
     if isinstance(number, float) and number <= 0.0:
         raise ValueError(f"is {value!r}; expected a number above 0")

@@ -1,4 +1,4 @@
-"""verl's keys of rollout correction in ``actor_rollout_ref``; ``config/dialects/verl.py`` reads the others there.
+"""Reads verl's keys in ``actor_rollout_ref``; ``config/dialects/verl.py`` reads the others there.
 
 - ``rollout.calculate_log_probs``: verl corrects nothing without it. Recordings always have log-probabilities, so
   true changes nothing, and false beside a correction is refused.
@@ -31,7 +31,7 @@ _BYPASS_MODES = ("bypass_mode", "rollout_correction")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerlCorrection:
-    """The keys as read; ``values``: the configuration without them, and with the section made of them."""
+    """Holds the keys as read; ``values``: the configuration without them, and with the section made of them."""
 
     values: Mapping[str, object]
     calculates_log_probs: bool | None = None

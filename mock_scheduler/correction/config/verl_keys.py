@@ -1,4 +1,4 @@
-"""verl's keys of rollout correction, of every release, as rules.
+"""Reads verl's keys of rollout correction, of every release, as rules.
 
 Contract: pure functions from the keys' values to rules; ``KeyedError`` names the key. Options of k1 compare
 the log ratio itself with the logarithms of their bounds, so the kept ratios are [lo, hi], as verl documents them; its
@@ -57,7 +57,7 @@ _LARGEST: Mapping[Estimator, float] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRule:
-    """The rules of ``rollout_is`` and its thresholds; bounds: beyond them metrics count raw weights."""
+    """Holds the rules of ``rollout_is`` and its thresholds; bounds: beyond them metrics count raw weights."""
 
     rules: tuple[Rule, ...]
     bounds: tuple[float | None, float | None]

@@ -1,4 +1,4 @@
-"""The engine of rollout correction: log-probabilities and rules in, weights, a mask and metrics out.
+"""Computes rollout correction: log-probabilities and rules in, weights, a mask and metrics out.
 
 The way of one batch, file by file:
 

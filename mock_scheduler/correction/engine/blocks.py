@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """Some sequences of a batch; ``place``: their rows, or their packed tokens, in the batch."""
+    """Holds some sequences of a batch; ``place``: their rows, or their packed tokens, in the batch."""
 
     inputs: CorrectionInputs
     place: slice
@@ -129,7 +129,7 @@ class BlockCorrection:
 
     @cached_property
     def sequences(self) -> Units:
-        """The units of all levels but token and segment."""
+        """Returns the units of all levels but token and segment."""
         return sequence_units(self.tokens, self._group)
 
     @cached_property
@@ -185,14 +185,14 @@ class BlockCorrection:
 
     @cached_property
     def weights(self) -> MeasuredWeights | None:
-        """Importance weights as the rules leave them, not yet divided by their mean."""
+        """Returns importance weights as the rules leave them, not yet divided by their mean."""
         if self._spec.weight is None:
             return None
         return weigh(self.tokens, self._units(self._spec.weight), self._spec, self._measured)
 
     @np.errstate(all="ignore")
     def weight_sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addends of numerator and denominator of the mean weight, float64 ``[S]`` each.
+        """Returns addends of numerator and denominator of the mean weight, float64 ``[S]`` each.
 
         Collective where a group was given.
         """

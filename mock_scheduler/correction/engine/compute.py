@@ -1,4 +1,4 @@
-"""Rollout correction as one pure function: log-probabilities and a mask in, weights, a mask and metric states out.
+"""Computes rollout correction, a pure function: log-probabilities and a mask in, weights, a mask and metric states out.
 
 Contract: nothing is random, no input is written to, and no result has a gradient. An empty batch, a batch without
 response tokens and a wholly rejected batch are ordinary inputs. The only communication is over the given groups:
@@ -229,5 +229,5 @@ class _Batch:
 
 
 def _first(values: torch.Tensor, number: int) -> torch.Tensor:
-    """The first values, without memory for the others."""
+    """Returns the first values, without memory for the others."""
     return values if number == len(values) else values[:number].clone()

@@ -1,4 +1,4 @@
-"""Inputs and results of correction, in the caller's layout of tokens: padded ``[B, T]`` or packed ``[N]``.
+"""Holds inputs and results of correction, in the caller's layout of tokens: padded ``[B, T]`` or packed ``[N]``.
 
 Contract: ``check_inputs`` refuses shapes, dtypes and offsets that do not fit, all of them in one error.
 """
@@ -17,7 +17,7 @@ from mock_scheduler.support.tensor_bytes import shape_text
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CorrectionInputs:
-    """Log-probabilities of the tokens that a policy sampled, and a mask of the response tokens.
+    """Holds log-probabilities of the tokens that a policy sampled, and a mask of the response tokens.
 
     train_logprobs, rollout_logprobs: floating, ``[B, T]``, or ``[N]`` with ``cu_seqlens``; detached here.
     response_mask: bool, integer or floating of the same shape, nonzero on response tokens.
@@ -46,12 +46,12 @@ class CorrectionInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights: float32, or the wider of the log-probabilities' dtypes."""
+        """Returns the dtype of weights: float32, or the wider of the log-probabilities' dtypes."""
         widest = torch.promote_types(self.train_logprobs.dtype, self.rollout_logprobs.dtype)
         return torch.promote_types(widest, torch.float32)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors with one entry per token, by name."""
+        """Returns the tensors with one entry per token, by name."""
         named = {
             "response_mask": self.response_mask,
             "train_logprobs": self.train_logprobs,

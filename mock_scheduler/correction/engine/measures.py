@@ -29,7 +29,7 @@ _CONDITIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredRule:
-    """The measures of one rule, and the units outside its bounds.
+    """Holds the measures of one rule, and the units outside its bounds.
 
     values: float64 of tokens ``[M]``, or of the runs ``[R]`` of ``units``; logarithms for the estimator ``ratio``.
     is_outside: bool of the same shape.
@@ -139,7 +139,7 @@ def is_below(values: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 def value_bounds(rule: Rule) -> tuple[float | None, float | None]:
-    """The bounds of a rule in the units of its measure: logarithms for ratios."""
+    """Returns the bounds of a rule in the units of its measure: logarithms for ratios."""
     if rule.estimator != "ratio":
         return rule.lower, rule.upper
     lower, upper = (None if bound is None else math.log(bound) for bound in (rule.lower, rule.upper))
@@ -148,7 +148,7 @@ def value_bounds(rule: Rule) -> tuple[float | None, float | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredWeights:
-    """Importance weights through all stages; float64 of tokens ``[M]``, or of the runs ``[R]`` of ``units``.
+    """Holds importance weights through all stages; float64 of tokens ``[M]``, or of the runs ``[R]`` of ``units``.
 
     log_weights: logarithms, without a clamp. raw: exponentials of the clamped logarithms. bounded: after the rules.
     applied: bounded weights divided by ``factor``, their mean. factor: ``None`` without batch normalisation.

@@ -1,4 +1,4 @@
-"""Metrics of rollout correction, made of merged states.
+"""Makes the metrics of rollout correction out of merged states.
 
 Contract: pure; every value is a float. Names are verl's newest under ``rollout_corr/`` and the guide's under
 ``mismatch/``, with the right values: sequences without response tokens are in no mean, and fractions beyond a threshold
@@ -48,7 +48,7 @@ def correction_metrics(states: CorrectionStates, spec: CorrectionSpec) -> dict[s
 
 
 def result_metrics(result: CorrectionResult, spec: CorrectionSpec) -> Mapping[str, float]:
-    """The metrics that a run logs of one batch: with ``verl_compat`` the release's own, else ours."""
+    """Returns the metrics that a run logs of one batch: with ``verl_compat`` the release's own, else ours."""
     return correction_metrics(result.states, spec) if result.release_metrics is None else result.release_metrics
 
 
@@ -95,7 +95,7 @@ def _counts(view: View) -> dict[str, float]:
 
 
 def _policies(view: View) -> Iterator[tuple[str, float]]:
-    """Distances of the two policies: verl's 13 names, and differences of probabilities."""
+    """Yields distances of the two policies: verl's 13 names, and differences of probabilities."""
     train, rollout = view.row_means("train"), view.row_means("rollout")
     difference = rollout - train
     yield "training_ppl", mean_of(np.exp(-train))

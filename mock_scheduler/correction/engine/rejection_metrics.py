@@ -1,4 +1,4 @@
-"""Metrics of each rejecting rule, and of all together, by verl's newest names and by the guide's."""
+"""Makes the metrics of each rejecting rule, and of all together, by verl's newest names and by the guide's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mock_scheduler.correction.engine.states import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rejecting:
-    """A rejecting rule, the prefix of its columns, and its own name in metrics."""
+    """Holds a rejecting rule, the prefix of its columns, and its own name in metrics."""
 
     rule: Rule
     key: str
@@ -28,7 +28,7 @@ class _Rejecting:
 
 
 def _rejecting(view: View, spec: CorrectionSpec) -> list[_Rejecting]:
-    """The rejecting rules, with the veto; states of a verl release know none."""
+    """Returns the rejecting rules, with the veto; states of a verl release know none."""
     found: list[_Rejecting] = []
     for index, rule in enumerate(spec.rules):
         key = rule_key(index, rule)

@@ -1,4 +1,4 @@
-"""The states of one block, for metrics: one row of sums, maxima and minima per sequence.
+"""Sums the states of one block, for metrics: one row of sums, maxima and minima per sequence.
 
 A value shared by all tokens of a unit is summed as the value times their number, without a value per token.
 """
@@ -89,7 +89,7 @@ class _Rows:
 
 
 def rule_key(index: int, rule: Rule) -> str:
-    """The prefix of a rule's columns; two rules of one label stay apart."""
+    """Returns the prefix of a rule's columns; two rules of one label stay apart."""
     return f"rule{index}:{rule.label}"
 
 
@@ -233,7 +233,7 @@ def _add_rules(rows: _Rows, spec: CorrectionSpec, measured: Mapping[int, Measure
 
 
 def guide_rule(spec: CorrectionSpec) -> Rule | None:
-    """The subject of the guide's metrics of rejection: the first rule against a ratio, but the veto."""
+    """Returns the subject of the guide's metrics of rejection: the first rule against a ratio, but the veto."""
     found = (rule for rule in spec.rules if rule.rejects and rule.name != VETO and rule.estimator == "ratio")
     return next(found, None)
 

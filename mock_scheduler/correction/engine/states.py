@@ -1,4 +1,4 @@
-"""Mergeable states of rollout correction, and totals over merged ones, for metrics.
+"""Merges states of rollout correction, and makes totals over merged ones, for metrics.
 
 Contract: states have one row of sums, maxima and minima per sequence, and the log weight of every token. Merging lays
 rows side by side; totals are correctly rounded sums over rows, and maxima and quantiles are over all: so no number
@@ -29,7 +29,7 @@ BUCKET_SUMS = ("tokens", "log_ratio", "k3", "weight", "weight_squared", "rejecte
 
 
 def bucket_names(edges: Sequence[int]) -> list[str]:
-    """``ahead``, ``0``, ``1-4``, ``5+``: the numbers of each bucket."""
+    """Returns ``ahead``, ``0``, ``1-4``, ``5+``: the numbers of each bucket."""
     names = [
         "ahead" if low == AHEAD else str(low) if high == low + 1 else f"{low}-{high - 1}"
         for low, high in pairwise(edges)
@@ -54,7 +54,7 @@ class CorrectionStates:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Returns S."""
         return len(self.sums["tokens"])
 
     @classmethod
@@ -83,11 +83,11 @@ class CorrectionStates:
         return exact_sum(self.sums[name])
 
     def largest(self, name: str) -> float:
-        """The largest of all sequences; -inf without one."""
+        """Returns the largest of all sequences; -inf without one."""
         return float(self.maxima[name].max(initial=-math.inf))
 
     def smallest(self, name: str) -> float:
-        """The smallest of all sequences; inf without one."""
+        """Returns the smallest of all sequences; inf without one."""
         return float(self.minima[name].min(initial=math.inf))
 
 
@@ -138,7 +138,7 @@ class View:
 
     @property
     def num_tokens(self) -> float:
-        """The number of response tokens with a known ratio."""
+        """Returns the number of response tokens with a known ratio."""
         return self.states.total("tokens")
 
     def mean(self, name: str) -> float:
@@ -155,7 +155,7 @@ class View:
 
 
 def fraction_beyond(view: View, level: Level | None, column: str) -> float:
-    """The fraction of tokens in ``column``, or of sequences where all tokens of a sequence share one value."""
+    """Returns the fraction of tokens in ``column``, or of sequences where all tokens of a sequence share one value."""
     return view.mean(column) if level in ("token", "segment") else mean_of(view.rows(column) > 0)
 
 
@@ -200,7 +200,7 @@ def mean_of(values: np.ndarray) -> float:
 
 
 def deviation_of(values: FloatArray) -> float:
-    """The unbiased standard deviation; 0 of fewer than two values."""
+    """Returns the unbiased standard deviation; 0 of fewer than two values."""
     if len(values) < 2:
         return 0.0
     return math.sqrt(exact_sum(np.square(values - mean_of(values))) / (len(values) - 1))

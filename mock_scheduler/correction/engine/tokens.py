@@ -19,7 +19,7 @@ from mock_scheduler.errors import CorrectionError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UnknownTokens:
-    """The Q response tokens without a known ratio: sequence and turn of each, int64 ``[Q]``."""
+    """Holds the Q response tokens without a known ratio: sequence and turn of each, int64 ``[Q]``."""
 
     sequence: torch.Tensor
     turn: torch.Tensor | None
@@ -58,11 +58,11 @@ class ResponseTokens:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Returns S."""
         return len(self.lengths)
 
     def sequence(self) -> torch.Tensor:
-        """The sequence of every token, int64 ``[M]``."""
+        """Returns the sequence of every token, int64 ``[M]``."""
         return _repeat(self.lengths, self.log_ratio.device, len(self.log_ratio))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _take(flat: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The values at these rising places."""
+    """Returns the values at these rising places."""
     return flat if len(places) == len(flat) else flat.index_select(0, places)
 
 
@@ -210,7 +210,7 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def _lengths(places: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """The number of response tokens of every sequence, int64 ``[S]`` on the CPU."""
+    """Returns the number of response tokens of every sequence, int64 ``[S]`` on the CPU."""
     if cu_seqlens is None:
         limits = torch.arange(len(mask) + 1, device=mask.device) * mask.shape[1]
     else:

@@ -43,7 +43,7 @@ class Runs:
         self._filled = None if filled.all() else filled
 
     def counts(self, device: torch.device) -> torch.Tensor:
-        """The lengths, float64 ``[R]``."""
+        """Returns the lengths, float64 ``[R]``."""
         return self._counts if device.type == "cpu" else self._counts.to(device)
 
     @cached_property
@@ -82,7 +82,7 @@ class Runs:
         return every
 
     def where_filled(self, values: torch.Tensor, empty: float) -> torch.Tensor:
-        """Values ``[R]``, with ``empty`` for runs without a token."""
+        """Returns values ``[R]``, with ``empty`` for runs without a token."""
         if self._filled is None:
             return values
         return torch.where(torch.from_numpy(self._filled).to(values.device), values, empty)
@@ -159,7 +159,7 @@ class Units:
         return values
 
     def of_runs(self, values: torch.Tensor) -> torch.Tensor:
-        """The value of each run's unit, ``[R]`` of values ``[U]``."""
+        """Returns the value of each run's unit, ``[R]`` of values ``[U]``."""
         return values if self._index is None else values[self._index.to(values.device)]
 
     def by_sequence(
@@ -182,7 +182,7 @@ class Units:
         return self.runs.where_filled(values.double(), EMPTY[reduction])
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """The value of every token's unit, ``[M]`` of values ``[U]``."""
+        """Returns the value of every token's unit, ``[M]`` of values ``[U]``."""
         return self.runs.spread(self.of_runs(values))
 
 
@@ -194,7 +194,7 @@ class Leveled:
     units: Units | None
 
     def by_token(self) -> torch.Tensor:
-        """One value per token, ``[M]``."""
+        """Returns one value per token, ``[M]``."""
         return self.values if self.units is None else self.units.runs.spread(self.values)
 
 

@@ -1,4 +1,4 @@
-"""Advice on faults of a batch's log-probabilities or weights.
+"""Gives advice on faults of a batch's log-probabilities or weights.
 
 Contract: advice is given exactly where its condition holds, and the condition names the values. Four pieces are the
 guide's (verl, ``examples/rollout_correction/README.md``, git e7cdce1c), with its conditions; a remedy of the guide that
@@ -12,16 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mock_scheduler.batch.plausibility import Finding
+from mock_scheduler.comparison.thresholds import (
+    BIAS_ERRORS,
+    HIGHEST_MEAN_WEIGHT,
+    LEAST_SAMPLES,
+    LOWEST_MEAN_WEIGHT,
+    MOST_MASKED,
+    MOST_VETOED,
+    MOST_WEIGHT_SPREAD,
+)
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.correction.report.view import Advice
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.text import list_some
 
-#: Standard errors from 1 beyond which the mean ratio is not that of sampling and training distributions.
-BIAS_ERRORS = 5.0
-_MOST_VARIANCE, _LEAST_SAMPLES = 1.0, 0.3
-_MOST_VETOED, _MOST_MASKED = 0.1, 0.5
-_MEAN_BOUNDS = (0.5, 2.0)
 _NUM_LISTED = 3
 _PREFIXES = ("mismatch/", "rollout_corr/")
 
@@ -142,21 +146,21 @@ def _value(metrics: Metrics, name: str) -> float | None:
 
 def _varies(metrics: Metrics, prefix: str) -> Iterator[str]:
     std, size = _value(metrics, f"{prefix}_std"), _value(metrics, f"{prefix}_eff_sample_size")
-    if std is not None and std > _MOST_VARIANCE:
-        yield f"{prefix}_std {std:.4g} > {_MOST_VARIANCE}"
-    if size is not None and size < _LEAST_SAMPLES:
-        yield f"{prefix}_eff_sample_size {size:.4g} < {_LEAST_SAMPLES}"
+    if std is not None and std > MOST_WEIGHT_SPREAD:
+        yield f"{prefix}_std {std:.4g} > {MOST_WEIGHT_SPREAD}"
+    if size is not None and size < LEAST_SAMPLES:
+        yield f"{prefix}_eff_sample_size {size:.4g} < {LEAST_SAMPLES}"
 
 
 def _vetoes(metrics: Metrics) -> Iterator[str]:
     value = _value(metrics, "rollout_is_veto_fraction")
-    if value is not None and value > _MOST_VETOED:
-        yield f"rollout_is_veto_fraction {value:.4g} > {_MOST_VETOED}"
+    if value is not None and value > MOST_VETOED:
+        yield f"rollout_is_veto_fraction {value:.4g} > {MOST_VETOED}"
 
 
 def _is_off_centre(metrics: Metrics) -> Iterator[str]:
     value = _value(metrics, "rollout_is_mean")
-    low, high = _MEAN_BOUNDS
+    low, high = LOWEST_MEAN_WEIGHT, HIGHEST_MEAN_WEIGHT
     if value is not None and value < low:
         yield f"rollout_is_mean {value:.4g} < {low}"
     elif value is not None and value > high:
@@ -166,8 +170,8 @@ def _is_off_centre(metrics: Metrics) -> Iterator[str]:
 def _discards(metrics: Metrics) -> Iterator[str]:
     for name in ("rollout_is_masked_fraction", "rollout_rs_masked_fraction"):
         value = _value(metrics, name)
-        if value is not None and value > _MOST_MASKED:
-            yield f"{name} {value:.4g} > {_MOST_MASKED}"
+        if value is not None and value > MOST_MASKED:
+            yield f"{name} {value:.4g} > {MOST_MASKED}"
 
 
 _CHECKS = (

@@ -85,7 +85,7 @@ _NUM_LISTED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """Choices of the reader, and facts from outside of steps.
+    """Holds choices of the reader, and facts from outside of steps.
 
     recording, run: for the report's head. configured: the correction that a configuration asks for, shown first.
     presets: further configurations. num_worst: tokens and trajectories to name. vocabulary: texts of tokens.

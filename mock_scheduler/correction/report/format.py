@@ -49,7 +49,7 @@ def percent(value: float | None) -> str:
 
 
 def policy_rows(measured: Measured) -> Iterator[tuple[str, str]]:
-    """Labels and numbers of the distance between the policies."""
+    """Yields labels and numbers of the distance between the policies."""
     yield (
         "response tokens",
         f"{measured.num_tokens:,} in {count_of(measured.num_sequences, 'trajectory', 'trajectories')}",
@@ -140,18 +140,18 @@ def group_outcomes(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
 
 
 def others_text(group: Sequence[Outcome]) -> str:
-    """``also slime_tis, aipo (bypass)``; empty for a group of one."""
+    """Returns ``also slime_tis, aipo (bypass)``; empty for a group of one."""
     names = [name_outcome(outcome) for outcome in group[1:]]
     return f"also {', '.join(names)}" if names else ""
 
 
 def name_outcome(outcome: Outcome) -> str:
-    """``aipo (bypass)``."""
+    """Returns ``aipo (bypass)``."""
     return f"{outcome.name}{' (bypass)' if outcome.is_bypass else ''}"
 
 
 def headline(report: CorrectionReport) -> tuple[str, str]:
-    """A word and a sentence that judge these steps."""
+    """Returns a word and a sentence that judge these steps."""
     severities = [advice.severity for advice in report.advice]
     problems, warnings = severities.count("problem"), severities.count("warning")
     measured = report.measured

@@ -1,4 +1,4 @@
-"""Causes for which rollout and training log-probabilities of one policy version differ, each as a prediction.
+"""Predicts how rollout and training log-probabilities of one policy version differ, for each possible cause.
 
 Contract: pure functions of a step's response tokens. A cause that predicts each recorded value says what it leaves of
 the mean |log ratio|; one that is only told by its kind says nothing of it.
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mock_scheduler.comparison.thresholds import (
     AGREEMENT_FLOAT32,
+    BIAS_ERRORS,
     EXPLAINED_SHARE,
     FEWEST_AGREEING,
     FEWEST_FITTED,
@@ -24,7 +25,6 @@ from mock_scheduler.comparison.thresholds import (
     LEAST_SLOPE,
     MOST_CUT,
 )
-from mock_scheduler.correction.report.advice import BIAS_ERRORS
 from mock_scheduler.correction.report.scored_step import ScoredStep
 from mock_scheduler.support.text import count_of
 
@@ -35,7 +35,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredTokens:
-    """The response tokens of a step with both log-probabilities. ``is_own``: of lag 0. ``row``: of each.
+    """Holds the response tokens of a step with both log-probabilities. ``is_own``: of lag 0. ``row``: of each.
 
     ``context``: a hash of the row's tokens up to and with this one; equal tokens after equal histories have one.
     """
@@ -50,7 +50,7 @@ class ScoredTokens:
 
     @property
     def difference(self) -> Floats:
-        """Training less rollout."""
+        """Returns training less rollout."""
         return self.train - self.rollout
 
 
@@ -84,7 +84,7 @@ def read_tokens(step: ScoredStep) -> ScoredTokens | None:
 
 
 def _hash_contexts(tokens: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """A hash of each row's tokens up to and with each of them: sums of mixed (place, token), modulo 2^64."""
+    """Returns a hash of each row's tokens up to and with each of them: sums of mixed (place, token), modulo 2^64."""
     places = np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets))
     mixed = tokens.astype(np.uint64) * np.uint64(2_654_435_761) + places.astype(np.uint64) + np.uint64(1)
     mixed *= _MULTIPLIER

@@ -236,7 +236,7 @@ def histogram_figure(bars: Sequence[Bar], element: str, *, x_title: str, y_title
 
 
 def steps_figure(steps: Sequence[StepHealth], element: str) -> JSON:
-    """k3 and the effective sample size over steps, each on its own axis."""
+    """Returns k3 and the effective sample size over steps, each on its own axis."""
     measured = thin_out([step for step in steps if step.k3_kl is not None])
     numbers: list[JSON] = [step.step for step in measured]
     mode = "lines+markers" if len(measured) <= _MAX_MARKED else "lines"

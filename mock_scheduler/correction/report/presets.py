@@ -1,4 +1,4 @@
-"""The effect of each configuration of rollout correction on recorded steps, without training: one line for each.
+"""Shows each configuration's effect on recorded steps, without training: one line for each.
 
 Contract: every number comes from training's own ``compute_correction``, step by step, and totals are of all steps. If a
 rule needs advantages or turns and a step lacks them, the line says so and has no numbers.
@@ -33,7 +33,7 @@ _COMPUTED = ("weight", "rules", "weight_bounds", "batch_normalize", "nan_policy"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A configuration with its name and its source."""
+    """Holds a configuration with its name and its source."""
 
     name: str
     spec: CorrectionSpec
@@ -78,7 +78,7 @@ class PresetTable:
             total.add(step)
 
     def outcomes(self) -> list[Outcome]:
-        """One line per candidate, in their order."""
+        """Returns one line per candidate, in their order."""
         pairs = zip(self._candidates, self._groups, strict=True)
         return [self._totals[group].outcome(candidate, group) for candidate, group in pairs]
 
@@ -89,7 +89,7 @@ _SUMS = ("known", "every", "kept", "raw", "applied", "applied_squared", "sequenc
 
 
 class _Total:
-    """The effect of one computation on all steps so far."""
+    """Sums the effect of one computation on all steps so far."""
 
     def __init__(self, spec: CorrectionSpec) -> None:
         self.spec = spec

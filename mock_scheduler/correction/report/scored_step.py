@@ -24,7 +24,7 @@ from mock_scheduler.recording.step.step_info import StepInfo
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredStep:
-    """One step with M response tokens in S trajectories.
+    """Holds one step with M response tokens in S trajectories.
 
     train_logprobs: floating ``[M]``, ``None`` where no run gave them. Everything else follows from the batch.
     """
@@ -35,17 +35,17 @@ class ScoredStep:
 
     @cached_property
     def tokens(self) -> BatchTokens:
-        """The batch's trajectories, turns and policy lag."""
+        """Returns the batch's trajectories, turns and policy lag."""
         return BatchTokens(batch=self.batch, policy_version=self.info.policy_version)
 
     @property
     def first_rows(self) -> list[int]:
-        """The first row of every trajectory, ``[S]``."""
+        """Returns the first row of every trajectory, ``[S]``."""
         return self.tokens.first_rows
 
     @property
     def offsets(self) -> torch.Tensor:
-        """The starts of each trajectory's response tokens, int64 ``[S + 1]``."""
+        """Returns the starts of each trajectory's response tokens, int64 ``[S + 1]``."""
         return self.tokens.offsets
 
     @property
@@ -55,7 +55,7 @@ class ScoredStep:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """The index of each response token among the batch's tokens, int64 ``[M]``."""
+        """Returns the index of each response token among the batch's tokens, int64 ``[M]``."""
         return self.batch.response_mask.nonzero().flatten()
 
     @property
@@ -79,7 +79,7 @@ class ScoredStep:
 
     @cached_property
     def rewards(self) -> torch.Tensor:
-        """float64 ``[S]``: the sum of the rewards of a trajectory's rows."""
+        """Returns float64 ``[S]``: the sum of the rewards of a trajectory's rows."""
         bounds = [*self.first_rows, len(self.batch)]
         sizes = torch.tensor(bounds, dtype=torch.int64).diff()
         index = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
@@ -93,7 +93,7 @@ class ScoredStep:
         return torch.where(is_known, difference, torch.nan)
 
     def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """float64 ``[S]``: sums of values ``[M]``."""
+        """Returns float64 ``[S]``: sums of values ``[M]``."""
         lengths = self.offsets.diff()
         index = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         return torch.zeros(len(lengths), dtype=torch.float64).index_add(0, index, values.double())
@@ -194,7 +194,7 @@ class WorstFinder:
         total = float(log_ratio[start:stop].nansum())
         return WorstSequence(
             step=step.info.step,
-            identity=str(step.batch.identities[row]).rpartition("/turn ")[0],
+            identity=step.batch.identities[row].trajectory_name,
             tag=step.batch.tags[row],
             length=length,
             reward=float(step.rewards[number]),

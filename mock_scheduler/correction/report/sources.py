@@ -1,4 +1,4 @@
-"""Sources of the report beside a recording: a run's training log-probabilities, and configurations.
+"""Reads the report's sources beside a recording: a run's training log-probabilities, and configurations.
 
 Contract: only reads; an unusable source is a ``ConfigError`` with the reason and the remedy. A trace's
 log-probabilities belong to recorded tokens only where rows, lengths and, of a completed run, the digest of the whole
@@ -39,7 +39,6 @@ _RESTRICTION = "actor_infer.only_action_tokens"
 _PRECISION = "precision"
 _WEIGHTS_PRECISION = "actor_infer.weights_precision"
 _SECTION = "algorithm."
-_NUM_LISTED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,7 @@ def training_of_run(run: Path) -> TrainingConfig | None:
 
 
 def _training_of_keys(origin: str, content: Mapping[str, Any]) -> TrainingConfig:
-    """Of a whole configuration as plain values."""
+    """Reads them out of a whole configuration as plain values."""
     return _training(
         origin,
         algorithm=_parse_algorithm(content.get("algorithm") or {}, origin),
@@ -100,7 +99,7 @@ def training_of_contract(contract: Contract, *, dump_dir: str) -> TrainingConfig
 
 
 class TrainingScores:
-    """Training log-probabilities of a traced run; made by ``open_scores``."""
+    """Reads training log-probabilities of a traced run; made by ``open_scores``."""
 
     def __init__(self, run: Path, reader: TraceReader, digests: Mapping[int, str] | None) -> None:
         self._run = run
@@ -109,7 +108,7 @@ class TrainingScores:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return self._reader.steps
 
     def load(self, batch: RolloutBatch, *, step: int) -> torch.Tensor | None:

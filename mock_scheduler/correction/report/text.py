@@ -1,4 +1,4 @@
-"""The report of rollout correction on the terminal; reads well from 80 columns on, and as plain text in a file."""
+"""Prints the report of rollout correction; reads well from 80 columns on, and as plain text in a file."""
 
 from __future__ import annotations
 

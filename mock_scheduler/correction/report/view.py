@@ -1,4 +1,4 @@
-"""The report of rollout correction as data: everything that the text, the page and the JSON show.
+"""Holds the report of rollout correction as data: everything that the text, the page and the JSON show.
 
 Contract: every number was computed from the recording and from a run's training log-probabilities; a number that could
 not be computed is ``None``. ``measured`` is ``None`` where no step has training log-probabilities.
@@ -18,7 +18,7 @@ Severity = Literal["problem", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """A finding, and remedies for it, the likeliest first.
+    """Holds a finding, and remedies for it, the likeliest first.
 
     severity: ``problem`` where numbers mean nothing or training would refuse, ``warning`` where the guide warns, else
     ``note``. condition: the values that were found.
@@ -32,7 +32,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppliedWeights:
-    """Weights over response tokens.
+    """Holds weights over response tokens.
 
     raw_mean: before any bound. The others are of the loss's weights: 0 where a token is rejected, and divided by their
     mean where so configured. effective_sample_size: (Σw)² / (N·Σw²).
@@ -47,7 +47,7 @@ class AppliedWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The effect of one configuration on all response tokens.
+    """Holds the effect of one configuration on all response tokens.
 
     group: outcomes of one number share their ``computation``, and differ in mode and loss alone. description: the
     whole configuration. weights: ``None`` without importance weights. kept_fraction: of response tokens.
@@ -87,7 +87,7 @@ class TrainingSide:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepHealth:
-    """The health of one step.
+    """Holds the health of one step.
 
     invalid, zeros, positive: response tokens whose rollout log-probability is not valid by the column, exactly 0.0, or
     above 0. made_up_rows: rows of one value alone that chance does not explain. policy_versions, lag: smallest and
@@ -148,7 +148,7 @@ class WorstToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstSequence:
-    """A trajectory; length: the number of response tokens with a known ratio."""
+    """Holds a trajectory; length: the number of response tokens with a known ratio."""
 
     step: int
     identity: str
@@ -196,7 +196,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionReport:
-    """The whole report.
+    """Holds the whole report.
 
     recording, run: the folders; run is ``None`` where none was given. sampling: every way in which steps were sampled.
     next_command: makes the training log-probabilities that are missing; empty where none are.

@@ -32,12 +32,12 @@ class Option:
 
     @property
     def unit(self) -> str:
-        """``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``."""
+        """Returns ``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``."""
         return self.name.rpartition("_")[0]
 
     @property
     def estimator(self) -> str:
-        """``k1``, ``k2`` or ``k3``."""
+        """Returns ``k1``, ``k2`` or ``k3``."""
         return self.name.rpartition("_")[2]
 
 
@@ -57,7 +57,7 @@ def read_positive(name: str, value: object) -> float:
 
 
 def read_choice(name: str, value: object, choices: frozenset[str]) -> str:
-    """One of ``choices``; ValueError for another, TypeError for an unhashable value."""
+    """Returns one of ``choices``; ValueError for another, TypeError for an unhashable value."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; expected one of {', '.join(sorted(choices))}")
     return str(value)
@@ -79,7 +79,7 @@ def read_weight_bounds(value: object, *, text_bounds: bool) -> WeightBounds:
 
 
 def read_options(names: object, threshold: object, *, refuses_crossed_bounds: bool) -> tuple[Option, ...]:
-    """Options of ``rollout_rs`` with their bounds of ``rollout_rs_threshold``: one for all, or one for each.
+    """Returns options of ``rollout_rs`` with their bounds of ``rollout_rs_threshold``: one for all, or one for each.
 
     Repeated options count once. A number for k1 is [1/number, number].
     """

@@ -1,4 +1,4 @@
-"""Rejection in verl: by a ratio with a veto (e7cdce1c and 0.6.1), and by k1, k2 and k3 (from 0.7.1 on).
+"""Rejects as verl does: by a ratio with a veto (e7cdce1c and 0.6.1), and by k1, k2 and k3 (from 0.7.1 on).
 
 Contract: pure functions. Kept of the former: a bool or integer mask becomes float32 where something is rejected
 or vetoed. Kept of the latter: k1 = −ℓ is compared with the logarithms of bounds of the ratio itself, so that ratios in
@@ -50,7 +50,7 @@ def reject_by_ratio(
 
 
 def masked_fractions(name: str, level: str, kept: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Fractions of tokens, and of all rows, without ``kept`` (float [B, T], 0 or 1)."""
+    """Returns fractions of tokens, and of all rows, without ``kept`` (float [B, T], 0 or 1)."""
     rows = masked_sum(1 - kept, mask, -1) > 0 if level == "token" else 1 - kept[:, 0]
     return {
         f"{name}_masked_fraction": masked_mean(1 - kept, mask).item(),
@@ -59,7 +59,7 @@ def masked_fractions(name: str, level: str, kept: torch.Tensor, mask: torch.Tens
 
 
 def veto_rows(log_ratio: torch.Tensor, mask: torch.Tensor, threshold: float) -> tuple[torch.Tensor, dict[str, float]]:
-    """Float32 [B, 1], 0 for rows with a response token of ratio strictly below ``threshold``; and metrics.
+    """Returns float32 [B, 1], 0 for rows with a response token of ratio strictly below ``threshold``; and metrics.
 
     Log ratios are not clamped.
     """
@@ -93,7 +93,7 @@ class _Statistic:
     upper: float
 
     def is_within(self) -> torch.Tensor:
-        """Bool [B, T], both bounds inclusive, compared in the statistic's dtype."""
+        """Returns bool [B, T], both bounds inclusive, compared in the statistic's dtype."""
         within = self.per_token <= self.upper
         return within if self.lower is None else within & (self.per_token >= self.lower)
 
@@ -173,7 +173,7 @@ def _option_metrics(statistic: _Statistic, mask: torch.Tensor) -> dict[str, floa
 
 
 def _rejected_fractions(passes: torch.Tensor, log_ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """Rejected fractions of response tokens, and of rows with response tokens."""
+    """Returns rejected fractions of response tokens, and of rows with response tokens."""
     has_tokens = (mask.sum(dim=-1) > 0).float()
     row_passes = (passes | ~mask.bool()).all(dim=-1).to(log_ratio.dtype)
     return {

@@ -174,7 +174,7 @@ IN_PLACE_OF: Mapping[str, str] = {
 
 
 def release_arguments(release: VerlRelease, keys: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of a release's own function for the values of all keys of ``rollout_correction``."""
+    """Returns the arguments of a release's own function for the values of all keys of ``rollout_correction``."""
     threshold = keys["rollout_is_threshold"]
     values = {**keys, "rollout_is_threshold": float("inf") if threshold == "inf" else threshold}
     behaviour = BEHAVIOURS[release]

@@ -38,7 +38,7 @@ from mock_scheduler.correction.verl.statistics import (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReleaseCorrection:
-    """A release's results, in the layout of the inputs.
+    """Holds a release's results, in the layout of the inputs.
 
     weights: in the dtype of the release, ``None`` where it computes none. mask: the response mask without rejected
     tokens, in the dtype of the release. metrics: by the release's names, prefix included.
@@ -96,7 +96,7 @@ def _find_inside(offsets: torch.Tensor) -> torch.Tensor:
 
 
 def _pad(packed: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """The packed tensor as a padded one, one line per sequence."""
+    """Returns the packed tensor as a padded one, one line per sequence."""
     lines = packed.new_zeros(inside.shape)
     lines[inside] = packed
     return lines
@@ -171,7 +171,7 @@ _QUANTILES_OF_0_6_0 = {"p25": 0.25, "p50": 0.50, "p75": 0.75, "p95": 0.95, "p99"
 def importance_weights(
     behaviour: Behaviour, log_ratio: torch.Tensor, mask: torch.Tensor, arguments: dict[str, object]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Weights [B, T] and metrics ``rollout_is_*`` (no prefix) of log ratios [B, T].
+    """Returns weights [B, T] and metrics ``rollout_is_*`` (no prefix) of log ratios [B, T].
 
     Raises ValueError or TypeError for a level or threshold that the release refuses, and ZeroDivisionError where every
     weight became 0.

@@ -20,7 +20,7 @@ SAFETY_BOUND = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ratios:
-    """The ratios π_train/π_rollout at one level.
+    """Holds the ratios π_train/π_rollout at one level.
 
     per_token: [B, T], exp of the clamped log ratio of the token or of its row. of_rows: [B, 1], the log ratio of each
     row before the clamp; ``None`` at level ``token``.
@@ -46,12 +46,12 @@ def mean_of(condition: torch.Tensor, mask: torch.Tensor) -> float:
 
 
 def clamp_log(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp to ±20, which NaN passes."""
+    """Clamps to ±20, which NaN passes."""
     return torch.clamp(log_ratio, min=-SAFETY_BOUND, max=SAFETY_BOUND)
 
 
 def compute_ratios(level: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Ratios:
-    """Ratios π_train/π_rollout of ``log_ratio`` [B, T] at level token, sequence (product) or geometric (mean).
+    """Returns ratios π_train/π_rollout of ``log_ratio`` [B, T] at level token, sequence (product) or geometric (mean).
 
     Rows are clamped after they are added, tokens each on its own.
     """
@@ -64,7 +64,7 @@ def compute_ratios(level: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> R
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredRatios:
-    """The ratios that ``ratio_metrics`` measures, and the bounds.
+    """Holds the ratios that ``ratio_metrics`` measures, and the bounds.
 
     applied, raw: [B, T], as used and before truncation; the same tensor where a release makes no difference.
     of_rows: [B, 1], log ratios of rows; ``None`` at level token. lower, upper: the bounds that fractions are beyond.
@@ -96,7 +96,7 @@ class MeasuredRatios:
 def ratio_metrics(
     name: str, ratios: MeasuredRatios, *, fractions_by_token: bool = False, divides_tensors: bool = False
 ) -> dict[str, float]:
-    """Metrics ``rollout_is_*`` or ``rollout_rs_*`` (``name``) of ratios.
+    """Returns metrics ``rollout_is_*`` or ``rollout_rs_*`` (``name``) of ratios.
 
     fractions_by_token: fractions of rows beyond a bound weigh each row by its tokens. divides_tensors: the effective
     sample size is divided as a tensor, which gives inf for 1/0.
@@ -137,7 +137,7 @@ def _range_metrics(ratios: MeasuredRatios, *, fractions_by_token: bool) -> dict[
 
 
 def masked_range(values: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
-    """The largest and the smallest selected value."""
+    """Returns the largest and the smallest selected value."""
     others = ~mask.bool()
     largest = values.masked_fill(others, float("-inf")).max().item()
     return largest, values.masked_fill(others, float("inf")).min().item()

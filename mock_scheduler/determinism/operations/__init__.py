@@ -1,4 +1,4 @@
-"""The operation log: every operation dispatched by torch in a training step, with digests of its inputs and outputs.
+"""Logs every operation dispatched by torch in a training step, with digests of its inputs and outputs.
 
 Contract: imports no torch, for readers of a log. ``operations.recorder`` writes one and is imported by itself.
 """

@@ -1,4 +1,4 @@
-"""The operation log of one training step on one rank, as a file.
+"""Writes and reads the operation log of one training step on one rank.
 
 Contract: imports no torch. ``{output_dir}/operations/step_000000/rank_0.jsonl`` has one JSON object per line: a header
 (format version, step, rank, settings read back), then one record per operation in the order in which the rank began
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRecord:
-    """A tensor that an operation read or wrote.
+    """Holds a tensor that an operation read or wrote.
 
     ``name``: the operator's own name for it, such as ``mat2`` or ``tensors[0]``. ``storage``: the number of its memory,
     in order of appearance; equal numbers of one run share memory, and runs are not compared by them. ``digest``: of its
@@ -53,7 +53,7 @@ class TensorRecord:
     note: str = ""
 
     def describe(self) -> str:
-        """``mat2 float32[64, 128]``."""
+        """Returns ``mat2 float32[64, 128]``."""
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
@@ -89,7 +89,7 @@ class OperationRecord:
 
     @property
     def num_digests(self) -> int:
-        """Tensors with a digest, read or written."""
+        """Counts tensors with a digest, read or written."""
         return sum(tensor.digest is not None for tensor in (*self.inputs, *self.outputs))
 
     @property
@@ -98,7 +98,7 @@ class OperationRecord:
         return bool(self.num_digests or self.values or self.group is not None or self.completes is not None)
 
     def describe(self) -> str:
-        """``operation 17, aten.mm.default, in policy.decoder (forward, at model.py:12)``."""
+        """Returns ``operation 17, aten.mm.default, in policy.decoder (forward, at model.py:12)``."""
         results = f"the results of {self.operator} (operation {self.completes})" if self.completes is not None else ""
         where = f" in {self.module}" if self.module else ""
         details = [self.phase.value, *([self.node] if self.node else []), *([f"at {self.place}"] if self.place else [])]
@@ -117,7 +117,7 @@ class OperationLogHeader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationLog:
-    """A whole operation log on disk: its header, and its records, read anew at each request."""
+    """Holds a whole operation log on disk: its header, and its records, read anew at each request."""
 
     path: Path
     header: OperationLogHeader

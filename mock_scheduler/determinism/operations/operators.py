@@ -1,4 +1,4 @@
-"""Facts about torch's operators and communications: the tensors they read, write and return, and when.
+"""States facts about torch's operators and communications: the tensors they read, write and return, and when.
 
 Contract: facts come from torch's schemas and the tables below (torch 2.13). Nothing here runs an operator,
 communicates, waits, or keeps a tensor alive.
@@ -46,7 +46,7 @@ BROADCASTS = "c10d.broadcast_.default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorFacts:
-    """One operator overload.
+    """Holds one operator overload.
 
     ``written``: names of written arguments; ``overwritten``: the ones among them whose content it never reads.
     ``results``: names of its results, ``None`` for one of its arguments. ``has_digests``: whether its bits are worth a
@@ -117,7 +117,7 @@ def facts_of(operator: Any) -> OperatorFacts:  # noqa: ANN401 - OpOverload or Hi
 
 
 def argument_of(name: str) -> str:
-    """``tensors`` for ``tensors[0]``."""
+    """Returns ``tensors`` for ``tensors[0]``."""
     return name.partition("[")[0]
 
 
@@ -185,7 +185,7 @@ class Completed:
 
 
 class PendingResults:
-    """Unused results of asynchronous communications."""
+    """Keeps unused results of asynchronous communications."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}

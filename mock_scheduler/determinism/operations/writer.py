@@ -51,7 +51,7 @@ class TensorEntry:
 
 
 class OpenRecord(TypedDict, total=False):
-    """An ``OperationRecord`` in the making, with the fields known so far."""
+    """Holds an ``OperationRecord`` in the making, with the fields known so far."""
 
     number: int
     operator: str

@@ -1,4 +1,4 @@
-"""The table of settings that make a run repeatable: its rows by area, and functions to look one up.
+"""Has the table of settings that make a run repeatable: its rows by area, and functions to look one up.
 
 Contract: imports no torch.
 """

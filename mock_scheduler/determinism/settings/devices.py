@@ -1,4 +1,4 @@
-"""Settings of the GPU's libraries and of Ascend's (precision, workspaces, streams, allocation), and of collectives.
+"""Lists settings of the GPU's libraries and Ascend's (precision, workspaces, streams, allocation), and of collectives.
 
 NCCL reads its variables when a communicator is made, and keeps them.
 """

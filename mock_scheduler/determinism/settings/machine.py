@@ -1,4 +1,4 @@
-"""Settings of the process and the machine: hash seed, threads, vector kernels, installed versions and hardware.
+"""Lists settings of process and machine: hash seed, threads, vector kernels, installed versions and hardware.
 
 Equal bits are promised only for equal versions on equal hardware.
 

@@ -1,4 +1,4 @@
-"""The form of a row of the settings table: its kind, its repeatable values, its reader and the source of these facts.
+"""Defines a row of the settings table: its kind, repeatable values, reader, and the source of these facts.
 
 Contract: imports no torch. The rows are in the modules beside this one; ``table.SETTINGS`` is the whole table.
 """
@@ -41,7 +41,7 @@ class Between(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One environment variable, flag or version.
+    """Holds one environment variable, flag or version.
 
     ``pattern``: regular expression for the whole value in a deterministic run; ``None`` allows any.
     ``recommended``: the value to write, ``None`` without a recommendation.
@@ -80,7 +80,7 @@ class Setting:
 
     @property
     def yaml_line(self) -> str:
-        """The line to write under ``system_envs``."""
+        """Returns the line to write under ``system_envs``."""
         return f"{self.name}: '{self.recommended}'"
 
 

@@ -1,4 +1,4 @@
-"""Rules for layouts and modes with wrong values, or refused by Megatron, in any run.
+"""Refuses layouts and modes that compute wrong values, or that Megatron refuses, in any run.
 
 ``megatron.training`` guards against some of them; a model built from ``megatron.core`` alone, as in this project, has
 no guard. Layouts with wrong values are in ``mock_scheduler.layouts.rules.known_wrong``.

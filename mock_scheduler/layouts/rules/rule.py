@@ -1,4 +1,4 @@
-"""The form of a rule about Megatron's configuration, and of the setup under its eyes.
+"""Defines a rule about Megatron's configuration, and the setup that it judges.
 
 Contract: imports neither torch nor Megatron. A rule reads a ``Setup`` and changes nothing. A field absent from the
 mapping does not exist in the installed version, or is not known: it reads as ``None``.
@@ -25,7 +25,7 @@ class Effect(StrEnum):
 
 
 def parse_version(text: str) -> Version:
-    """``(0, 16, 1)`` of ``0.16.1`` or ``0.16.1rc0+cpu``: the leading numbers, without zeros at their end.
+    """Returns ``(0, 16, 1)`` of ``0.16.1`` or ``0.16.1rc0+cpu``: the leading numbers, without zeros at their end.
 
     Raises ValueError where the text does not begin with a number.
     """
@@ -41,7 +41,7 @@ def parse_version(text: str) -> Version:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Everything for a rule to look at.
+    """Holds everything for a rule to look at.
 
     ``values``: fields of ``TransformerConfig`` and, where known, of ``DistributedDataParallelConfig``, by name; enums
     by their member's name (``flash``), dtypes by name (``bfloat16``), and ``torch.deterministic_algorithms``. Two are

@@ -1,4 +1,4 @@
-"""The settings table and the rules for Megatron as Markdown, for the documentation.
+"""Writes the settings table and the rules for Megatron as Markdown, for the documentation.
 
 ``python -m mock_scheduler.layouts.rules.table docs/determinism.md`` writes them between the page's markers; a test
 fails where the page is out of date. Contract: imports no torch.

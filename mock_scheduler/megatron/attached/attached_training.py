@@ -89,7 +89,7 @@ class AttachedTraining(TrainingHandle):
 
     @contextmanager
     def step(self, number: int, rows: Sequence[str | int] | None = None) -> Iterator[None]:
-        """As ``TrainingHandle.step``."""
+        """Works as ``TrainingHandle.step``."""
         with self._edge():
             if self._notes is not None:
                 raise SchedulerError(f"run.step({number}) begins while step {self._notes.number} is not ended")
@@ -108,7 +108,7 @@ class AttachedTraining(TrainingHandle):
             self._end_step()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """As ``TrainingHandle.log``."""
+        """Works as ``TrainingHandle.log``."""
         notes = self._notes or (None if self._written_last is None else self._written_last[0])
         if notes is not None:
             notes.logged.update({name: float(value) for name, value in metrics.items()})
@@ -116,7 +116,7 @@ class AttachedTraining(TrainingHandle):
     # --- Forward passes ---------------------------------------------------------------------------------------------
 
     def pass_begins(self, chunk: int, number: int, call: CallInputs) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         self._tell_pass(chunk, number, call)
         self._operations.begin(self._next_step if self._notes is None else self._notes.number)
 
@@ -131,7 +131,7 @@ class AttachedTraining(TrainingHandle):
             self._instruments.pass_begins(number, call, has_embedding=self._embeds[chunk])
 
     def pass_ends(self, chunk: int, output: object) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         with self._edge():
             loss = token_loss(output) if self._has_loss[chunk] else None
             if loss is not None and self._notes is not None and self._run.observes(self._notes.number):
@@ -140,13 +140,13 @@ class AttachedTraining(TrainingHandle):
                 self._instruments.pass_ends(loss)
 
     def bypass_begins(self) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         if self._instruments is not None:
             self._bypass = self._instruments.bypass()
             self._bypass.__enter__()
 
     def bypass_ends(self) -> None:
-        """As ``PassListener``."""
+        """Works as ``PassListener`` says."""
         bypass, self._bypass = self._bypass, nullcontext()
         bypass.__exit__(None, None, None)
 

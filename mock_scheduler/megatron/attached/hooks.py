@@ -1,4 +1,4 @@
-"""Hooks on a training: on the passes of its model chunks, with the tokens of each, and on its optimizer's updates."""
+"""Hooks into a training: into the passes of its model chunks, with each one's tokens, and its optimizer's updates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PassListener(Protocol):
 
 
 class ForwardPasses:
-    """The hooks on this rank's chunks.
+    """Holds the hooks on this rank's chunks.
 
     A pass is counted where gradients are enabled and the chunk is in training mode. Each chunk computes an update's
     micro-batches in their order, under every schedule, so its n-th counted pass is micro-batch n. Recomputation calls
@@ -51,7 +51,7 @@ class ForwardPasses:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The counted passes of each chunk in the update under way."""
+        """Returns the counted passes of each chunk in the update under way."""
         return tuple(self._counts)
 
     def start_update(self) -> None:
@@ -101,7 +101,7 @@ class CallInputs:
 
     @property
     def named(self) -> dict[str, torch.Tensor]:
-        """The tensors with a value for each token, by their names in a trace."""
+        """Returns the tensors with a value for each token, by their names in a trace."""
         values = {"tokens": self.tokens, "labels": self.labels, "loss_mask": self.loss_mask}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -139,7 +139,7 @@ def _read_slice(message: bytes) -> Slice:
 
 
 def _pack(header: Mapping[str, object], *arrays: Ints) -> bytes:
-    """One line of JSON with the shape of the arrays, then their numbers."""
+    """Returns one line of JSON with the shape of the arrays, then their numbers."""
     line = json.dumps({**header, "shape": list(arrays[0].shape)}).encode()
     return b"\n".join([line, b"".join(array.astype("<i8").tobytes() for array in arrays)])
 

@@ -29,7 +29,7 @@ _NAME_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FoundRows:
-    """The rows of one call on one rank.
+    """Holds the rows of one call on one rank.
 
     numbers: int64 ``[b, s]``, each place's row in this call; -1 on padding. positions: int64 ``[b, s]``, its position
     in the row; 0 on padding. rows: the tokens of each whole row.

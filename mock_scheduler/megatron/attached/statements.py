@@ -22,7 +22,7 @@ from mock_scheduler.trace.selection import EVERYTHING, TraceSelection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statements:
-    """Facts for ``run.json``.
+    """Holds facts for ``run.json``.
 
     draws: what draws random numbers in the model. unobserved_modules: modules whose output nothing can show, each with
     the reason. untraced_parameters: parameters that no rank traces, with their numbers of elements. order_limits: what
@@ -35,7 +35,7 @@ class Statements:
     order_limits: Sequence[str]
 
     def as_json(self) -> dict[str, JSON]:
-        """The keys of ``run.json``."""
+        """Returns the keys of ``run.json``."""
         return {
             "draws": list(self.draws),
             "unobserved_modules": dict(self.unobserved_modules),

@@ -46,7 +46,7 @@ class TokenFinder:
 
     @property
     def batches(self) -> list[TokenBatch]:
-        """This rank's micro-batches of the update under way."""
+        """Returns this rank's micro-batches of the update under way."""
         return [self._batches[number] for number in sorted(self._batches)]
 
     def find(self, number: int, call: CallInputs, *, has_embedding: bool) -> TokenBatch:

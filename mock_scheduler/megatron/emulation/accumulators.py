@@ -22,7 +22,7 @@ its part of the sequence, or of its heads, which are summed over tp."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSplit:
-    """The way virtual ranks hold a parameter.
+    """Holds the way virtual ranks hold a parameter.
 
     dim, blocks: the cut dimension and its number of blocks, as ``cut`` has it; ``None``: nothing is cut. num_parts: tp
     ranks with something of their own to accumulate. num_replicas: how many have all of it in a pass: cp ranks, of each
@@ -46,7 +46,7 @@ class ParameterSplit:
 
 @dataclass(eq=False, slots=True)
 class Accumulator:
-    """The gradients of one use of a parameter, by replica and tp rank. ``dtype``: of main gradients.
+    """Holds the gradients of one use of a parameter, by replica and tp rank. ``dtype``: of main gradients.
 
     Replicas are numbered over all passes of an update that compute different micro-batches at one time.
     """
@@ -91,7 +91,7 @@ class Accumulators:
             accumulator.sums.clear()
 
     def take(self, parameter: torch.nn.Parameter, *, use: str = "") -> list[list[torch.Tensor]]:
-        """The parameter's parts by replica and then by tp rank; gradients go to the accumulators."""
+        """Returns the parameter's parts by replica and then by tp rank; gradients go to the accumulators."""
         accumulator = self._by_use[parameter, use]
         if not parameter.requires_grad:
             # A frozen parameter has one copy for all replicas, since no gradient has to be kept apart.

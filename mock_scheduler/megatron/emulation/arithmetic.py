@@ -15,14 +15,14 @@ from mock_scheduler.megatron.emulation.parts import Context, Tokens, ordered_sum
 
 
 def _weight_gradient(grad: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dW ``[out, in]``, and dy as ``[tokens, out]``."""
+    """Returns dW ``[out, in]``, and dy as ``[tokens, out]``."""
     # dyᵀ x in this form: the transposed product may add in another order.
     rows = grad.contiguous().view(-1, grad.shape[-1])
     return rows.t().matmul(inputs.contiguous().view(-1, inputs.shape[-1])), rows
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """y_i = x W_iᵀ + b_i of every rank i; dx = Σ_i dy_i W_i."""
+    """Computes y_i = x W_iᵀ + b_i of every rank i; dx = Σ_i dy_i W_i."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _RowProduct(torch.autograd.Function):
-    """y = Σ_i x_i W_iᵀ."""
+    """Computes y = Σ_i x_i W_iᵀ."""
 
     @staticmethod
     def forward(ctx: Context, num_parts: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def column_product(
 
 
 def row_product(inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The ranks' products ``[s, b, out]``, added in their order; inputs: each rank's part of the features."""
+    """Returns the ranks' products ``[s, b, out]``, added in their order; inputs: each rank's part of the features."""
     return _RowProduct.apply(len(weights), *inputs, *weights)
 
 
@@ -84,7 +84,7 @@ NormFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch
 
 
 def norm_function(norm: Norm) -> NormFunction:
-    """torch's function of a module's norm: of inputs, weight and bias."""
+    """Returns torch's function of a module's norm: of inputs, weight and bias."""
     if isinstance(norm, torch.nn.RMSNorm):
         return lambda inputs, weight, bias: F.rms_norm(inputs, norm.normalized_shape, weight, norm.eps)
     return lambda inputs, weight, bias: F.layer_norm(inputs, norm.normalized_shape, weight, bias, norm.eps)

@@ -158,7 +158,7 @@ def _with_heads(core: DotProductAttention, tp: int, attend: Callable[..., torch.
 
 
 def _gathered_by_lane(parts: _Parts, tp: int, cp: int) -> _Parts:
-    """``_gathered`` of each of the replicas that compute together."""
+    """Returns ``_gathered`` of each of the replicas that compute together."""
     size = tp * cp
     return [one for start in range(0, len(parts), size) for one in _gathered(parts[start : start + size], tp, cp)]
 

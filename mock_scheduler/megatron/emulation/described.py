@@ -17,7 +17,7 @@ _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """A ``DescribedModel`` of a whole model in one process."""
+    """Holds a ``DescribedModel`` of a whole model in one process."""
 
     num_layers: int
     num_attention_heads: int
@@ -55,7 +55,7 @@ class BuiltTraining:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRun:
-    """A ``DescribedRun`` in one process."""
+    """Holds a ``DescribedRun`` in one process."""
 
     order: OrderConfig
     precision: str

@@ -46,7 +46,7 @@ MEGATRON_MODULES: Emulators = {
 
 
 class Engine:
-    """The order of a layout for one model of one process.
+    """Follows the order of a layout for one model of one process.
 
     ``emulators``: by type of module. ``blocks``: how a line's tokens are dealt to cp ranks; 1 where they lie as dealt.
     """
@@ -104,13 +104,13 @@ class Engine:
         write_main_gradients(parameters, self.accumulators, self.plan, scaling)
 
     def gradient_norm(self) -> float:
-        """Of the main gradients as they are."""
+        """Computes the norm of the main gradients as they are."""
         # Megatron adds the squares in float32 whatever the gradients are; a float64 training here does so in float64.
         dtype = torch.float64 if self._gpt.config.params_dtype is torch.float64 else torch.float32
         return gradient_norm(self._held(), self.plan, dtype)
 
     def _held(self) -> list[list[list[HeldParameter]]]:
-        """By stage and chunk, the parameters in the model's order."""
+        """Returns by stage and chunk, the parameters in the model's order."""
         plan, by_name = self.plan, dict(self._gpt.named_parameters())
         per_chunk = self._gpt.config.num_layers // (plan.stages * plan.chunks)
         return [
@@ -122,7 +122,7 @@ class Engine:
     def _held_by_chunk(
         self, by_name: Mapping[str, torch.nn.Parameter], index: int, per_chunk: int
     ) -> Iterator[HeldParameter]:
-        """index: of the chunk in the order of the layers."""
+        """Yields index: of the chunk in the order of the layers."""
         last = self.plan.stages * self.plan.chunks - 1
         is_apart = self.plan.is_tied and self.plan.stages > 1 and self._gpt.share_embeddings_and_output_weights
         tied = None
@@ -149,7 +149,7 @@ class Engine:
             yield HeldParameter(parameter=parameter, accumulator=use, is_vector=False, counts=False, alone=True)
 
     def _holder(self, name: str) -> int:
-        """The ep rank of an expert's parameter."""
+        """Returns the ep rank of an expert's parameter."""
         assert self.plan.experts is not None
         per_rank = self._gpt.config.num_moe_experts // self.plan.experts.sources
         # Experts are dealt to ep ranks in blocks, not round robin.

@@ -54,7 +54,7 @@ def emulate_gate(router: TopKRouter, modules: EmulatedModules) -> None:
 
 
 def _emulate_local_experts(layer: MoELayer, modules: EmulatedModules) -> None:
-    """Each expert's products of the tokens of each group of ranks, one after another."""
+    """Makes each expert's products of the tokens of each group of ranks, one after another."""
     plan = modules.plan.experts
     assert plan is not None
     experts = layer.experts.local_experts
@@ -133,7 +133,7 @@ def _emulate_gathering(dispatcher: MoEAllGatherTokenDispatcher, modules: Emulate
 def _expert_output(
     expert: MLP, tokens: torch.Tensor, probs: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
-    """An expert's MLP of tokens ``[n, h]``, weighted by their ``probs`` ``[n]``: ``MLP.forward`` (0.16.1)."""
+    """Returns an expert's MLP of tokens ``[n, h]``, weighted by their ``probs`` ``[n]``: ``MLP.forward`` (0.16.1)."""
     config = expert.config
     inner = column_product(tokens, [first], [])[0]
     if config.gated_linear_unit:

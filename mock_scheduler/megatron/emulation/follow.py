@@ -69,7 +69,7 @@ class TrainingOrder(Protocol):
 
 
 class OwnOrder:
-    """The identity form: a training in the order of its own layout."""
+    """Is the identity form: a training in the order of its own layout."""
 
     num_replicas: int | None = None
     facts = FollowedFacts()

@@ -29,7 +29,7 @@ def write_main_gradients(
     plan: OrderPlan,
     scaling: torch.Tensor | None,
 ) -> None:
-    """Every parameter's ``main_grad`` from its accumulators.
+    """Writes every parameter's ``main_grad`` from its accumulators.
 
     scaling: 1 / tokens of the update, over all replicas; ``None`` where each replica has divided already.
     """
@@ -45,7 +45,7 @@ def write_main_gradients(
 
 
 def _gradient_of_use(accumulator: Accumulator, plan: OrderPlan) -> torch.Tensor | None:
-    """The whole gradient of one use; ``None`` where no pass reached it."""
+    """Returns the whole gradient of one use; ``None`` where no pass reached it."""
     split = accumulator.split
     if not accumulator.sums:
         return None
@@ -69,7 +69,7 @@ def _over_replicas(accumulator: Accumulator, plan: OrderPlan, part: int) -> torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldParameter:
-    """A parameter of one stage's chunk.
+    """Holds a parameter of one stage's chunk.
 
     counts: whether its gradient is in the norm. alone: in a bucket of its own. holder: of an expert with buffers of its
     own, the ep rank that holds it.
@@ -95,7 +95,7 @@ class HeldParameter:
 
 @torch.no_grad()
 def gradient_norm(stages: Sequence[Sequence[Sequence[HeldParameter]]], plan: OrderPlan, dtype: torch.dtype) -> float:
-    """The norm over all ranks of main gradients; stages: each one's chunks' parameters. dtype: of the norm.
+    """Returns the norm over all ranks of main gradients; stages: each one's chunks' parameters. dtype: of the norm.
 
     Undistributed, experts have a norm of their own, over other ranks than the other parameters have theirs
     (``ChainedOptimizer.get_grad_norm``).
@@ -179,7 +179,7 @@ _BUCKET_ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnedRange:
-    """Elements ``[start, end)`` of the parameter at this place of a chunk's list."""
+    """Holds elements ``[start, end)`` of the parameter at this place of a chunk's list."""
 
     place: int
     start: int
@@ -199,7 +199,7 @@ def owned_ranges(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bucket:
-    """``[start, end)`` of the buffer, and place, start and end of each parameter in it."""
+    """Holds ``[start, end)`` of the buffer, and place, start and end of each parameter in it."""
 
     start: int
     end: int
@@ -216,7 +216,7 @@ class _Bucket:
 
 
 def _buckets(sizes: Sequence[int], alone: Sequence[bool], *, num_shards: int) -> Iterator[_Bucket]:
-    """The buckets in order; parameters lie in the reverse of the model's order."""
+    """Yields the buckets in order; parameters lie in the reverse of the model's order."""
     divisor = math.lcm(num_shards, _BUCKET_ALIGNMENT)
     bucket_start, position = 0, 0
     parameters: list[tuple[int, int, int]] = []

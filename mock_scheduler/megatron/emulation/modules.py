@@ -44,7 +44,7 @@ def find_emulator(module: torch.nn.Module, emulators: Emulators) -> Emulator | N
 
 
 class EmulatedModules:
-    """The modules of one chunk, and how they hold their parameters.
+    """Replaces the modules of one chunk, and knows how they hold their parameters.
 
     ``is_paused``: the modules compute as one process does, as when tokens are generated one by one. ``round``: the lot
     of virtual replicas that computes now. ``loss_scale``: a replica's loss in units of this process's. ``emulators``:
@@ -137,10 +137,10 @@ class EmulatedModules:
         by_share = self.tokens.cut(tensor)
         return [part for tokens in by_share for part in cut_graph(tokens, 2, self.plan.tp)]
 
-    def join_heads(self, parts: Tensors, *, dim: int = 2) -> torch.Tensor:
-        """The whole again; heads are in dimension ``dim``."""
+    def join_heads(self, parts: Tensors) -> torch.Tensor:
+        """Joins the parts to the whole again; heads are in dimension 2."""
         tp = self.plan.tp
-        by_share = [join_graph(parts[start : start + tp], dim) for start in range(0, len(parts), tp)]
+        by_share = [join_graph(parts[start : start + tp], 2) for start in range(0, len(parts), tp)]
         return self.tokens.join(by_share)
 
     def column_linear(self, linear: ColumnParallelLinear, *, blocks: int = 1) -> None:
@@ -159,7 +159,7 @@ class EmulatedModules:
     def column(
         self, hidden: torch.Tensor, weights: Sequence[Tensors], biases: Sequence[Tensors], *, blocks: int = 1
     ) -> torch.Tensor:
-        """All output features of all tokens; weights and biases by share and tp rank."""
+        """Returns all output features of all tokens; weights and biases by share and tp rank."""
         by_share = self.tokens.cut(hidden)
         if self.plan.sequence_parallel or self.plan.tp == 1:
             # There Megatron multiplies a gathered buffer, or a view: strides of dimensions of one are then the plain

@@ -22,7 +22,7 @@ Blocks = int | Literal["zigzag"]
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """((p_0 + p_1) + p_2) + ..., each addition rounded in the parts' dtype."""
+    """Returns ((p_0 + p_1) + p_2) + ..., each addition rounded in the parts' dtype."""
     # A copy, since callers scale the sum in place.
     total = parts[0].clone()
     for part in parts[1:]:
@@ -31,7 +31,7 @@ def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def cut(whole: torch.Tensor, dim: int, num_parts: int, blocks: Blocks = 1) -> list[torch.Tensor]:
-    """The parts of a dimension, each with memory of its own."""
+    """Returns the parts of a dimension, each with memory of its own."""
     if num_parts == 1:
         return [whole]
     if blocks == "zigzag":
@@ -58,7 +58,7 @@ def joined(parts: Sequence[torch.Tensor], dim: int, blocks: Blocks = 1) -> torch
 
 
 def _placed(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """The pieces one after another along ``dim``, with dimensions in the memory order of the first piece."""
+    """Returns the pieces one after another along ``dim``, with dimensions in the memory order of the first piece."""
     first = pieces[0]
     dim %= first.ndim
     order = sorted(range(first.ndim), key=first.stride, reverse=True)
@@ -157,7 +157,7 @@ def join_graph(parts: Sequence[torch.Tensor], dim: int, blocks: Blocks = 1) -> t
 
 
 def sum_graph(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``ordered_sum`` with a graph: an all-reduce forward, and nothing backward."""
+    """Returns ``ordered_sum`` with a graph: an all-reduce forward, and nothing backward."""
     return parts[0] if len(parts) == 1 else _OrderedSum.apply(*parts)
 
 

@@ -36,7 +36,7 @@ behind MLA's down projections, up projections and the norms between them.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputForm:
-    """The dimensions after the token dimension of an output.
+    """Holds the dimensions after the token dimension of an output.
 
     dims, shape: of the canonical tensor. local_shape: this rank's part. splits: the place of this part. width: how many
     numbers the module gives per token, where vocabulary padding follows the local part; else its size. is_sliced:
@@ -81,7 +81,7 @@ _SPLIT: frozenset[Content] = frozenset(
 
 
 def base_layer(module: torch.nn.Module) -> torch.nn.Module:
-    """The layer inside an adapter (LoRA); every other module itself."""
+    """Returns the layer inside an adapter (LoRA); every other module itself."""
     for name in ("to_wrap", "base_layer"):
         inner = module._modules.get(name)
         if inner is not None:
@@ -131,7 +131,7 @@ def _features(content: Content, layer: Layer, model: ObservedModel) -> tuple[tup
 
 
 def _ffn_size(layer: Layer, config: Any) -> int:  # noqa: ANN401 - Megatron's configuration
-    """Of the layer's own MLP, where it has a configuration of its own."""
+    """Reads the width of the layer's own MLP, where it has a configuration of its own."""
     own = vars(layer.mlp).get("config") or config
     return int(own.ffn_hidden_size) * (2 if config.gated_linear_unit else 1)
 

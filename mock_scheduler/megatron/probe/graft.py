@@ -229,5 +229,5 @@ class _Grafted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The gradient itself."""
+        """Returns the gradient itself."""
         return gradients[0], None, None

@@ -18,7 +18,7 @@ from mock_scheduler.megatron.probe.observed import ObservedOutput
 from mock_scheduler.megatron.probe.shares import Places, ShareBook, TokenIndex, Tokens
 from mock_scheduler.megatron.step_tokens import MetRows
 from mock_scheduler.support.tensor_bytes import dtype_name
-from mock_scheduler.support.text import bullet_list, list_some
+from mock_scheduler.support.text import bullet_list, in_words, list_some
 from mock_scheduler.trace.entries import RowTable, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.shards import cut_shard
@@ -63,7 +63,7 @@ class GraftSource:
         return torch.cat([torch.arange(at, at + length) for at, length in zip(starts, batch.lengths, strict=True)])
 
     def load(self, output: ObservedOutput, order: torch.Tensor | None, num_tokens: int) -> Reference:
-        """A named tensor, in the order of the batch's tokens.
+        """Returns a named tensor, in the order of the batch's tokens.
 
         Raises:
             TraceError: it has another shape than the model's.
@@ -90,7 +90,7 @@ class GraftSource:
         return Reference(key=key, tensor=tensor, has_token=has_token, trace_dir=self._trace_dir)
 
     def choice(self, name: str, order: torch.Tensor | None) -> torch.Tensor:
-        """int64 ``[T, K]``: the experts that the reference's tokens chose, in the order of the batch's tokens.
+        """Returns int64 ``[T, K]``: the experts that the reference's tokens chose, in the order of the batch's tokens.
 
         Raises:
             TraceError: the trace does not have them.
@@ -118,7 +118,7 @@ class GraftSource:
         ]
         if problems:
             raise TraceError(
-                f"graft.names: {self._trace_dir} has no {config.kind.replace('_', ' ')} at step {config.step}, update "
+                f"graft.names: {self._trace_dir} has no {in_words(config.kind)} at step {config.step}, update "
                 f"{config.update}, of:{bullet_list(problems)}"
             )
         return {name: found[name] for name in dict.fromkeys(config.names)}
@@ -132,7 +132,7 @@ class _ReferenceIndex(TokenIndex):
         self._rows, self._reference, self._where = rows, reference, where
 
     def first_places(self) -> Places:
-        """As of every index; raises ``TraceError`` where the reference lacks a row, or has another length of it."""
+        """Finds the rows' starts; raises ``TraceError`` where the reference lacks a row or has it of another length."""
         starts = _find_rows(self._rows.identities, self._rows.lengths, self._reference, self._where)
         return np.asarray(starts, dtype=np.int64)
 

@@ -23,7 +23,7 @@ StepRows = RowTable | MetRows
 
 
 class TrainingProbe:
-    """The calls of one training step, in their order; of the updates, ``start_update`` to the last ``state`` repeat."""
+    """Sees the calls of one training step, in order; of updates, ``start_update`` to the last ``state`` repeat."""
 
     def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
         """The step begins: the rows of its whole batch, and this rank's shares of all its micro-batches.
@@ -42,7 +42,7 @@ class TrainingProbe:
         prefix: str = "",
         of_responses: bool = True,
     ) -> None:
-        """Values of the tokens of one micro-batch's share, ``[b, s]`` by name.
+        """Takes values of the tokens of one micro-batch's share, ``[b, s]`` by name.
 
         ``prefix``: of the names, as ``critic.``. ``of_responses``: they are defined where ``response_mask`` is True,
         else at all tokens. Values may have a graph, and are freed by the caller afterwards.
@@ -80,7 +80,7 @@ class CompositeProbe(TrainingProbe):
         self._probes = probes
 
     def start_step(self, rows: StepRows, batches: Sequence[MicroBatchTokens], models: Sequence[ObservedModel]) -> None:
-        """As of each."""
+        """Calls each."""
         for probe in self._probes:
             probe.start_step(rows, batches, models)
 
@@ -94,18 +94,18 @@ class CompositeProbe(TrainingProbe):
         prefix: str = "",
         of_responses: bool = True,
     ) -> None:
-        """As of each."""
+        """Calls each."""
         for probe in self._probes:
             probe.tokens(kind, own, values, update=update, prefix=prefix, of_responses=of_responses)
 
     def start_update(self, update: int, micro_batches: Sequence[MicroBatchTokens]) -> None:
-        """As of each."""
+        """Calls each."""
         for probe in self._probes:
             probe.start_update(update, micro_batches)
 
     @contextmanager
     def watching(self, model: ObservedModel, update: int) -> Iterator[None]:
-        """As of each."""
+        """Calls each."""
         with ExitStack() as stack:
             for probe in self._probes:
                 stack.enter_context(probe.watching(model, update))
@@ -113,7 +113,7 @@ class CompositeProbe(TrainingProbe):
 
     @contextmanager
     def computing(self, own: MicroBatchTokens) -> Iterator[None]:
-        """As of each."""
+        """Calls each."""
         with ExitStack() as stack:
             for probe in self._probes:
                 stack.enter_context(probe.computing(own))
@@ -121,19 +121,19 @@ class CompositeProbe(TrainingProbe):
 
     @contextmanager
     def bypassing(self) -> Iterator[None]:
-        """As of each."""
+        """Calls each."""
         with ExitStack() as stack:
             for probe in self._probes:
                 stack.enter_context(probe.bypassing())
             yield
 
     def scalars(self, kind: TraceKind, values: Mapping[str, float], *, update: int, prefix: str = "") -> None:
-        """As of each."""
+        """Calls each."""
         for probe in self._probes:
             probe.scalars(kind, values, update=update, prefix=prefix)
 
     def state(self, model: ObservedModel, update: int, kind: TraceKind) -> None:
-        """As of each."""
+        """Calls each."""
         for probe in self._probes:
             probe.state(model, update, kind)
 

@@ -94,7 +94,7 @@ def _read_collective(facts: OperatorFacts, bound: Mapping[str, Any]) -> LedgerCa
 
 @cache
 def _operation_of(operator: str) -> str:
-    """``all_reduce`` for ``c10d.allreduce_.default``."""
+    """Returns ``all_reduce`` for ``c10d.allreduce_.default``."""
     base = operator.split(".")[1]
     return next((name for part, name in _OPERATIONS.items() if part in base), base.strip("_"))
 
@@ -135,5 +135,5 @@ def _describe_draw(operator: Any, args: Sequence[Any], result: Any) -> LedgerCal
 
 
 def _base_name(operator: Any) -> str:  # noqa: ANN401 - OpOverload
-    """``bernoulli_`` for ``aten.bernoulli_.float``."""
+    """Returns ``bernoulli_`` for ``aten.bernoulli_.float``."""
     return str(operator._schema.name).rpartition("::")[2]

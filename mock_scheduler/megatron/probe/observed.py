@@ -48,7 +48,7 @@ Hidden = Callable[[Layer], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObservedModule:
-    """One row of the tables.
+    """Holds one row of the tables.
 
     path: within the layer or the model; empty for the layer itself. part: an addition to the name where a module shows
     more than one tensor. watched: the path of the watched module, where it is another one. is_in: the layers that have
@@ -172,7 +172,7 @@ PREDICTION_MODULES: tuple[ObservedModule, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObservedOutput:
-    """One tensor that a module of this rank shows.
+    """Holds one tensor that a module of this rank shows.
 
     name: canonical, with the model's prefix. watched: the module that ``row.watch`` is put on.
     """

@@ -30,7 +30,7 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenPlaces:
-    """Some tokens of a share, without padding.
+    """Holds some tokens of a share, without padding.
 
     cells: int64 ``[n]`` on the host, their places in the flattened ``[b · s]`` lines of the share. split: their places
     in the token dimension of a canonical tensor whose local one has just these n tokens, in this order.
@@ -41,7 +41,7 @@ class TokenPlaces:
 
     @property
     def num_tokens(self) -> int:
-        """n."""
+        """Returns n."""
         return len(self.cells)
 
 
@@ -53,13 +53,13 @@ class TokenIndex:
         self._starts = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])
 
     def first_places(self) -> Places:
-        """int64 ``[R]``: the canonical index of each row's first token."""
+        """Returns int64 ``[R]``: the canonical index of each row's first token."""
         return self._starts
 
     def places(
         self, own: MicroBatchTokens, *, columns: slice = slice(None), response_only: bool = False
     ) -> TokenPlaces:
-        """The share's tokens, in canonical order.
+        """Returns the share's tokens, in canonical order.
 
         columns: of the share's s columns only these, as sequence parallelism splits them; cells are then those of
         the flattened ``[b · len(columns)]``. response_only: only tokens whose target is a response token.
@@ -83,7 +83,7 @@ class MetTokenIndex(TokenIndex):
         self._rows = rows
 
     def first_places(self) -> Places:
-        """As of every index, of the rows met so far."""
+        """Returns the starts of the rows met so far."""
         return np.asarray(self._rows.starts, dtype=np.int64)
 
 
@@ -113,7 +113,7 @@ class Share:
     slice: Tokens
 
     def of(self, form: OutputForm) -> Tokens:
-        """The tokens of an output of this form."""
+        """Returns the tokens of an output of this form."""
         return self.slice if form.is_sliced else self.whole
 
 
@@ -127,7 +127,7 @@ class ShareBook:
         self._shares: dict[int, Share] = {}
 
     def share(self, own: MicroBatchTokens) -> Share:
-        """That of one micro-batch."""
+        """Returns that of one micro-batch."""
         index = own.index
         if index not in self._shares:
             width = own.row_ids.shape[1] // self._ranks.tp_size

@@ -189,7 +189,7 @@ class _WatchedCombine:
 
 
 def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
-    """int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``, and -1 behind them.
+    """Returns int64 ``[n, K]``, ascending: the experts of each token of a bool map ``[n, E]``, and -1 behind them.
 
     Raises:
         TraceError: a token has more than K experts.
@@ -204,7 +204,7 @@ def chosen_experts(routing_map: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def _gather_from_experts(routing_map: torch.Tensor, topk: int) -> Gather:
-    """Of rows sorted by expert and then by token, one for each choice, those of each token, ``[n, K, h]``."""
+    """Gathers each token's rows, ``[n, K, h]``, out of rows sorted by expert and then by token, one for each choice."""
 
     def gather(permuted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         numbered = routing_map.T.flatten().cumsum(dim=0) - 1

@@ -89,7 +89,7 @@ def _start_as(trace_dir: Path, model: ObservedModel, own: StartReport, group: Ra
 
 
 def _gather_padding(model: ObservedModel, group: RankGroup) -> dict[str, int]:
-    """The padding rows of the vocabulary on all stages, by name of the parameter."""
+    """Returns the padding rows of the vocabulary on all stages, by name of the parameter."""
     own = {}
     for piece in read_state(model, "initial"):
         num_rows = count_padding_rows(piece.spec, model)

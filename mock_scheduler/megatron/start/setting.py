@@ -58,7 +58,7 @@ class StartSetting:
         self._names: dict[StartKind, tuple[str, ...]] = {kind: self._list_names(kind) for kind in kinds}
 
     def _list_names(self, kind: StartKind) -> tuple[str, ...]:
-        """The same on every rank, which reads the same files."""
+        """Returns the same on every rank, which reads the same files."""
         names = self._source.names(kind)
         if kind == "optimizer" and not self.num_updates:
             names = tuple(f"{name}.{moment}" for name in self._source.names("initial") for moment in MOMENTS)
@@ -164,7 +164,7 @@ class StartSetting:
         return found
 
     def _compare(self, tensor: StartTensor, *, sets: bool) -> list[float | None]:
-        """The distances of this rank's differing holders of one tensor; nothing of it outlives the call."""
+        """Returns the distances of this rank's differing holders of one tensor; nothing of it outlives the call."""
         is_known = tensor.kind == "initial" or bool(self.num_updates)
         expected = self._source.read(tensor.kind, tensor.spec, tensor.padding) if is_known else None
         distances = []
@@ -184,7 +184,7 @@ class StartSetting:
         return dict(zip(self._names[kind], total, strict=True))
 
     def _gather_first(self, own: Mapping[str, float | None]) -> tuple[StartDifference, ...]:
-        """The first differences of all ranks, in the order of the model; of several shards the largest."""
+        """Returns the first differences of all ranks, in the order of the model; of several shards the largest."""
         first = sorted(own, key=_place_in_model)[:_NUM_FIRST]
         gathered: dict[str, list[float | None]] = {}
         for payload in self._group.gather(json.dumps({name: own[name] for name in first}).encode()):
@@ -240,7 +240,7 @@ def _relative_distance(own: torch.Tensor, expected: torch.Tensor) -> float | Non
 
 
 def _place_in_model(name: str) -> tuple[int, int, str]:
-    """Embedding, layers by number, and then the rest."""
+    """Orders embedding, layers by number, and then the rest."""
     layer = _LAYER.search(name)
     if layer is not None:
         return 1, int(layer[1]), name

@@ -1,4 +1,4 @@
-"""The start of a baseline, on disk: written beside its trace, and read by runs of any layout that start alike.
+"""Writes the start of a baseline beside its trace; runs of any layout that start alike read it.
 
 The trace of a step has parameters and buffers (kind ``initial``). What no traced kind has lies in a trace of its own,
 ``start/`` beside ``trace/``: moments of an optimizer that had been updated before (kind ``optimizer``, here before the
@@ -112,7 +112,7 @@ class StartSource:
         return tuple(sorted(key.name for key in keys if key.kind == kind and not key.name.endswith(".padding")))
 
     def form(self, kind: StartKind, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and shape of a whole tensor."""
+        """Returns the dtype and shape of a whole tensor."""
         return self._reader(kind).dtype_and_shape(self._key(kind, name))
 
     def read(self, kind: StartKind, spec: ShardSpec, padding: ShardSpec | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ _COUNTERS = frozenset({"step"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """One tensor of this rank with values of a whole one.
+    """Holds one tensor of this rank with values of a whole one.
 
     tensor: of the local shape, or flat with the elements of ``flat_range``. It may be narrower than the whole one: then
     it holds the rounded values.
@@ -39,7 +39,7 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartTensor:
-    """One whole tensor that a training starts from.
+    """Holds one whole tensor that a training starts from.
 
     spec: the local tensor's place, without a flat range. dtype: of the whole one. padding: the place of the padding
     rows of the vocabulary among themselves; ``None`` where this rank has none.

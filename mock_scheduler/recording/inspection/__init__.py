@@ -1,1 +1,1 @@
-"""Looking at recordings: statistics, verification, and differences of two."""
+"""Looks at recordings: statistics, verification, and differences of two."""

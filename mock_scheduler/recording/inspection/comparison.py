@@ -35,7 +35,7 @@ class ContractDifference:
     must_match: bool
 
     def describe(self) -> str:
-        """``layout: A "tp1", B "tp2" (may differ)``."""
+        """Returns ``layout: A "tp1", B "tp2" (may differ)``."""
         notes = "; ".join([*filter(None, [self.reason]), *([] if self.must_match else ["may differ"])])
         return f"{self.name}: A {self.a}, B {self.b}{f' ({notes})' if notes else ''}"
 
@@ -50,7 +50,7 @@ class StepDifference:
     batch: BatchDifferences
 
     def first(self) -> str:
-        """The first difference in one line."""
+        """Returns the first difference in one line."""
         return self.info[0].describe(NAMES) if self.info else self.batch.first(NAMES)
 
     def summarise(self) -> str:
@@ -61,7 +61,7 @@ class StepDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingDifferences:
-    """All differences of two recordings; steps by folder. ``limit``: rows in detail per step."""
+    """Holds all differences of two recordings; steps by folder. ``limit``: rows in detail per step."""
 
     locations: tuple[str, str]
     contract: tuple[ContractDifference, ...]

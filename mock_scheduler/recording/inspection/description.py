@@ -43,7 +43,7 @@ _SUMMED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderDescription:
-    """The steps of one scheduler and mode, as ``train``.
+    """Holds the steps of one scheduler and mode, as ``train``.
 
     ``present``: all present steps, as ranges; ``chosen``: the ones asked for; ``removed``: steps removed by
     retention; ``gaps``: the other steps missing between them. ``forms``: file, compressed file or shards
@@ -154,7 +154,7 @@ def _describe_folder(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStatistics:
-    """One recorded step.
+    """Holds one recorded step.
 
     ``size_bytes`` as stored; ``reward``, ``length`` and ``response_length`` (in tokens) over rows, ``None`` without
     rows; ``policy_version`` is the one asked for, ``policy_versions`` the lowest and highest of its turns (``None``
@@ -247,7 +247,7 @@ class RecordingStatistics:
         return step
 
     def totals(self) -> RecordingTotals:
-        """Everything added so far."""
+        """Returns everything added so far."""
         return RecordingTotals(
             **{name: self._sums[name] for name in ("num_steps", *_SUMMED)},
             terminations=dict(self._terminations),

@@ -32,14 +32,14 @@ class RowDifference:
     fields: tuple[FieldDifference, ...]
 
     def describe(self, names: tuple[str, str]) -> str:
-        """One line: the first differing field with its values, and the names of the others."""
+        """Returns one line: the first differing field with its values, and the names of the others."""
         also = ", ".join(difference.field for difference in self.fields[1:])
         return f"{self.identity}: {self.fields[0].describe(names)}{f'; also {also}' if also else ''}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDifferences:
-    """All differences between batches ``a`` and ``b``.
+    """Holds all differences between batches ``a`` and ``b``.
 
     ``whole``: differences of the whole batch (sampling, group size, meta, kinds of extras); ``only_a`` and ``only_b``:
     rows of one side; ``rows``: rows of both that differ, at most as many as were asked for, of ``num_different_rows``;
@@ -60,7 +60,7 @@ class BatchDifferences:
         return not (self.whole or self.only_a or self.only_b or self.num_different_rows)
 
     def first(self, names: tuple[str, str] = ("recorded", "played")) -> str:
-        """The first difference in one line: of the whole batch, else a row of one side, else a row of both."""
+        """Returns the first difference in one line: of the whole batch, else a row of one side, else a row of both."""
         if self.whole:
             return f"whole batch: {self.whole[0].describe(names)}"
         for name, only in zip(names, (self.only_a, self.only_b), strict=True):
@@ -93,7 +93,7 @@ class BatchDifferences:
         return bool(self.rows) and not (self.whole or self.only_a or self.only_b)
 
     def summarise(self, names: tuple[str, str] = ("recorded", "played")) -> str:
-        """``2 of 4 rows in both differ; 1 of 5 rows only in recorded``."""
+        """Returns ``2 of 4 rows in both differ; 1 of 5 rows only in recorded``."""
         parts = [f"{self.num_different_rows} of {self.num_rows[0] - len(self.only_a)} rows in both differ"]
         parts += [
             f"{len(only)} of {total} rows only in {name}"
@@ -106,7 +106,7 @@ class BatchDifferences:
 
 
 def compare_batches(a: RolloutBatch, b: RolloutBatch, *, limit: int | None = None) -> BatchDifferences:
-    """All differences between two batches of any number of rows.
+    """Returns all differences between two batches of any number of rows.
 
     ``limit``: give at most so many differing rows in detail (``None``: all); the counts always cover all rows.
     """

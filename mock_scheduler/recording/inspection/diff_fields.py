@@ -54,7 +54,7 @@ class FieldPair(Protocol):
 
     @property
     def name(self) -> str:
-        """The field's name in messages."""
+        """Returns the field's name in messages."""
 
     def is_equal(self) -> bool:
         """Whether all rows are equal, for batches whose rows have the same identities."""
@@ -63,12 +63,12 @@ class FieldPair(Protocol):
         """Whether a bit differs between two rows."""
 
     def difference(self, row_a: int, row_b: int) -> FieldDifference:
-        """The first difference of two differing rows."""
+        """Returns the first difference of two differing rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _TensorRows:
-    """``values`` ``[B, *shape]``, or with ``offsets`` ``[sum n, *shape]``."""
+    """Holds ``values`` ``[B, *shape]``, or with ``offsets`` ``[sum n, *shape]``."""
 
     values: torch.Tensor
     offsets: Sequence[int] | None = None
@@ -112,7 +112,7 @@ class _TensorPair:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _JsonPair:
-    """One JSON value per row in both batches."""
+    """Holds one JSON value per row in both batches."""
 
     name: str
     a: Sequence[JSON]
@@ -129,7 +129,7 @@ class _JsonPair:
 
 
 def pair_fields(a: RolloutBatch, b: RolloutBatch) -> tuple[list[FieldPair], list[FieldDifference]]:
-    """The fields comparable row by row, core fields first, and the extras of different kinds."""
+    """Returns the fields comparable row by row, core fields first, and the extras of different kinds."""
     core_a, core_b = _core_rows(a), _core_rows(b)
     pairs: list[FieldPair] = [
         _TensorPair(name=name, a=core_a[name], b=core_b[name], show=_SHOWN_AS.get(name, show_value)) for name in core_a
@@ -151,7 +151,7 @@ def pair_fields(a: RolloutBatch, b: RolloutBatch) -> tuple[list[FieldPair], list
 
 
 def json_difference(name: str, a: JSON, b: JSON) -> FieldDifference:
-    """The first difference of two JSON values, with its path; keys in sorted order."""
+    """Returns the first difference of two JSON values, with its path; keys in sorted order."""
     where = ""
     while True:
         parts_a, parts_b = _json_parts(a), _json_parts(b)
@@ -167,7 +167,7 @@ def json_difference(name: str, a: JSON, b: JSON) -> FieldDifference:
 
 
 def _json_parts(value: JSON) -> dict[str, JSON] | None:
-    """The parts of an object or a list, each under its step of a path; ``None`` for a value without parts."""
+    """Returns the parts of an object or a list, each under its step of a path; ``None`` for a value without parts."""
     if isinstance(value, Mapping):
         return {f".{key}": part for key, part in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -180,7 +180,7 @@ def _part_text(parts: Mapping[str, JSON], key: str) -> str:
 
 
 def show_value(value: torch.Tensor) -> str:
-    """One value of any dtype (a tensor without dimensions) as the shortest exact text."""
+    """Returns one value of any dtype (a tensor without dimensions) as the shortest exact text."""
     if value.dtype in _HEX_ONLY:
         return _hex(value)
     return str(value.numpy()[()]) if value.dtype in _NUMPY_TEXT else str(value.item())
@@ -214,7 +214,7 @@ def _column_rows(column: TensorColumn) -> _TensorRows:
 
 
 def _kind(column: Column | None) -> str:
-    """``float32 [3]`` (an entry of a dense column), ``ragged float32 [n, 3]``, ``JSON`` or ``absent``."""
+    """Returns ``float32 [3]`` (an entry of a dense column), ``ragged float32 [n, 3]``, ``JSON`` or ``absent``."""
     if column is None:
         return ABSENT
     return column_kind(column)
@@ -226,7 +226,7 @@ def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _differing_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Flat numbers of the elements whose bits differ, up to the end of the shorter one."""
+    """Returns flat numbers of the elements whose bits differ, up to the end of the shorter one."""
     count = min(a.numel(), b.numel())
     if count == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -241,7 +241,7 @@ def _both_texts(a: torch.Tensor, b: torch.Tensor, show: Callable[[torch.Tensor],
 
 
 def _hex(value: torch.Tensor) -> str:
-    """The bits of one value, the most significant byte first."""
+    """Returns the bits of one value, the most significant byte first."""
     return "0x" + bytes(reversed(as_bytes(value).tolist())).hex()
 
 

@@ -22,7 +22,7 @@ _BYTE_LEVEL_SPACE, _SENTENCEPIECE_SPACE = "Ġ", "▁"
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The inverse of GPT-2's ``bytes_to_unicode`` (openai/gpt-2, src/encoder.py)."""
+    """Returns the inverse of GPT-2's ``bytes_to_unicode`` (openai/gpt-2, src/encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

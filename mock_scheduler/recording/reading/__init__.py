@@ -1,1 +1,1 @@
-"""Reading a recording: finding steps, opening them, and checking they answer a request."""
+"""Reads a recording: finds steps, opens them, and checks that they answer a request."""

@@ -38,7 +38,7 @@ class StepPlace:
 
     @property
     def form(self) -> str:
-        """``file``, ``compressed file`` or ``shards``."""
+        """Returns ``file``, ``compressed file`` or ``shards``."""
         if self.name.endswith(COMPRESSED_SUFFIX):
             return "compressed file"
         return "file" if self.name.endswith(STEP_SUFFIX) else "shards"
@@ -84,7 +84,7 @@ class FolderListing:
 
 
 def name_steps(steps: StepRanges) -> str:
-    """``step 3``, ``steps 0-4, 7``."""
+    """Returns ``step 3``, ``steps 0-4, 7``."""
     is_one = len(steps.ranges) == 1 and steps.ranges[0][0] == steps.ranges[0][1]
     return f"step{'' if is_one else 's'} {steps}"
 

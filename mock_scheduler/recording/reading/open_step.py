@@ -1,4 +1,4 @@
-"""An open recorded step, whatever its form: all of its rows, one process's part of them, and its prompts.
+"""Reads an open recorded step, whatever its form: all of its rows, one process's part of them, and its prompts.
 
 Contract: rows come in identity order whether one file holds them or several. A step recorded in as many shards
 as it is read in gives each as it was recorded; any other is cut into equal contiguous parts of its trajectories, and a
@@ -37,7 +37,7 @@ class OpenStep:
 
     @property
     def info(self) -> StepInfo:
-        """The step's description of itself; of a sharded one, that of shard 0."""
+        """Returns the step's description of itself; of a sharded one, that of shard 0."""
         return self._file(0).info if self._commit is None else self._commit.info
 
     @property
@@ -47,7 +47,7 @@ class OpenStep:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole step."""
+        """Counts rows of the whole step."""
         return self._file(0).num_rows if self._commit is None else self._commit.num_rows
 
     @property
@@ -57,7 +57,7 @@ class OpenStep:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes read so far, of all its files."""
+        """Counts bytes read so far, of all its files."""
         return sum(file.num_bytes_read for file in self._files.values())
 
     def info_of(self, shard: RowShard | None) -> StepInfo:
@@ -96,13 +96,13 @@ class OpenStep:
                 )
 
     def prompt_digests(self) -> dict[TrajectoryKey, str]:
-        """Trajectory -> digest of its prompt (of its first row), in identity order."""
+        """Returns trajectory -> digest of its prompt (of its first row), in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
         return first_prompts(pair for rows in files for pair in zip(rows.keys, rows.prompt_digests, strict=True))
 
     @cached_property
     def _order(self) -> list[tuple[RowKey, int]]:
-        """Every row's key and the part holding it, in identity order."""
+        """Returns every row's key and the part holding it, in identity order."""
         files = [self._file(index).read_keys() for index in range(len(self._parts))]
         return sorted((key, index) for index, rows in enumerate(files) for key in rows.keys)
 
@@ -184,13 +184,13 @@ class PromptDifference:
 
 
 def prompts_of(batch: RolloutBatch) -> dict[TrajectoryKey, str]:
-    """Trajectory -> digest of its prompt, taken from its first row."""
+    """Returns trajectory -> digest of its prompt, taken from its first row."""
     keys = [(identity.scheduler_id, *identity.numbers) for identity in batch.identities]
     return first_prompts(zip(keys, batch.prompt_digests, strict=True))
 
 
 def first_prompts(rows: Iterable[tuple[RowKey, str]]) -> dict[TrajectoryKey, str]:
-    """Trajectory -> digest of the prompt of its first row, in identity order; ``rows``: in any order."""
+    """Returns trajectory -> digest of the prompt of its first row, in identity order; ``rows``: in any order."""
     first: dict[TrajectoryKey, str] = {}
     for key, digest in sorted(rows):
         first.setdefault(key[:4], digest)

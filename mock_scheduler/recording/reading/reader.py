@@ -34,7 +34,7 @@ from mock_scheduler.support.digests import canonical_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedStep:
-    """A step, or one process's part of it, as read.
+    """Holds a step, or one process's part of it, as read.
 
     ``is_as_recorded``: one process recorded these very rows, so ``info.scheduler_state`` is its scheduler's.
     """
@@ -57,7 +57,7 @@ class RecordingReader:
         self._verified: set[tuple[str, str, RowShard | None]] = set()
 
     def steps(self) -> dict[str, list[int]]:
-        """Folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
+        """Returns the folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
         return list_steps(self.storage)
 
     def has_step(self, request: RolloutRequest) -> bool:

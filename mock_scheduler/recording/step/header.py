@@ -240,7 +240,7 @@ def _read_kind(tensor: str, item: object, source: str) -> tuple[torch.dtype, tup
 
 
 def _render_header(metadata: str, entries: Mapping[str, TensorEntry]) -> bytes:
-    """The safetensors header, padded to a multiple of 8 bytes."""
+    """Returns the safetensors header, padded to a multiple of 8 bytes."""
     header: dict[str, JSON] = {"__metadata__": {_METADATA_KEY: metadata}}
     base = min((entry.start for entry in entries.values()), default=0)
     for entry in entries.values():

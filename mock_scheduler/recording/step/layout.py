@@ -58,7 +58,7 @@ class StepLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowKeys:
-    """The rows of one file, in its order, each with the digest of its prompt."""
+    """Holds the rows of one file, in its order, each with the digest of its prompt."""
 
     keys: tuple[RowKey, ...]
     prompt_digests: tuple[str, ...]
@@ -230,7 +230,7 @@ def unpack_keys(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]
 
 
 def _unpack_digests(digests: npt.NDArray[np.uint8]) -> tuple[str, ...]:
-    """The rows of a uint8 ``[B, 32]`` as hex."""
+    """Returns the rows of a uint8 ``[B, 32]`` as hex."""
     return tuple(digests.tobytes().hex(" ", 32).split())
 
 

@@ -55,16 +55,16 @@ class EncodedStep:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
+        """Returns the size of the file."""
         return sum(len(piece) for piece in self.pieces)
 
     def to_bytes(self) -> bytes:
-        """The whole file."""
+        """Returns the whole file."""
         return b"".join(self.pieces)
 
 
 def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
-    """The step file of a batch.
+    """Returns the step file of a batch.
 
     Raises ``RecordingError`` where ``info`` holds a value other than JSON (NaN, an infinity, an object), naming it, or
     where the step is too large for the format.
@@ -78,7 +78,7 @@ def encode_step(batch: RolloutBatch, info: StepInfo) -> EncodedStep:
 def decode_step(
     data: StepBuffer, *, source: str = "step in memory", verify: bool = True
 ) -> tuple[RolloutBatch, StepInfo]:
-    """The batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
+    """Returns the batch and the step's description of itself; the inverse of ``encode_step``, bit for bit.
 
     Tensors are views of ``data`` where it is writable (a bytearray), else of one copy. Raises as
     ``StepFile.open`` and ``StepFile.load``, naming ``source``.
@@ -123,17 +123,17 @@ class StepFile:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file, decompressed."""
+        """Returns the size of the file, decompressed."""
         return self._source.size_bytes
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes read so far, of the header and of the tensors."""
+        """Counts bytes read so far, of the header and of the tensors."""
         return self._header.size_bytes + self._reader.num_bytes_read
 
     @property
     def num_rows(self) -> int:
-        """Rows in the file."""
+        """Counts rows in the file."""
         return self._layout.num_rows
 
     @property
@@ -149,19 +149,19 @@ class StepFile:
 
     @property
     def sampling(self) -> Mapping[str, JSON]:
-        """The sampling of the batch, as JSON."""
+        """Returns the sampling of the batch, as JSON."""
         sampling: Mapping[str, JSON] = self._content["sampling"]
         return sampling
 
     @property
     def meta(self) -> Mapping[str, JSON]:
-        """The meta of the batch."""
+        """Returns the meta of the batch."""
         meta: Mapping[str, JSON] = self._content["meta"]
         return meta
 
     @property
     def extra_kinds(self) -> Mapping[str, JSON]:
-        """Extra -> its kind, dtype and shape of an entry: equal in all shards with rows."""
+        """Returns extra -> its kind, dtype and shape of an entry: equal in all shards with rows."""
         entries = {name: self._header.entries[f"extras/{name}"] for name in self._content["extras"]}
         return {
             name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
@@ -169,7 +169,7 @@ class StepFile:
         }
 
     def load(self, rows: range | None = None, *, verify: bool = True) -> RolloutBatch:
-        """The rows ``rows`` (contiguous; None: all) as a batch.
+        """Returns the rows ``rows`` (contiguous; None: all) as a batch.
 
         ``group_size`` is the file's where the groups of the given rows are whole, else None. ``verify`` False skips the
         digests, for bytes verified before. Raises ``CorruptRecordingError`` naming the tensors in whose
@@ -235,7 +235,7 @@ class StepFile:
         return unpack_batch(arrays, tensors, self._content, group_size=self.group_size if is_whole else None)
 
     def _read(self, wanted: Mapping[str, range | None], *, verify: bool) -> _Loaded:
-        """Tensors by name, each whole (None) or some of its entries along the first dimension."""
+        """Returns tensors by name, each whole (None) or some of its entries along the first dimension."""
         entries, extra_values = self._header.entries, self._layout.extra_values
         ranges = [TensorRange.of(entries[name], part) for name, part in wanted.items()]
         views = self._reader.read(ranges, verify=verify)
@@ -266,7 +266,7 @@ class StepFile:
 
 
 class _Loaded(NamedTuple):
-    """Tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+    """Holds tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
 
     arrays: dict[str, npt.NDArray[Any]]
     tensors: dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""A step file's description of itself, apart from its rows.
+"""Holds a step file's description of itself, apart from its rows.
 
 Contract: plain JSON, bit for bit the same after a write and a read; any other value is refused at once.
 """

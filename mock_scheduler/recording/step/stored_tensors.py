@@ -1,4 +1,4 @@
-"""One tensor in a step file: its safetensors name, dtype and shape, its bytes, and the digests over blocks of these.
+"""Describes a tensor in a step file: its safetensors name, dtype, shape and bytes, and the digests over blocks of them.
 
 Contract: bit for bit, for every dtype with plain storage. bool is packed bits, little endian, under
 ``{name}#bits``; a dtype unknown to some safetensors readers is bytes with one more dimension, of the item's size,
@@ -63,16 +63,16 @@ class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class
 
     @property
     def size_bytes(self) -> int:
-        """Stored bytes."""
+        """Returns stored bytes."""
         return self.stop - self.start
 
     @property
     def bits_per_entry(self) -> int:
-        """Stored bits of one entry along the first dimension."""
+        """Returns stored bits of one entry along the first dimension."""
         return math.prod(self.shape[1:]) * (1 if self.dtype is torch.bool else 8 * self.dtype.itemsize)
 
     def byte_range(self, entries: range) -> tuple[int, int]:
-        """The tensor's bytes holding these entries along the first dimension, as start and stop."""
+        """Returns the tensor's bytes holding these entries along the first dimension, as start and stop."""
         num_bits = self.bits_per_entry
         return entries.start * num_bits // 8, -(-entries.stop * num_bits // 8)
 
@@ -124,7 +124,7 @@ def view_tensor(data: memoryview, entry: TensorEntry, *, entries: range | None =
 
 
 class TensorRange(NamedTuple):  # every load makes some dozens, and a data class takes several times as long
-    """Bytes ``start`` to ``stop`` of a tensor, counted from its first one."""
+    """Holds bytes ``start`` to ``stop`` of a tensor, counted from its first one."""
 
     entry: TensorEntry
     start: int
@@ -132,7 +132,7 @@ class TensorRange(NamedTuple):  # every load makes some dozens, and a data class
 
     @classmethod
     def of(cls, entry: TensorEntry, entries: range | None) -> TensorRange:
-        """The range holding ``entries`` of the tensor along its first dimension; None: all of it."""
+        """Returns the range holding ``entries`` of the tensor along its first dimension; None: all of it."""
         start, stop = (0, entry.size_bytes) if entries is None else entry.byte_range(entries)
         return cls(entry, start, stop)
 

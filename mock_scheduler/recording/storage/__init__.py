@@ -1,4 +1,4 @@
-"""The location of a recording: a local folder, or an fsspec location like ``s3://bucket/path``.
+"""Opens the location of a recording: a local folder, or an fsspec location like ``s3://bucket/path``.
 
 Contract: names are relative, with ``/``. A published file is whole or absent and was never there before; a crash
 leaves at most a hidden temporary file that nothing lists. Nothing is read or written outside the location.
@@ -26,10 +26,10 @@ class Storage(Protocol):
 
     @property
     def location(self) -> str:
-        """The location as the user spelled it."""
+        """Returns the location as the user spelled it."""
 
     def path(self, name: str) -> str:
-        """The full path or URL of a file, for messages."""
+        """Returns the full path or URL of a file, for messages."""
 
     def exists(self, name: str) -> bool:
         """Whether a file or a folder of this name is there."""
@@ -60,7 +60,7 @@ class Storage(Protocol):
         """
 
     def size_on_disk(self, name: str) -> int:
-        """Stored bytes of a file, or of all files of a folder."""
+        """Returns stored bytes of a file, or of all files of a folder."""
 
     def check_writable(self) -> None:
         """Make the location where it is missing; raise where nothing can be written there."""

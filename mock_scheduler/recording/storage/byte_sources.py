@@ -1,4 +1,4 @@
-"""The bytes of one recorded file, readable by range: read from a disk, held in memory, fetched, or decompressed.
+"""Reads ranges of one recorded file's bytes: from a disk, held in memory, fetched, or decompressed.
 
 Contract: a reader gets memory of its own, writable, so torch may wrap it: nothing written there reaches
 the file, and nothing that happens to the file later reaches verified bytes. A file is not mapped for that
@@ -48,7 +48,7 @@ class ByteSource(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file, decompressed."""
+        """Returns the size of the file, decompressed."""
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes ``start`` to ``stop`` as a *writable* view that is private to the reader (torch may wrap it).
@@ -122,9 +122,9 @@ def open_regular(path: str, *, shown_path: str) -> int:
     Raises ``OSError``, or ``CorruptRecordingError`` where it is a folder, a pipe, a socket or a device.
     """
     try:
-        return foreign_files.open_regular(path)
+        return foreign_files.open_regular(path, shown_path=shown_path)
     except ForeignFileError as error:
-        raise CorruptRecordingError(str(error).replace(path, shown_path, 1)) from error
+        raise CorruptRecordingError(str(error)) from error
 
 
 def check_range(start: int, stop: int, size_bytes: int, *, path: str) -> None:
@@ -144,7 +144,7 @@ def check_name(name: str, *, location: str) -> None:
 
 
 def compress(pieces: Sequence[Buffer]) -> bytes:
-    """One frame of the given pieces in order.
+    """Returns one frame of the given pieces in order.
 
     Raises ``RecordingError`` where zstandard is not installed, and where the frame would be refused when it is read.
     """
@@ -179,11 +179,11 @@ class CompressedSource:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the content."""
+        """Returns the size of the content."""
         return self._size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, writable and not copied.
+        """Returns bytes ``start`` to ``stop``, writable and not copied.
 
         Raises ``CorruptRecordingError`` outside the content, where the frame is damaged, and, with the last byte, where
         the content does not match its checksum or its size.
@@ -254,7 +254,7 @@ class _Stream:
         self._position = 0
 
     def read(self, size: int) -> memoryview:
-        """The next bytes, at most ``size`` of them; none at the end."""
+        """Returns the next bytes, at most ``size`` of them; none at the end."""
         start = self._position
         self._position = min(start + size, self._source.size_bytes)
         return self._source.read(start, self._position)

@@ -1,4 +1,4 @@
-"""The exclusive right of one process to write into a folder, held by a lock of the operating system.
+"""Gives one process the exclusive right to write into a folder, by a lock of the operating system.
 
 Contract: it ends with ``release`` or with the process, however that ends; a forked child does not hold it. The hidden
 file locked says who holds it; it is removed on release, and one that a killed process left means nothing.

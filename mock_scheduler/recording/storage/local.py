@@ -1,4 +1,4 @@
-"""A recording in a local folder (or in one shown by a network file system).
+"""Stores a recording in a local folder (or in one shown by a network file system).
 
 Contract: that of ``storage.Storage``. A file is published as ``files`` says: written aside, fsynced, linked to its
 name, folder fsynced; read into memory of the reader's own. Only regular files are read, and no link that leads out of
@@ -52,11 +52,11 @@ class LocalStorage:
 
     @property
     def location(self) -> str:
-        """The location as the user spelled it."""
+        """Returns the location as the user spelled it."""
         return self._location
 
     def path(self, name: str) -> str:
-        """The path of a file, beginning with the folder as the user spelled it."""
+        """Returns the path of a file, beginning with the folder as the user spelled it."""
         return os.path.join(self._root, name) if name else self._root
 
     def exists(self, name: str) -> bool:
@@ -73,7 +73,7 @@ class LocalStorage:
                 return []
 
     def open_source(self, name: str) -> ByteSource:
-        """A file, to be read by range; decompressed in memory where it ends in ``.zst``."""
+        """Returns a file, to be read by range; decompressed in memory where it ends in ``.zst``."""
         path = self._inside(name)
         with _as_recording_error(path, "cannot read"):
             source = open_file(path, shown_path=path)
@@ -82,7 +82,7 @@ class LocalStorage:
         return source
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
-        """A small file as a whole."""
+        """Returns a small file as a whole."""
         path = self._inside(name)
         with (
             _as_recording_error(path, "cannot read"),
@@ -125,7 +125,7 @@ class LocalStorage:
                     aside.unlink()
 
     def size_on_disk(self, name: str) -> int:
-        """Bytes of a file, or of all files of a folder."""
+        """Counts bytes of a file, or of all files of a folder."""
         path = self._inside(name)
         with _as_recording_error(path, "cannot read"):
             if not os.path.isdir(path):
@@ -146,7 +146,7 @@ class LocalStorage:
             ) from error
 
     def free_bytes(self) -> int | None:
-        """Space left for a user without privileges on the disk of the folder; the folder need not exist yet."""
+        """Returns space left for a user without privileges on the disk of the folder; the folder need not exist yet."""
         folder = Path(self._root).absolute()
         # Nothing is made here: a run that will be refused must leave no folder.
         while not folder.exists():

@@ -65,11 +65,11 @@ class FsspecStorage:
 
     @property
     def location(self) -> str:
-        """The location as the user spelled it, without a password in it."""
+        """Returns the location as the user spelled it, without a password in it."""
         return redact(self._location)
 
     def path(self, name: str) -> str:
-        """The URL of a file, without a password in it: for messages."""
+        """Returns the URL of a file, without a password in it: for messages."""
         return f"{self.location}/{name}" if name else self.location
 
     def exists(self, name: str) -> bool:
@@ -92,7 +92,7 @@ class FsspecStorage:
         return sorted(name for name in inside if name and "/" not in name and not name.startswith("."))
 
     def open_source(self, name: str) -> ByteSource:
-        """An object, read by range; decompressed in memory where it ends in ``.zst``."""
+        """Returns an object, read by range; decompressed in memory where it ends in ``.zst``."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
             source = _ObjectSource(self, name, size_bytes=self._size(url))
@@ -105,7 +105,7 @@ class FsspecStorage:
             return open_compressed(whole, path=url)
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
-        """A small object as a whole."""
+        """Returns a small object as a whole."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
             if self._size(url) > max_bytes:
@@ -151,7 +151,7 @@ class FsspecStorage:
             self._files.invalidate_cache()
 
     def size_on_disk(self, name: str) -> int:
-        """Bytes of an object, or of all below a folder."""
+        """Counts bytes of an object, or of all below a folder."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
             sizes = self._objects(url)
@@ -237,7 +237,7 @@ class FsspecStorage:
         return int(info["size"])
 
     def _objects(self, url: str) -> dict[str, int]:
-        """The object of this name, or those below it, in the order of their names, with their sizes."""
+        """Returns the object of this name, or those below it, in the order of their names, with their sizes."""
         self._files.invalidate_cache()
         found = self._files.find(url, detail=True)
         return {path: int(info["size"]) for path, info in sorted(found.items())}
@@ -307,7 +307,7 @@ class _ObjectSource:
         return self._size_bytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, fetched now."""
+        """Returns bytes ``start`` to ``stop``, fetched now."""
         check_range(start, stop, self._size_bytes, path=self._storage.path(self._name))
         return self._storage.read_range(self._name, start, stop)
 

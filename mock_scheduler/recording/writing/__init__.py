@@ -1,1 +1,1 @@
-"""Writing a recording: opening it, snapshots, the background queue, shards, forecast and retention."""
+"""Writes a recording: opens it, keeps snapshots, a background queue, shards, forecast and retention."""

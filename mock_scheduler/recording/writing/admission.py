@@ -78,7 +78,7 @@ def check_addition(storage: Storage, recorded: Contract, current: Contract) -> N
 
 
 def other_run_text(storage: Storage, recorded: str, current: str) -> str:
-    """The message for a recording of another run."""
+    """Returns the message for a recording of another run."""
     return (
         f"[Rollout Mock] {storage.location} holds the recording of run id {recorded}; this run is {current}. "
         "Schedulers or ranks of one run must be given one run_id (build_scheduler(run_id=...)); else set another "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ from mock_scheduler.report.alignment.rows import (
     list_findings,
     run_seconds,
     tensor_line,
+    total_seconds,
     view_start,
 )
 from mock_scheduler.report.alignment.sample import find_worst_sample
@@ -58,7 +59,7 @@ from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.ladder import complete_ladder
 from mock_scheduler.verdict.reasons import RoundingOfPrecision
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
-from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Proof, Verdict, VerdictKind
+from mock_scheduler.verdict.verdict import GRAVEST_FIRST, Outcome, Proof, Verdict, VerdictKind
 from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.consequence import consequence_rows, describe_consequence
 from mock_scheduler.verdict.wording.coverage import describe_unseen
@@ -87,6 +88,8 @@ _MAX_PANELS = 120  # of all metric curves of a page
 _MOST_PANELS = 6
 _LAYOUT = re.compile(r"(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp)(?:-(?:(?:tp|pp|dp|cp|ep|etp|vpp)\d+|sp))*")
 _PLAIN = "plain"
+#: The page's class of each outcome.
+_SHADES: Mapping[Outcome, str] = {"proved": "proved", "refuted": "refuted", "open": "open", "not tried": "not"}
 
 
 def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentView:
@@ -137,7 +140,7 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """The largest size of a candidate's figures."""
+    """Holds the largest size of a candidate's figures."""
 
     max_cells: int
     max_panels: int
@@ -169,7 +172,7 @@ def _headline(counts: Sequence[tuple[VerdictKind, int]], num_candidates: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sources:
-    """The sources that all candidates share."""
+    """Holds the sources that all candidates share."""
 
     result: AlignmentResult
     is_full: bool
@@ -219,6 +222,7 @@ def _view_candidate(candidate: CandidateResult, sources: _Sources, sizes: _Sizes
             run_dir="" if run is None else str(run.output_dir),
             log_path="" if candidate.log_path is None else str(candidate.log_path),
             seconds=candidate_seconds(candidate, facts),
+            total_s=total_seconds(candidate),
         ),
     )
 
@@ -252,10 +256,10 @@ def _view_proof(proof: Proof, verdict: Verdict) -> ProofView:
     return ProofView(
         name=proof.name,
         outcome=proof.outcome,
+        shade=_SHADES[proof.outcome],
         text=describe_proof(proof, said=verdict.first),
         num_compared=proof.num_compared,
         num_equal=proof.num_equal,
-        seconds=proof.seconds,
     )
 
 

@@ -1,4 +1,4 @@
-"""An alignment for continuous integration: a short summary in plain text, and JUnit XML.
+"""Reports an alignment to continuous integration: a short summary in plain text, and JUnit XML.
 
 Contract: JUnit XML as Jenkins, GitLab and GitHub's actions read it: one ``testsuite`` named ``alignment``, one
 ``testcase`` for each candidate; ``failure`` where it is diverged or suspect, ``error`` where it could not be compared
@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from mock_scheduler.errors import UnwrittenError
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.support.files import written_aside
-from mock_scheduler.support.text import list_some
+from mock_scheduler.support.text import list_some, on_one_line
 from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.verdicts import NOT_LOOKED_AT
 
@@ -37,7 +37,9 @@ def alignment_summary(view: AlignmentView, *, files: Mapping[str, Path]) -> str:
     lines = [f"alignment of {view.config_name}: {view.headline} (exit code {view.exit_code})"]
     for candidate in view.candidates:
         if not candidate.passes:
-            lines.append(f"  {candidate.name}: {candidate.verdict.kind.value}: {_one_line(candidate.verdict.headline)}")
+            lines.append(
+                f"  {candidate.name}: {candidate.verdict.kind.value}: {on_one_line(candidate.verdict.headline)}"
+            )
     for verdict, _ in view.counts:
         names = [item.name for item in view.candidates if item.verdict.kind is verdict and item.passes]
         if names:
@@ -68,6 +70,7 @@ def write_junit(view: AlignmentView, path: Path) -> None:
 
 
 def _test_suite(view: AlignmentView, properties: dict[str, str]) -> ElementTree.Element:
+    total_s = sum(item.run.total_s for item in view.candidates) if view.total_s is None else view.total_s
     suite = ElementTree.Element(
         "testsuite",
         {
@@ -76,7 +79,7 @@ def _test_suite(view: AlignmentView, properties: dict[str, str]) -> ElementTree.
             "failures": str(sum(item.verdict.kind in _FAILURES for item in view.candidates)),
             "errors": str(sum(item.verdict.kind in _ERRORS for item in view.candidates)),
             "skipped": "0",
-            "time": f"{sum(map(_seconds, view.candidates)) if view.total_s is None else view.total_s:.3f}",
+            "time": f"{total_s:.3f}",
         },
     )
     listed = ElementTree.SubElement(suite, "properties")
@@ -94,12 +97,15 @@ def _add_case(suite: ElementTree.Element, candidate: CandidateView, config_name:
         {
             "name": _xml_text(candidate.name),
             "classname": _xml_text(f"alignment.{config_name}"),
-            "time": f"{_seconds(candidate):.3f}",
+            "time": f"{candidate.run.total_s:.3f}",
         },
     )
     if not candidate.passes:
         kind = "failure" if candidate.verdict.kind in _FAILURES else "error"
-        attributes = {"type": candidate.verdict.kind.value, "message": _xml_text(_one_line(candidate.verdict.headline))}
+        attributes = {
+            "type": candidate.verdict.kind.value,
+            "message": _xml_text(on_one_line(candidate.verdict.headline)),
+        }
         ElementTree.SubElement(case, kind, attributes).text = _xml_text(_details(candidate))
     unseen = f"{NOT_LOOKED_AT}: {candidate.verdict.unseen}\n" if candidate.verdict.unseen else ""
     proofs = "\n".join(f"{proof.name}: {proof.outcome}: {proof.text}" for proof in candidate.proofs)
@@ -129,17 +135,6 @@ def _properties(view: AlignmentView) -> dict[str, str]:
         f"versions.{item.name}": "; ".join(item.setup.versions) for item in view.candidates if item.setup.versions
     }
     return {"config": view.config_name, "baseline.layout": view.baseline_layout, **versions, **others}
-
-
-def _seconds(candidate: CandidateView) -> float:
-    """Sum the seconds of its run from outside and of its own proofs and localisation; 0 where it has not run."""
-    own = ("proof: ", "localisation")
-    run = candidate.run.seconds[0][1] if candidate.run.run_dir else 0.0
-    return run + sum(seconds for label, seconds in candidate.run.seconds if label.startswith(own))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _xml_text(text: str) -> str:

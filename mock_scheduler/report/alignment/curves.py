@@ -1,4 +1,4 @@
-"""Metrics of two runs over their steps, with their difference and its bounds, placed for a template of SVG.
+"""Places metrics of two runs over their steps, with difference and bounds, for a template of SVG.
 
 Contract: colour never stands alone: a curve has its dashes and its legend, and a title says all in words. Read again
 from both runs' ``metrics.jsonl``; of more than ``MAX_STEPS`` steps some are left out, evenly. A value that is not
@@ -154,7 +154,7 @@ class CurveDrawing:
 
 
 def draw_curve(curve: Curve) -> CurveDrawing:
-    """Both runs' values over steps, and their difference under them on a log axis, with its bounds.
+    """Returns both runs' values over steps, and their difference under them on a log axis, with its bounds.
 
     ``curve`` has at least one step.
     """
@@ -191,7 +191,7 @@ def _y(value: float, low: float, high: float) -> float:
 
 
 def _label_values(low: float, high: float) -> list[tuple[float, str]]:
-    """The lowest and the highest value, with as many digits as tell them apart."""
+    """Returns the lowest and the highest value, with as many digits as tell them apart."""
     ends = [low, high] if high > low else [low]
     told_apart = (digits for digits in range(4, 9) if f"{low:.{digits}g}" != f"{high:.{digits}g}")
     digits = next(told_apart, 9) if high > low else 4

@@ -21,7 +21,7 @@ from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.support.digests import JSON, iterate_leaves
 from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.run_files import CONFIG_FILE, LEDGER_FILE, RUN_FILE
-from mock_scheduler.support.text import count_of, is_real, shorten
+from mock_scheduler.support.text import count_of, in_words, is_real, on_one_line, shorten
 from mock_scheduler.support.yaml_text import load_yaml
 
 _FILES = (CONFIG_FILE, RUN_FILE, LEDGER_FILE)
@@ -31,7 +31,7 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """The contents of one run's folder.
+    """Holds the contents of one run's folder.
 
     config: by dotted key. ledger: counts by category and name. seconds: by name as in ``run.json``. settings, packages:
     by name, as text. problems: unreadable files, and why.
@@ -116,7 +116,7 @@ def _read(path: Path, problems: list[str]) -> Mapping[str, JSON]:
         text = read_text(path, inside=path.parent, what="a file of a run")
         content = load_yaml(text) if path.name == CONFIG_FILE else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = error.strerror or str(error) if isinstance(error, OSError) else on_one_line(error)
         problems.append(f"{path} cannot be read: {reason}")
         return {}
     if not isinstance(content, Mapping):
@@ -131,8 +131,6 @@ def _texts(value: JSON) -> dict[str, str]:
         return {}
     return {str(name): "absent" if item is None else str(item) for name, item in value.items()}
 
-
-MAX_LISTED = 100
 
 _VALUE_WIDTH = 160
 #: Keys by which every candidate differs from its baseline.
@@ -159,7 +157,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentView:
-    """A candidate's environment.
+    """Holds a candidate's environment.
 
     config, settings, packages: differences from the baseline. num_config, num_settings, num_packages: equal ones.
     breaches: differences in fields of the contract under MUST_MATCH. num_must_match: all such fields; no replay
@@ -179,8 +177,8 @@ class EnvironmentView:
 
 
 def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: RecordingFacts) -> EnvironmentView:
-    """A candidate's folder beside the baseline's and the recording of both."""
-    rules = {field.name: field.rule.value.replace("_", " ") for field in recording.contract}
+    """Returns a candidate's folder beside the baseline's and the recording of both."""
+    rules = {field.name: in_words(field.rule.value) for field in recording.contract}
     config = _differences(_kept(baseline.config), _kept(candidate.config), rules)
     # The contract names settings that must match with a prefix.
     rules |= {
@@ -189,7 +187,7 @@ def compare_environments(baseline: RunFacts, candidate: RunFacts, recording: Rec
     settings = _differences(baseline.settings or recording.settings, candidate.settings, rules)
     packages = _differences(baseline.packages or recording.packages, candidate.packages, {})
     must_match = [field for field in recording.contract if field.rule is Rule.MUST_MATCH]
-    must = Rule.MUST_MATCH.value.replace("_", " ")
+    must = in_words(Rule.MUST_MATCH.value)
     return EnvironmentView(
         config=config,
         settings=settings if candidate.settings else (),

@@ -1,4 +1,4 @@
-"""A candidate's differences as tables of shades: parts of the model by layer, and kinds of tensors by step.
+"""Shades a candidate's differences in tables: parts of the model by layer, and kinds of tensors by step.
 
 Contract: plain data. A cell stands for the worst of its tensors, in shares of the tensor's own bound, on a scale of
 decades. Tables are bounded by a number of cells: then a column is the worst of several, and the note says so.
@@ -71,7 +71,7 @@ class HeatTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorMap:
-    """The error's way through one update, layer by layer, and through the steps; ``steps``: of one step ``None``.
+    """Holds the error's way through one update, layer by layer, and through the steps; ``steps``: of one step ``None``.
 
     is_parting: the runs first part in this update; else it is the one nearest to its bounds.
     """

@@ -52,7 +52,7 @@ class _Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DrawnCandidate:
-    """The page's additions to a candidate's view. texts: the verdict in words; rows: labels and texts."""
+    """Holds the page's additions to a candidate's view. texts: the verdict in words; rows: labels and texts."""
 
     is_open: bool
     first_sentence: str

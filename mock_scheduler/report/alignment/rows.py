@@ -1,4 +1,4 @@
-"""Details of a candidate as lines and rows of a label and a text: findings, metrics and seconds."""
+"""Writes details of a candidate as lines and rows of a label and a text: findings, metrics and seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricDiffe
 from mock_scheduler.report.alignment.environment import RunFacts
 from mock_scheduler.report.alignment.view import StartView, TensorLine
 from mock_scheduler.report.comparison.view import metrics_to_show, unmatched
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, in_words
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.start_report import START_KINDS, StartDifference, StartReport
 from mock_scheduler.verdict.results import AlignmentTimes, CandidateResult
@@ -95,13 +95,20 @@ def describe_built(built: Mapping[str, int]) -> str:
 
 
 def candidate_seconds(candidate: CandidateResult, facts: RunFacts) -> tuple[tuple[str, float], ...]:
-    """Seconds of a candidate's run, of its proofs and of localising it."""
+    """Returns seconds of a candidate's run, of its proofs and of localising it."""
     run = candidate.run
     rows = [] if run is None else list(run_seconds(run.elapsed_s, run.rollout_s, facts))
     rows += [(f"proof: {proof.name}", proof.seconds) for proof in candidate.verdict.proofs if proof.seconds]
     if candidate.localisation is not None:
         rows.append(("localisation", candidate.localisation.seconds))
     return tuple(rows)
+
+
+def total_seconds(candidate: CandidateResult) -> float:
+    """Sums the seconds of its run from outside and of its own proofs and localisation; 0 where it has not run."""
+    own = sum(proof.seconds for proof in candidate.verdict.proofs)
+    closer = 0.0 if candidate.localisation is None else candidate.localisation.seconds
+    return (0.0 if candidate.run is None else candidate.run.elapsed_s) + own + closer
 
 
 def run_seconds(elapsed_s: float, rollout_s: float, facts: RunFacts) -> tuple[tuple[str, float], ...]:
@@ -132,7 +139,7 @@ def tensor_line(difference: TensorDifference, bounds: Bounds) -> TensorLine:
     return TensorLine(
         step=key.step,
         update=key.update,
-        kind=key.kind.replace("_", " "),
+        kind=in_words(key.kind),
         name=key.name,
         relative=format_relative(difference),
         bound=format_bound(difference),

@@ -28,7 +28,6 @@ from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.wording.tensors import format_size
 
 MAX_TOKENS = 1500
-_TRAIN = "train"
 #: Titles of tokens with and without a loss, where no recording tells turns.
 _TRAINED, _CONTEXT = "with a loss", "without a loss"
 
@@ -93,7 +92,7 @@ def _read_sample(chosen: ChosenSample, recording_dir: Path, empty: SampleView) -
         place.step: place
         for listing in list_recording(reader.storage)
         for place in listing.places.values()
-        if listing.folder.split(".")[0] == _TRAIN and place.scheduler_id == chosen.identity.split("/", 1)[0]
+        if place.mode == "train" and chosen.identity.startswith(f"{place.scheduler_id}/")
     }
     if chosen.step not in places:
         return replace(empty, problem=f"step {chosen.step} is not in the recording {recording_dir}")
@@ -219,7 +218,7 @@ _SHADES = ((0.5, "m4"), (0.1, "m3"), (0.01, "m2"), (0.0, "m1"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Consecutive tokens of one shade. before: the space after the piece before. shade: empty for none."""
+    """Holds consecutive tokens of one shade. before: the space after the piece before. shade: empty for none."""
 
     before: str
     text: str
@@ -229,7 +228,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnTurn:
-    """Tokens of one origin in pieces."""
+    """Holds tokens of one origin in pieces."""
 
     title: str
     note: str
@@ -239,7 +238,7 @@ class DrawnTurn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnSample:
-    """A trajectory. worst: position, turn, text and difference of its worst tokens, worst first."""
+    """Holds a trajectory. worst: position, turn, text and difference of its worst tokens, worst first."""
 
     max_difference: str
     worst: tuple[tuple[int, str, str, str], ...]
@@ -290,7 +289,7 @@ def _shade_turn(turn: SampleTurn, sample: SampleView) -> Iterator[Piece]:
 
 
 def _join(texts: Sequence[str]) -> str:
-    """Texts with spaces between them, but none at the beginning of a line."""
+    """Returns texts with spaces between them, but none at the beginning of a line."""
     joined = ""
     for text in texts:
         joined += f"{'' if not joined or joined.endswith(_NEWLINE) else ' '}{text}"

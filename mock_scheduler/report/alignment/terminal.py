@@ -1,4 +1,4 @@
-"""The terminal report of an alignment run; reads well from 100 columns on, and as plain text in a file.
+"""Prints the report of an alignment run; reads well from 100 columns on, and as plain text in a file.
 
 Contract: nothing is cut off, lines are wrapped. Verdicts come first, one for each candidate, then details of every
 failing one, the meanings of the verdicts, and the files. Page and JSON are drawn from the same view.

@@ -1,4 +1,4 @@
-"""The worst sample of a candidate, and the distance of the two runs at each of its tokens.
+"""Finds the worst sample of a candidate, and the distance of the two runs at each of its tokens.
 
 Contract: read from both runs' traces, or from the ones of localising. The sample is the first divergence's
 where its tensor has tokens; else the one with the largest difference of a log-probability, or of whatever tensor names
@@ -22,6 +22,7 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.report.recording.show import Stretch
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.text import in_words
 from mock_scheduler.trace.entries import STEP_KINDS, TraceKey
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.verdict.results import CandidateResult
@@ -96,7 +97,7 @@ def _named_sample(difference: TensorDifference) -> ChosenSample:
 
 
 def _scores(differing: Sequence[TensorDifference]) -> list[TensorDifference]:
-    """Log-probabilities, the furthest from their bound first."""
+    """Returns log-probabilities, the furthest from their bound first."""
     found = [item for item in differing if (item.key.kind, item.key.name) in _SCORES]
     return sorted(found, key=lambda item: item.margin)
 
@@ -135,7 +136,7 @@ def _read_tokens(key: TraceKey, baseline: TraceReader, candidate: TraceReader) -
 
 
 def _name(key: TraceKey) -> str:
-    return f"{key.kind.replace('_', ' ')} {key.name}" + ("" if key.kind in STEP_KINDS else f", update {key.update}")
+    return f"{in_words(key.kind)} {key.name}" + ("" if key.kind in STEP_KINDS else f", update {key.update}")
 
 
 def _has_tokens(reader: TraceReader, key: TraceKey) -> bool:

@@ -19,14 +19,14 @@ from mock_scheduler.verdict.wording.verdicts import Tone
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofView:
-    """One rung of the ladder. num_equal of num_compared tensors, where it compares any; seconds: beyond the run."""
+    """One rung of the ladder. num_equal of num_compared tensors, where it compares any; shade: of its outcome."""
 
     name: ProofName
     outcome: Outcome
+    shade: str
     text: str
     num_compared: int
     num_equal: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class TensorLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictView:
-    """A verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence.
+    """Holds a verdict in words. headline: one line; reason: its grounds beside proofs; first_divergence: a sentence.
 
     unseen: modules and parameters that the comparison did not look at, with their shares; empty where there are none.
     outside: of its layout, what could not show in this run; empty where there is nothing.
@@ -86,7 +86,7 @@ class SetupView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DifferencesView:
-    """Tensors beside the baseline's.
+    """Holds tensors beside the baseline's.
 
     tensors: beyond their bound, or else nearest to it, under ``tensors_heading``; num_tensors: how many there are.
     emulated: the comparison with the reference in its order. lists: further findings: heading, lines, how many.
@@ -103,7 +103,7 @@ class DifferencesView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsView:
-    """Metrics beside the baseline's. equal: their number, in words; differing: a line for each of the others."""
+    """Holds metrics beside the baseline's. equal: their number, in words; differing: a line for each of the others."""
 
     equal: str
     differing: tuple[str, ...]
@@ -133,12 +133,16 @@ class ConsequenceView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """A candidate's run. built: its engines and environments, in words; seconds: label and seconds."""
+    """Holds a candidate's run. built: its engines and environments, in words; seconds: label and seconds.
+
+    total_s: from outside, with its own proofs and localisation.
+    """
 
     built: str
     run_dir: str
     log_path: str
     seconds: tuple[tuple[str, float], ...]
+    total_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +155,7 @@ class StartView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateView:
-    """One candidate, by sections of the page.
+    """Holds one candidate, by sections of the page.
 
     layout_name, option: of its name where that is ``layout.option`` or a layout; else empty. proofs: all, strongest
     first.

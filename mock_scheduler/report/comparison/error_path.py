@@ -1,4 +1,4 @@
-"""The way of an error through a training step: every tensor's difference in the order of computation, and as grids.
+"""Follows an error through a training step: every tensor's difference in the order of computation, and as grids.
 
 Contract: plain data for plots. Bounded: where an update has more tensors than ``MAX_POINTS``, a point is the worst of
 all tensors of one part of a layer, or of one layer; a grid has at most ``MAX_COLUMNS`` columns and ``MAX_ROWS`` rows,
@@ -18,7 +18,7 @@ from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.tensors import TensorDifference, Tier
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceKind
 from mock_scheduler.report.comparison.view import tier_of
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, in_words
 from mock_scheduler.trace.entries import PHASES, Phase, TraceKey
 from mock_scheduler.verdict.verdict import Verdict
 from mock_scheduler.verdict.wording.findings import describe_finding
@@ -48,7 +48,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathPoint:
-    """One tensor, or the worst of several (``num_tensors``), of one update.
+    """Holds one tensor, or the worst of several (``num_tensors``), of one update.
 
     difference: ``None`` where there is no number; ``message`` then says why. is_first: the first divergence.
     """
@@ -69,7 +69,7 @@ class PathPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorPath:
-    """One update's tensors in the order of computation; ``points`` stand for ``all_points``."""
+    """Holds one update's tensors in the order of computation; ``points`` stand for ``all_points``."""
 
     step: int
     update: int
@@ -84,7 +84,7 @@ class ErrorPath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """The worst points by row and column.
+    """Holds the worst points by row and column.
 
     Args:
         spans: The first and the last label of each column.
@@ -100,7 +100,7 @@ class Grid:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns' labels: ``8``, or ``8 to 11``."""
+        """Returns the columns' labels: ``8``, or ``8 to 11``."""
         return tuple(first if first == last else f"{first} to {last}" for first, last in self.spans)
 
 
@@ -117,7 +117,7 @@ def find_place(name: str) -> TensorPlace:
 
 
 def list_points(verdict: Verdict) -> list[PathPoint]:
-    """A point for every compared or missing tensor, in the order of computation."""
+    """Returns a point for every compared or missing tensor, in the order of computation."""
     tensors = verdict.tensors
     if tensors is None:
         return []
@@ -155,14 +155,14 @@ def layer_grids(points: Sequence[PathPoint]) -> tuple[Grid, ...]:
 
 
 def step_grid(points: Sequence[PathPoint]) -> Grid:
-    """Kind by step: the worst of each."""
+    """Returns the kind by step: the worst of each."""
     steps = sorted({point.key.step for point in points})
     columns, size = _bucket(steps)
     kinds = [kind for kind in TRACE_KINDS if any(point.key.kind == kind for point in points)]
     return _make_grid(
         "over steps",
         points,
-        rows=[(kind, kind.replace("_", " ")) for kind in kinds],
+        rows=[(kind, in_words(kind)) for kind in kinds],
         columns=_column_spans(columns),
         row_of=lambda point: point.key.kind,
         column_of=lambda point: columns[point.key.step],
@@ -171,13 +171,13 @@ def step_grid(points: Sequence[PathPoint]) -> Grid:
 
 
 def _bucket(numbers: Sequence[int]) -> tuple[dict[int, int], int]:
-    """The column of each number, ``MAX_COLUMNS`` at most, and how many share one."""
+    """Returns the column of each number, ``MAX_COLUMNS`` at most, and how many share one."""
     size = max(-(-len(numbers) // MAX_COLUMNS), 1)
     return {number: index // size for index, number in enumerate(numbers)}, size
 
 
 def _column_spans(columns: dict[int, int]) -> list[tuple[Hashable, tuple[str, str]]]:
-    """Each column and the first and last number in it."""
+    """Returns each column and the first and last number in it."""
     numbers: dict[int, list[int]] = {}
     for number, column in columns.items():
         numbers.setdefault(column, []).append(number)
@@ -227,7 +227,7 @@ def _make_grid(
     column_of: Callable[[PathPoint], Hashable],
     note: str,
 ) -> Grid:
-    """``rows`` and ``columns``: the value of each, and its label or span of labels."""
+    """Returns ``rows`` and ``columns``: the value of each, and its label or span of labels."""
     cells: dict[tuple[Hashable, Hashable], list[PathPoint]] = {}
     for point in points:
         cells.setdefault((row_of(point), column_of(point)), []).append(point)

@@ -1,4 +1,4 @@
-"""Figures of a comparison: a grid of worst tensors as a heat map, and one metric of two runs over their steps.
+"""Draws a comparison: a grid of worst tensors as a heat map, and one metric of two runs over their steps.
 
 A cell's colour says how far from its bound the tensor is, its text how far from the baseline.
 """
@@ -24,7 +24,7 @@ from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     format_bound,
     format_relative,
-    format_size,
+    format_short_size,
 )
 
 _MAX_MARKED = 20
@@ -112,7 +112,7 @@ def _shade(point: PathPoint) -> float:
 def _cell_text(point: PathPoint) -> str:
     if point.difference is None:
         return "–"
-    return "=" if point.difference.bit_equal else format_size(point.difference.relative).replace("e-0", "e-")
+    return "=" if point.difference.bit_equal else format_short_size(point.difference.relative)
 
 
 def describe_point(point: PathPoint) -> str:
@@ -142,7 +142,7 @@ def _folded(text: str, width: int = 96) -> list[str]:
 def metric_figure(
     name: str, logs: tuple[MetricLog, MetricLog], labels: tuple[str, str], element: str, *, floor: float
 ) -> JSON:
-    """Both runs' values over steps, and |a - b| / max(|a|, |b|, ``floor``) under them on a log axis."""
+    """Returns both runs' values over steps, and |a - b| / max(|a|, |b|, ``floor``) under them on a log axis."""
     steps = thin_out(
         sorted(step for step in logs[0].keys() | logs[1].keys() if any(name in log.get(step, {}) for log in logs))
     )
@@ -200,7 +200,7 @@ def _bars(steps: Sequence[int], relative: Sequence[float | None]) -> JSON:
 
 
 def _difference_axis(relative: Sequence[float | None]) -> JSON:
-    """Whole decades around the differences, three labels at most."""
+    """Returns whole decades around the differences, three labels at most."""
     axis = {**_small_axis(), "domain": [0.0, 0.26]}
     sizes = [value for value in relative if value]
     if not sizes:

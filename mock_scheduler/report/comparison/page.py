@@ -53,7 +53,7 @@ _NUM_EQUAL_PANELS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _VerdictPart:
-    """The top of the page."""
+    """Holds the top of the page."""
 
     tone: str
     word: str
@@ -79,7 +79,7 @@ class _TensorPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MetricPart(MetricTable):
-    """All about metrics. plots: elements of their curves."""
+    """Holds all about metrics. plots: elements of their curves."""
 
     note: str
     plots: tuple[str, ...]
@@ -87,7 +87,7 @@ class _MetricPart(MetricTable):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ListPart:
-    """Lines under a title."""
+    """Holds lines under a title."""
 
     title: str
     note: str

@@ -1,4 +1,4 @@
-"""Tables of a comparison's page as plain values: how far apart by kind, the tensors to look at, metrics that differ."""
+"""Lays out the tables of a comparison's page: how far apart by kind, the tensors to look at, metrics that differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import NUM_ULPS
 from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.report.comparison.view import TierCounts, count_tiers, tensors_to_show
+from mock_scheduler.support.text import in_words
 from mock_scheduler.verdict.wording.tensors import (
     describe_details,
     format_bound,
@@ -37,7 +38,7 @@ class TierColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierTable:
-    """Columns with a number, and for each kind its name and its bar: tone, count and width in percent."""
+    """Holds columns with a number, and for each kind its name and its bar: tone, count and width in percent."""
 
     columns: tuple[TierColumn, ...]
     rows: tuple[tuple[str, tuple[tuple[str, int, str], ...]], ...]
@@ -58,7 +59,7 @@ class TensorRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTable:
-    """Tensors beyond their bound as computed, or else the nearest to it. columns: titles and classes."""
+    """Holds tensors beyond their bound as computed, or else the nearest to it. columns: titles and classes."""
 
     heading: str
     columns: tuple[tuple[str, str], ...]
@@ -68,7 +69,7 @@ class TensorTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One differing metric, in words and numbers."""
+    """Holds one differing metric, in words and numbers."""
 
     name: str
     max_abs: str
@@ -105,7 +106,7 @@ def build_tier_table(tensors: TensorComparison) -> TierTable:
         columns=tuple(
             TierColumn(title=title, tone=tone, counts=tuple(values)) for title, tone, values in columns if any(values)
         ),
-        rows=tuple((item.kind.replace("_", " "), _bar(item)) for item in counts),
+        rows=tuple((in_words(item.kind), _bar(item)) for item in counts),
     )
 
 
@@ -149,7 +150,7 @@ def _tensor_row(difference: TensorDifference, *, is_sketch: bool, is_open: bool)
     numbers = [format_relative(difference), format_bound(difference)]
     return TensorRow(
         place=f"{key.step}, {key.update}",
-        kind=key.kind.replace("_", " "),
+        kind=in_words(key.kind),
         tier=difference.tier if is_within else "",
         name=key.name,
         words=tuple(row for row in details if is_open or row[0] != "worst"),

@@ -1,4 +1,4 @@
-"""The error's path as a figure: every tensor of an update in the order of computation, on a log axis."""
+"""Draws the error's path: every tensor of an update in the order of computation, on a log axis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LEAST_SHARE = 0.05  # of the axis, for a phase whose name is level
 
 
 def path_figure(path: ErrorPath, element: str) -> JSON:
-    """Relative difference of every tensor in the order of computation, with bounds and error bars."""
+    """Returns the relative difference of every tensor in the order of computation, with bounds and error bars."""
     floor, top = _limits(path.points)
     data: list[JSON] = [_bounds(path.points)]
     for tier, label, symbol in _TIER_NAMES:
@@ -71,7 +71,7 @@ def _layer_axis(points: Sequence[PathPoint]) -> JSON:
 
 
 def _size_axis(floor: float, top: float) -> JSON:
-    """A log axis with a place below all numbers for equal bits, and one above for tensors without a number."""
+    """Returns a log axis with a place below all numbers for equal bits, and one above for tensors without a number."""
     low, high = math.log10(floor), math.log10(top)
     decades = _decades(low, high)
     return {

@@ -1,4 +1,4 @@
-"""The findings of ``mock-scheduler compare`` and ``replicas`` on the terminal: the verdict first, then why, in tables.
+"""Prints the findings of ``mock-scheduler compare`` and ``replicas``: the verdict first, then why, in tables.
 
 Contract: reads well from 100 columns on and as plain text in a file; less than a screen where all is identical.
 """
@@ -28,7 +28,7 @@ from mock_scheduler.report.comparison.view import (
     unmatched,
 )
 from mock_scheduler.report.recording.diff import print_differences
-from mock_scheduler.support.text import count_of
+from mock_scheduler.support.text import count_of, in_words
 from mock_scheduler.verdict.results import ComparisonResult, ReplicaResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
 from mock_scheduler.verdict.wording.coverage import describe_begin, describe_unseen
@@ -67,7 +67,7 @@ def print_tiers(counts: Sequence[TierCounts], console: Console) -> None:
         ("un-\nobserved", [item.unobserved for item in counts], "dim"),
         ("not\njudged", [item.unjudged for item in counts], "dim"),
     )
-    kinds = [item.kind.replace("_", " ") for item in counts]
+    kinds = [in_words(item.kind) for item in counts]
     shown = [
         TextColumn(header="tensors by kind", cells=kinds, least_width=_LEAST_NAME_WIDTH, justify="left"),
         TextColumn(header="compared", cells=[f"{item.compared:,}" for item in counts]),
@@ -99,7 +99,7 @@ def print_tensors(tensors: TensorComparison, console: Console, *, more: str) -> 
     group = ""
     for number, difference in enumerate(shown):
         key = difference.key
-        if group != (group := f"  step {key.step}, update {key.update}: {key.kind.replace('_', ' ')}"):
+        if group != (group := f"  step {key.step}, update {key.update}: {in_words(key.kind)}"):
             console.print(Text(group, style="dim"), soft_wrap=True)
         table.print_row(number)
         if number < _NUM_DETAILED:
@@ -270,7 +270,7 @@ def _print_findings(findings: Sequence[Finding], console: Console, *, more: str)
 
 
 def _print_ranks(tensors: TensorComparison, console: Console, *, more: str) -> None:
-    """Replicas, routing flips and ledgers."""
+    """Prints replicas, routing flips and ledgers."""
     lines = [f"in the candidate: {conflict.describe()}" for conflict in tensors.candidate_conflicts]
     lines += [f"in the baseline: {conflict.describe()}" for conflict in tensors.baseline_conflicts]
     _print_list("Replicas that disagree", lines, console, more=more, style="red")

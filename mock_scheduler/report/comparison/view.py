@@ -1,4 +1,4 @@
-"""The contents of all reports of a comparison: names of the sides, counts by tier, the tensors and metrics to show.
+"""Holds the contents of all reports of a comparison: the sides' names, counts by tier, tensors and metrics to show.
 
 Contract: plain data out of results, without a terminal or a page; text, JSON and HTML say the same.
 """
@@ -57,7 +57,7 @@ class TierCounts:
 
     @property
     def compared(self) -> int:
-        """The number of compared tensors."""
+        """Returns the number of compared tensors."""
         return self.identical + self.ulp + self.tolerance + self.undecided + self.diverged
 
 

@@ -27,7 +27,7 @@ from mock_scheduler.recording.inspection.verification import VerifyResult
 from mock_scheduler.recording.matching import Match, show
 from mock_scheduler.recording.reading.browse import name_steps
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import count_of, format_bytes, format_range, list_some, shorten
+from mock_scheduler.support.text import count_of, format_bytes, format_range, in_words, list_some, shorten
 
 _NUM_STEPS = 20
 _NUM_LINES = 10
@@ -84,7 +84,7 @@ def _contract_lines(contract: Sequence[Mapping[str, JSON]]) -> Iterator[str]:
 
 
 def _describe_rule(field: Mapping[str, JSON]) -> str:
-    return str(field["rule"]).replace("_", " ")
+    return in_words(str(field["rule"]))
 
 
 def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:
@@ -102,7 +102,7 @@ def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:
 
 
 def _describe_revision(git: Mapping[str, JSON], *, with_root: bool) -> str:
-    """``my_project 0123456789ab (modified)``."""
+    """Returns ``my_project 0123456789ab (modified)``."""
     root = str(git.get("root", "")) if with_root else ""
     modified = "(modified)" if git.get("is_modified") else ""
     return " ".join(filter(None, (root, str(git.get("revision"))[:12], modified)))
@@ -127,7 +127,7 @@ def _print_folder(folder: FolderDescription, console: Console) -> None:
 
 
 def _describe_steps(folder: FolderDescription) -> str:
-    """``steps 0-4``; with the present steps beside the chosen ones."""
+    """Returns ``steps 0-4``; with the present steps beside the chosen ones."""
     if not folder.present:
         return "no step"
     beside = "" if folder.chosen == folder.present else f" of {folder.present}"

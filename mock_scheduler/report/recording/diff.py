@@ -1,4 +1,4 @@
-"""The findings of ``mock-scheduler diff``, on the terminal and as JSON: one object, ``format_version`` 1."""
+"""Shows the findings of ``mock-scheduler diff``, on the terminal and as JSON: one object, ``format_version`` 1."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _verdict(differences: RecordingDifferences) -> Text:
 
 
 def differences_to_json(differences: RecordingDifferences) -> dict[str, JSON]:
-    """All of it as JSON values; rows as text identities."""
+    """Returns all of it as JSON values; rows as text identities."""
     return {
         "format_version": FORMAT_VERSION,
         "a": differences.locations[0],

@@ -1,4 +1,4 @@
-"""One recorded trajectory as a person reads it: its prompt, then responses and the environment's answers, in turn.
+"""Shows one recorded trajectory to a person: its prompt, then responses and the environment's answers, in turn.
 
 Contract: prints everything in the row; token ids always, texts where a vocabulary is known. A stretch of
 response tokens is a turn where the row has as many turns as stretches; else turns are listed apart from the tokens.

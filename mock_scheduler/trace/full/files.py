@@ -1,4 +1,4 @@
-"""Trace files of level ``full``: every tensor a rank traces of a step, whole, in safetensors files.
+"""Writes trace files of level ``full``: every tensor a rank traces of a step, whole, in safetensors files.
 
 This is the format, version 3::
 
@@ -90,20 +90,20 @@ STORABLE_DTYPES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The statements of the last part alone. earlier_parts: the digests of the headers before it."""
+    """Holds the statements of the last part alone. earlier_parts: the digests of the headers before it."""
 
     footer: StepFooter
     earlier_parts: tuple[str, ...] = ()
 
 
 def part_path(trace_dir: Path, rank_step: RankStep, part: int) -> Path:
-    """The file of one part of a rank's step."""
+    """Returns the file of one part of a rank's step."""
     name = f"rank_{rank_step.place.global_rank:05d}.part_{part:03d}.safetensors"
     return step_folder(trace_dir, rank_step.step) / name
 
 
 def step_folder(trace_dir: Path, step: int) -> Path:
-    """The folder of one step."""
+    """Returns the folder of one step."""
     return trace_dir / f"step_{step:06d}"
 
 

@@ -1,4 +1,4 @@
-"""The header of a trace file: a rank's description of each stored piece, and of its whole step, as JSON and back.
+"""Writes and reads the header of a trace file: a rank's description of each stored piece, and of its whole step.
 
 Contract: ``files`` describes the JSON. Two parts of it are stored more compactly than they are used. Many pieces lie at
 the same places, as the pieces of all layers in one micro-batch do: places are listed once, under ``blocks``, and a
@@ -61,7 +61,7 @@ class _StoredPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredPieces:
-    """The pieces of a file by stored name, and the places they name."""
+    """Holds the pieces of a file by stored name, and the places they name."""
 
     tensors: dict[str, _StoredPiece]
     blocks: tuple[tuple[Annotated[Block, AsRow()], ...], ...]
@@ -69,7 +69,7 @@ class _StoredPieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredLedger:
-    """Distinct calls, and the position of each call made."""
+    """Holds distinct calls, and the position of each call made."""
 
     calls: tuple[Annotated[LedgerCall, AsRow()], ...]
     order: tuple[Count, ...]

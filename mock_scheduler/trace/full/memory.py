@@ -1,4 +1,4 @@
-"""Memory for tensors filled at once.
+"""Provides memory for tensors filled at once.
 
 Most of the time of a copy goes into the first touch of the memory it fills, page by page: on Linux 6 with pages of
 4 KiB 0.47 s for 1 GB, with huge pages 0.25 s.
@@ -42,7 +42,7 @@ class MemoryPool:
         self._free: list[mmap.mmap] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, *, is_filled: bool) -> torch.Tensor:
-        """A tensor on the CPU, of zeros unless ``is_filled``: the caller writes every element."""
+        """Returns a tensor on the CPU, of zeros unless ``is_filled``: the caller writes every element."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < _LARGE_BYTES or sys.platform != "linux":
             return torch.zeros(tuple(shape), dtype=dtype)

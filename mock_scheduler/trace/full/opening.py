@@ -23,7 +23,7 @@ _NUM_NAMED = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFiles:
-    """One rank's step: all of its parts, in order, and the pieces they store."""
+    """Holds one rank's step: all of its parts, in order, and the pieces they store."""
 
     place: RankPlace
     world_size: int
@@ -34,7 +34,7 @@ class RankFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedStep:
-    """A complete step. ranks: ascending by global rank. pieces: by tensor, ascending by global rank.
+    """Holds a complete step. ranks: ascending by global rank. pieces: by tensor, ascending by global rank.
 
     is_by_content: the places of rows follow from their identities; footers and pieces have them one after another.
     """
@@ -200,7 +200,7 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
 
 
 def _join_parts(parts: Sequence[Part], footer: StepFooter) -> RankFiles:
-    """The parts of one rank, checked before; ``footer``: of its last one, with the rows of all ranks."""
+    """Returns the parts of one rank, checked before; ``footer``: of its last one, with the rows of all ranks."""
     ordered = sorted(parts, key=lambda part: part.index)
     last = ordered[-1]
     place = last.rank_step.place

@@ -26,14 +26,14 @@ from mock_scheduler.trace.full.pieces import DAMAGED, PieceRecord, RankStep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredPart:
-    """The statement of a part's header beside the rank's step, the pieces and the footer."""
+    """Holds the statement of a part's header beside the rank's step, the pieces and the footer."""
 
     part: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredEnding:
-    """The statements of the last part's header beside the footer."""
+    """Holds the statements of the last part's header beside the footer."""
 
     num_parts: Count
     earlier_parts: tuple[str, ...]
@@ -47,13 +47,13 @@ class Handle(Protocol):
     """The methods used of an open safetensors file (its own class is untyped in safetensors 0.8)."""
 
     def metadata(self) -> dict[str, str] | None:
-        """The texts in the header."""
+        """Returns the texts in the header."""
 
     def keys(self) -> list[str]:
-        """The names of the stored tensors."""
+        """Returns the names of the stored tensors."""
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A stored tensor, as a view of the mapped file."""
+        """Returns a stored tensor, as a view of the mapped file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Part:
 
     @property
     def rank(self) -> int:
-        """The global rank that wrote it."""
+        """Returns the global rank that wrote it."""
         return self.rank_step.place.global_rank
 
 
@@ -139,7 +139,7 @@ def read_metadata(path: Path, handle: Handle, key: str, *, version: int, kind: s
 
 
 def another_release(found: str, expected: int) -> str:
-    """``format version 4, expected 3; another release wrote it: run it again with this one``."""
+    """Returns ``format version 4, expected 3; another release wrote it: run it again with this one``."""
     return f"{found}, expected {expected}; another release wrote it: run it again with this one"
 
 

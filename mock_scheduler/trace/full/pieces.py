@@ -29,20 +29,20 @@ DAMAGED = "the file was changed or damaged after it was written"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """One step of one rank: the first statements of every trace file."""
+    """Holds one step of one rank: the first statements of every trace file."""
 
     step: int
     place: RankPlace
     world_size: int
 
     def describe(self) -> str:
-        """``step 0, global rank 3``."""
+        """Returns ``step 0, global rank 3``."""
         return f"step {self.step}, global rank {self.place.global_rank}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceRecord:
-    """One stored piece of a tensor. sha256, crc32: over its dtype, shape and bytes."""
+    """Holds one stored piece of a tensor. sha256, crc32: over its dtype, shape and bytes."""
 
     key: TraceKey
     stored_name: str
@@ -68,7 +68,7 @@ class PieceRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A stored piece, the rank that wrote it and the file holding it."""
+    """Holds a stored piece, the rank that wrote it and the file holding it."""
 
     place: RankPlace
     path: Path
@@ -81,7 +81,7 @@ class Piece:
 
 
 def compute_tensor_crc32(tensor: torch.Tensor) -> int:
-    """CRC-32 of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
+    """Returns CRC-32 of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
     prefix = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode()
     return zlib.crc32(as_bytes(tensor).numpy().data, zlib.crc32(prefix))
 
@@ -99,7 +99,7 @@ def has_sha256(piece: Piece, tensor: torch.Tensor) -> bool:
 
 
 def describe_wrong_digest(piece: Piece, digest: Literal["CRC-32", "SHA-256"]) -> str:
-    """``PATH: 000000/gradient/x does not match its digest (SHA-256)``."""
+    """Returns ``PATH: 000000/gradient/x does not match its digest (SHA-256)``."""
     return f"{piece.path}: {piece.record.stored_name} does not match its digest ({digest})"
 
 

@@ -87,7 +87,7 @@ def held_twice(key: TraceKey, piece: Piece, index: Sequence[int], rows: RowTable
 
 
 def _describe_token(token: int, rows: RowTable) -> str:
-    """``position 3 of row train/g0``."""
+    """Returns ``position 3 of row train/g0``."""
     row, position = rows.find(token)
     return f"position {position} of row {rows.identities[row]}"
 

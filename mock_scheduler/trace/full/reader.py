@@ -47,7 +47,7 @@ def open_trace(trace_dir: Path, *, num_tensors: int = _NUM_TENSORS) -> TraceRead
 
 
 class TraceReader:
-    """An opened trace; a context manager, closed by ``close``.
+    """Reads an opened trace; a context manager, closed by ``close``.
 
     Holds open the files of one step at a time. One thread at a time uses a reader; several readers are independent.
     """
@@ -63,11 +63,11 @@ class TraceReader:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return tuple(sorted(self._steps))
 
     def ranks(self, step: int) -> tuple[RankPlace, ...]:
-        """The ranks that wrote ``step``, by global rank."""
+        """Returns the ranks that wrote ``step``, by global rank."""
         return tuple(rank_files.place for rank_files in self._steps[step].ranks)
 
     def is_complete(self, step: int) -> bool:
@@ -79,7 +79,7 @@ class TraceReader:
         return self._steps[step].is_by_content
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor of any rank at ``step``."""
+        """Returns every tensor of any rank at ``step``."""
         return frozenset(self._steps[step].pieces)
 
     def has(self, key: TraceKey) -> bool:
@@ -95,7 +95,7 @@ class TraceReader:
         return tuple((rank_files.place, rank_files.footer) for rank_files in self._steps[step].ranks)
 
     def size_bytes(self, step: int) -> int:
-        """All stored tensors of a step."""
+        """Returns all stored tensors of a step."""
         return sum(piece.record.size_bytes for rank_files in self._steps[step].ranks for piece in rank_files.pieces)
 
     def pieces(self, key: TraceKey) -> tuple[Piece, ...]:
@@ -118,14 +118,14 @@ class TraceReader:
         return self.pieces(key)[0].record.is_masked
 
     def holders(self, key: TraceKey, index: tuple[int, ...]) -> tuple[RankPlace, ...]:
-        """The ranks holding an element, by global rank."""
+        """Returns the ranks holding an element, by global rank."""
         found = {piece.place.global_rank: piece.place for piece in self.pieces(key) if holds_element(piece.spec, index)}
         return tuple(found.values())
 
     def merge(
         self, key: TraceKey, *, ranks: Collection[int] | None = None, may_lack_tokens: bool = False
     ) -> MergedTensor:
-        """The whole tensor from all ranks' pieces, and disagreeing replicas.
+        """Returns the whole tensor from all ranks' pieces, and disagreeing replicas.
 
         A tensor one piece holds entirely is a view of the mapped file; writing to it changes no file.
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, stored bytes do not have their
@@ -246,7 +246,7 @@ def _name_wrong_digests(piece: Piece, tensor: torch.Tensor) -> list[str]:
 
 
 def _tokens_of(footer: StepFooter, update: int | None) -> torch.Tensor:
-    """bool ``[T]``: tokens of an update's rows, or of all rows for ``None``."""
+    """Returns bool ``[T]``: tokens of an update's rows, or of all rows for ``None``."""
     rows: Sequence[int] = range(len(footer.rows.lengths))
     if update is not None:
         rows = footer.update_rows[update] if update < len(footer.update_rows) else ()

@@ -1,4 +1,4 @@
-"""The pseudo-random constants of sketches, as functions of an element's canonical flat index i alone.
+"""Computes the pseudo-random constants of sketches, out of an element's canonical flat index i alone.
 
 Contract, so any other program computes the same sketches. All arithmetic is on unsigned 64-bit integers; i is taken
 modulo 2^64.
@@ -44,7 +44,7 @@ _Words = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tables:
-    """The constants of a place in a block: signs float64 and keys int64, ``[BLOCK]`` each.
+    """Holds the constants of a place in a block: signs float64 and keys int64, ``[BLOCK]`` each.
 
     slots: 0, 1, ... int64 ``[NUM_SLOTS]``.
     """
@@ -65,7 +65,7 @@ class BlockConstants:
 
 @lru_cache(maxsize=16)
 def tables(device: torch.device) -> Tables:
-    """The tables on a device, 1 MB, made once."""
+    """Returns the tables on a device, 1 MB, made once."""
     places = np.arange(BLOCK, dtype=np.uint64)
     return Tables(
         signs=_signs(_random(_SIGN, places)).to(device),
@@ -76,7 +76,7 @@ def tables(device: torch.device) -> Tables:
 
 @lru_cache(maxsize=4096)
 def block_constants(device: torch.device, block: int, num_blocks: int) -> BlockConstants:
-    """The constants of ``num_blocks`` blocks from ``block`` on, on a device."""
+    """Returns the constants of ``num_blocks`` blocks from ``block`` on, on a device."""
     blocks = np.arange(block, block + num_blocks, dtype=np.uint64)
     shifts = (_random(_BLOCK_SHIFT, blocks) % np.uint64(NUM_SLOTS)).astype(np.int64)
     return BlockConstants(
@@ -102,7 +102,7 @@ def constants_of_block(block: int) -> tuple[float, int, int]:
 
 @lru_cache(maxsize=8)
 def bucket_weights(num_buckets: int) -> torch.Tensor:
-    """The weight of every slot in every bucket, float64 ``[NUM_SLOTS, num_buckets]`` on the CPU."""
+    """Returns the weight of every slot in every bucket, float64 ``[NUM_SLOTS, num_buckets]`` on the CPU."""
     first = np.arange(0, NUM_SLOTS * MAX_BUCKETS, MAX_BUCKETS, dtype=np.uint64)
     words = _random(_BUCKET, np.add.outer(first, np.arange(num_buckets, dtype=np.uint64)))
     return _signs(words) / math.sqrt(num_buckets)

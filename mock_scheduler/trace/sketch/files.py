@@ -1,4 +1,4 @@
-"""Trace files of level ``sketch``: one small safetensors file per step and rank.
+"""Writes trace files of level ``sketch``: one small safetensors file per step and rank.
 
 This is the format, version 1::
 
@@ -62,13 +62,13 @@ def has_sketches(trace_dir: Path) -> bool:
 
 
 def sketch_path(trace_dir: Path, *, step: int, global_rank: int) -> Path:
-    """The file of one step and rank."""
+    """Returns the file of one step and rank."""
     return step_folder(trace_dir, step) / f"rank_{global_rank:05d}.sketch.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """The common form of all pieces of a tensor."""
+    """Holds the common form of all pieces of a tensor."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]

@@ -66,7 +66,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensors:
-    """A header's lists of tensors and of parts, and the digest of each table."""
+    """Holds a header's lists of tensors and of parts, and the digest of each table."""
 
     tensors: tuple[Annotated[StoredTensor, AsRow()], ...]
     parts: tuple[tuple[Annotated[Rectangle, AsRow()], ...], ...]
@@ -78,7 +78,7 @@ STORED_TENSORS = Document[StoredTensors](StoredTensors)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankSketches:
-    """One file: a rank's whole trace of a step."""
+    """Holds one file: a rank's whole trace of a step."""
 
     path: Path
     step: int

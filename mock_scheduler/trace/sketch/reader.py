@@ -27,7 +27,7 @@ from mock_scheduler.trace.sketch.sketch import Sketch, add, difference
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MergedSketch:
-    """The sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
+    """Holds the sketch of a whole tensor from all ranks' parts; among conflicting replicas the lowest rank's counts.
 
     ``sketch.num_elements`` is less than the shape says for a token tensor with tokens left out of training, and
     in a trace of some ranks only. ``global_shape``: without the places between rows by content.
@@ -45,19 +45,19 @@ class MergedSketch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Part:
-    """The same elements as several ranks hold them, by global rank."""
+    """Holds the same elements as several ranks hold them, by global rank."""
 
     elements: ElementSet
     holders: tuple[tuple[RankPlace, Sketch], ...]
 
     @property
     def place(self) -> RankPlace:
-        """The lowest rank."""
+        """Returns the lowest rank."""
         return self.holders[0][0]
 
     @property
     def sketch(self) -> Sketch:
-        """The sketch of the lowest rank."""
+        """Returns the sketch of the lowest rank."""
         return self.holders[0][1]
 
 
@@ -71,18 +71,18 @@ def open_sketches(trace_dir: Path) -> SketchReader:
 
 
 class SketchReader:
-    """An opened trace of sketches, all of it in memory: a few hundred bytes for each tensor, step and rank."""
+    """Reads an opened trace of sketches, all of it in memory: a few hundred bytes for each tensor, step and rank."""
 
     def __init__(self, steps: dict[int, tuple[RankSketches, ...]]) -> None:
         self._steps = steps
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The traced steps, ascending."""
+        """Returns the traced steps, ascending."""
         return tuple(sorted(self._steps))
 
     def ranks(self, step: int) -> tuple[RankPlace, ...]:
-        """The ranks that wrote ``step``, by global rank."""
+        """Returns the ranks that wrote ``step``, by global rank."""
         return tuple(rank.place for rank in self._steps[step])
 
     def is_complete(self, step: int) -> bool:
@@ -94,7 +94,7 @@ class SketchReader:
         return bool(self.footer(step).rows.starts)
 
     def keys(self, step: int) -> frozenset[TraceKey]:
-        """Every tensor of any rank at ``step``."""
+        """Returns every tensor of any rank at ``step``."""
         return frozenset(key for rank in self._steps[step] for key in rank.tensors)
 
     def has(self, key: TraceKey) -> bool:
@@ -110,11 +110,11 @@ class SketchReader:
         return tuple((rank.place, rank.footer) for rank in self._steps[step])
 
     def holders(self, key: TraceKey) -> tuple[RankPlace, ...]:
-        """The ranks holding elements of a tensor, by global rank."""
+        """Returns the ranks holding elements of a tensor, by global rank."""
         return tuple(place for place, stored in self._stored(key) if stored.part)
 
     def sketch(self, key: TraceKey, *, may_lack_tokens: bool = False) -> MergedSketch:
-        """The sketch of the whole tensor, and disagreeing replicas.
+        """Returns the sketch of the whole tensor, and disagreeing replicas.
 
         Raises ``TraceError`` where no rank holds the tensor, ranks disagree on its form, or their parts overlap
         without being the same; and where all ranks of the run wrote, also where elements are held by none. Of a token
@@ -147,7 +147,7 @@ class SketchReader:
         return found
 
     def _dense_shape(self, key: TraceKey, stored: StoredSketch) -> tuple[int, ...]:
-        """The shape of the whole tensor without places between rows by content."""
+        """Returns the shape of the whole tensor without places between rows by content."""
         if is_virtual(stored.dims, stored.global_shape):
             return self.footer(key.step).rows.num_tokens, *stored.global_shape[1:]
         return stored.global_shape

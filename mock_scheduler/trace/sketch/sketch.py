@@ -56,7 +56,7 @@ _SMALLEST_NORM = 1e-150
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sketch:
-    """The summary kept of a tensor, or of a part of one.
+    """Holds the summary kept of a tensor, or of a part of one.
 
     sums: float64 ``[B]`` on the CPU. sum_of_squares: of all finite elements, exact to rounding; inf where it overflows.
     fingerprint: 0 to 2^64 - 1.
@@ -71,12 +71,12 @@ class Sketch:
 
     @property
     def norm(self) -> float:
-        """The Frobenius norm of the finite elements."""
+        """Returns the Frobenius norm of the finite elements."""
         return sqrt(self.sum_of_squares)
 
     @property
     def num_buckets(self) -> int:
-        """B."""
+        """Returns B."""
         return len(self.sums)
 
     def is_identical(self, other: Sketch) -> bool:

@@ -178,7 +178,7 @@ class _Run:
 
     @property
     def end(self) -> int:
-        """After the last element."""
+        """Returns the index after the last element."""
         return self.start + (len(self.values) - 1) * self.stride + self.values.shape[1]
 
     def rows(self, first: int, last: int, columns: slice) -> _Run:
@@ -215,7 +215,7 @@ class _Run:
 
 
 def _runs(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[_Run]:
-    """The rectangle as runs of equal distance: trailing whole dimensions lie in one row."""
+    """Yields the rectangle as runs of equal distance: trailing whole dimensions lie in one row."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -238,7 +238,7 @@ def _first_of_whole(sizes: tuple[int, ...], shape: tuple[int, ...], end: int) ->
 
 
 def _windows(runs: list[_Run], dtype: torch.dtype, *, num_blocks: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Windows holding all runs, each with its first row and its elements, in canonical order.
+    """Yields windows holding all runs, each with its first row and its elements, in canonical order.
 
     A window lies in ``num_blocks`` blocks; it is rows of one of them, or whole ones.
     """

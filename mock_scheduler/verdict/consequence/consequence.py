@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from mock_scheduler.comparison.pairing.pairs import TracePair
-from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.pairing.sources import StepSource
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment, align_tokens
 from mock_scheduler.comparison.walk.traces import open_sources, trace_level
@@ -80,26 +79,24 @@ def find_consequence(
     candidate_dir: Path,
     *,
     load_clip_rule: Callable[[Path], ClipRule],
-    selection: Selection = EVERYTHING,
 ) -> Consequence:
     """What the difference between two finished runs does to the training, over the steps that both traced.
 
-    ``load_clip_rule``: reads out of a run's ``config.yaml`` how its loss clips, as the program has it. Of ``selection``
-    only the steps count. Raises ``AlignmentError`` where a configuration cannot be read, and
-    ``TraceError`` where a trace is missing or damaged.
+    ``load_clip_rule``: reads out of a run's ``config.yaml`` how its loss clips, as the program has it. Raises
+    ``AlignmentError`` where a configuration cannot be read, and ``TraceError`` where a trace is missing or damaged.
     """
     rules = load_clip_rule(baseline_dir / CONFIG_FILE), load_clip_rule(candidate_dir / CONFIG_FILE)
     folders = baseline_dir / TRACE_FOLDER, candidate_dir / TRACE_FOLDER
     if "sketch" in [trace_level(folder) for folder in folders]:
         with open_sources(*folders) as sources:
-            return _Collected(rules=rules, has_policy=_has_policy(sources, selection)).result()
+            return _Collected(rules=rules, has_policy=_has_policy(sources)).result()
     with (
         open_trace(folders[0]) as ours,
         open_trace(folders[1]) as theirs,
         TracePair(ours, theirs) as traces,
     ):
-        collected = _Collected(rules=rules, has_policy=_has_policy((ours, theirs), selection))
-        shared = [step for step in ours.steps if step in theirs.steps and selection.has_step(step)]
+        collected = _Collected(rules=rules, has_policy=_has_policy((ours, theirs)))
+        shared = [step for step in ours.steps if step in theirs.steps]
         if not shared:
             raise TraceError(
                 f"{folders[0]} and {folders[1]} have no step in common: nothing says what a difference does"
@@ -109,9 +106,9 @@ def find_consequence(
     return collected.result()
 
 
-def _has_policy(sources: tuple[StepSource, StepSource], selection: Selection) -> bool:
+def _has_policy(sources: tuple[StepSource, StepSource]) -> bool:
     """Whether a policy is trained: a program with data of its own that shows no value of one has no policy."""
-    steps = [(source, step) for source in sources for step in source.steps if selection.has_step(step)]
+    steps = [(source, step) for source in sources for step in source.steps]
     return not all(source.is_by_content(step) for source, step in steps) or any(
         key.kind in _POLICY_KINDS for source, step in steps for key in source.keys(step)
     )
@@ -127,7 +124,7 @@ class _Tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Step:
-    """The tensors of one step, by token."""
+    """Holds the tensors of one step, by token."""
 
     traces: TracePair
     step: int
@@ -139,7 +136,7 @@ class _Step:
         return sorted(key.update for key in shared if (key.kind, key.name) == ("output", "logprobs"))
 
     def read(self, kind: TraceKind, name: str, *, update: int = 0) -> _Tokens | None:
-        """Of both runs; ``None`` where either lacks it, or has it of another number of tokens."""
+        """Reads both runs; ``None`` where either lacks it, or has it of another number of tokens."""
         key = TraceKey(step=self.step, update=update, kind=kind, name=name)
         if not all(reader.has(key) for reader in self.traces.readers):
             return None
@@ -175,7 +172,7 @@ class _Collected:
     directions: UpdateDirections = field(default_factory=UpdateDirections)
 
     def add_step(self, traces: TracePair, step: int) -> None:
-        """Everything of one step that both runs traced."""
+        """Adds everything of one step that both runs traced."""
         ours, theirs = (reader.footer(step).rows for reader in traces.readers)
         own = _Step(traces=traces, step=step, tokens=align_tokens(ours, theirs))
         advantages, old = own.read("advantage", "advantages"), own.read("score", "old_logprobs")
@@ -253,7 +250,7 @@ class _Collected:
         self.flips.update({divmod(pair, len(CLIP_STATES)): count for pair, count in enumerate(counts) if count})
 
     def result(self) -> Consequence:
-        """All figures."""
+        """Returns all figures."""
         has_clip = any(rule.has_clip for rule in self.rules)
         flips = self.flips if has_clip else None
         changed = [] if flips is None else [(pair, count) for pair, count in flips.most_common() if pair[0] != pair[1]]

@@ -46,7 +46,7 @@ class RolloutGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipFlip:
-    """Response tokens in one clip state in the baseline and in another in the candidate."""
+    """Holds response tokens in one clip state in the baseline and in another in the candidate."""
 
     baseline: ClipState
     candidate: ClipState
@@ -55,7 +55,7 @@ class ClipFlip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Consequence:
-    """The effect of a candidate's difference on the training itself, over all compared steps.
+    """Holds the effect of a candidate's difference on the training itself, over all compared steps.
 
     A figure is ``None`` (``update_cosine``: empty) where the traces lack its tensors.
 

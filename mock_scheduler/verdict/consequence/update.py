@@ -1,4 +1,4 @@
-"""The direction of whole parameter updates in two runs: cosine and ratio of lengths, for each update of a step.
+"""Computes the direction of whole parameter updates in two runs: cosine and ratio of lengths, for each update.
 
 Parameters without gradient move by rules of their own (``expert_bias``) and have no say: their steps do not follow from
 the loss, and are often larger than all others together.
@@ -24,7 +24,7 @@ _CRITIC = "critic."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateDirection:
-    """One update of the policy in both runs.
+    """Holds one update of the policy in both runs.
 
     cosine: of the two changes of all parameters that have gradients, nan where either is 0. ratio: ‖candidate's‖ /
     ‖baseline's‖.

@@ -1,4 +1,4 @@
-"""A consequence in words: a few sentences for a trainer, and rows of its figures."""
+"""Puts a consequence into words: a few sentences for a trainer, and rows of its figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIDES = ("baseline:", "candidate:")
 
 
 def describe_consequence(found: Consequence) -> str:
-    """The consequence in a few sentences, with the trace to take for missing figures."""
+    """Returns the consequence in a few sentences, with the trace to take for missing figures."""
     policy = [_describe_clip(found), _describe_kl(found), _describe_advantages(found)]
     rest = [_describe_update(found), _describe_gaps(found)]
     sentences = [_sentence(policy), _sentence(rest)]
@@ -149,7 +149,7 @@ def _describe_length(ratio: float, *, digits: int = 4) -> str:
 
 
 def _cosine(value: float) -> str:
-    """With as many digits as tell it from 1."""
+    """Writes it with as many digits as tell it from 1."""
     if value == 1.0:
         return "1"
     digits = max(4, 1 - math.floor(math.log10(1.0 - value)))

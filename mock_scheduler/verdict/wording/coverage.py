@@ -51,7 +51,7 @@ def describe_nearest(tensors: TensorComparison | None) -> str:
 
 
 def describe_smallest(metrics: MetricComparison | None, tensors: TensorComparison | None) -> str:
-    """The smallest detectable error of each compared kind."""
+    """Returns the smallest detectable error of each compared kind."""
     found = find_smallest_error(metrics, tensors)
     parts = []
     if found.bounds:
@@ -99,7 +99,7 @@ def describe_unseen(unseen: Unseen | None) -> str:
 
 
 def describe_begin(unseen: Unseen | None) -> str:
-    """``from step 2 on, where the candidate begins``; empty where both runs begin together."""
+    """Returns ``from step 2 on, where the candidate begins``; empty where both runs begin together."""
     if unseen is None or unseen.begins is None:
         return ""
     last = unseen.begins.steps.ranges[-1][1] or 0
@@ -123,11 +123,11 @@ def _percent(share: float) -> str:
     """``12.3 %``; what is there is never 0 %, and what is missing never 100 %."""
     if 0.0 < share < 0.0005:
         return "less than 0.1 %"
-    return "more than 99.9 %" if 0.9995 <= share < 1.0 else f"{share:.1%}".replace("%", " %")
+    return "more than 99.9 %" if 0.9995 <= share < 1.0 else f"{100 * share:.1f} %"
 
 
 def describe_limits(tensors: TensorComparison | None) -> list[str]:
-    """The limits of a verdict, a clause for each."""
+    """Returns the limits of a verdict, a clause for each."""
     if tensors is None:
         return ["metrics alone do not prove that gradients are equal"]
     limits = find_limits(tensors)
@@ -165,13 +165,13 @@ def describe_unexercised(metrics: MetricComparison | None) -> list[str]:
 
 
 def describe_turned(turned: TurnedDecisions) -> str:
-    """``rounding turned 1 of 4 decisions, first in parameter of … at step 0, update 0``."""
+    """Returns ``rounding turned 1 of 4 decisions, first in parameter of … at step 0, update 0``."""
     decisions = count_of(turned.num_decisions, "decision")
     return f"rounding turned {turned.num_turned} of {decisions}, first in {turned.first.key.describe()}"
 
 
 def _group_by_bound(texts: dict[TraceKind, str]) -> str:
-    """``1e-4 of gradients and activations; 5e-3 of parameters``."""
+    """Returns ``1e-4 of gradients and activations; 5e-3 of parameters``."""
     kinds: dict[str, list[str]] = {}
     for kind, text in texts.items():
         kinds.setdefault(text, []).append(name_kinds(kind))

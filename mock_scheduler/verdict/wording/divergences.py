@@ -1,4 +1,4 @@
-"""A divergence in words: the place, the tensor, the size, place and look of its difference, and the tensors before."""
+"""Puts a divergence into words: place and tensor, its difference's size, place and look, and the tensors before."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def describe_divergence(divergence: Divergence) -> str:
 
 
 def describe_evidence(divergence: Divergence) -> str:
-    """The difference and its size, without the place in the step."""
+    """Returns the difference and its size, without the place in the step."""
     evidence = divergence.evidence
     match evidence:
         case TensorDifference():
@@ -69,7 +69,7 @@ def describe_evidence(divergence: Divergence) -> str:
 
 
 def name_place(step: int, update: int | None, kind: TraceKind) -> str:
-    """``step 3, update 0, backward``."""
+    """Returns ``step 3, update 0, backward``."""
     parts = [f"step {step}", *([] if update is None else [f"update {update}"]), _PHASE_NAMES[PHASES[kind]]]
     return ", ".join(dict.fromkeys(parts))
 

@@ -51,7 +51,7 @@ from mock_scheduler.comparison.findings import (
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.comparison.tensors import LedgerComparison, LedgerDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.support.text import count_of, in_words, list_some
 from mock_scheduler.trace.entries import LedgerCall, TraceKey
 from mock_scheduler.trace.names import CLIP
 from mock_scheduler.verdict.wording.residuals import describe_narrowing, describe_residual
@@ -107,7 +107,7 @@ def describe_note(note: Note) -> str:
         case KindNotCompared(kind=kind, names=names):
             verb = "is" if len(names) == 1 else "are"
             listed = list_some(names, _NUM_NAMED, ", ")
-            return f"no {kind.replace('_', ' ')} was compared at all: {listed} {verb} not shown by both runs"
+            return f"no {in_words(kind)} was compared at all: {listed} {verb} not shown by both runs"
 
 
 def describe_reasons(item: NotCompared) -> str:
@@ -139,7 +139,7 @@ def describe_selection(selection: Selection) -> str:
 
 
 def describe_unmatched(unmatched: Sequence[Unmatched]) -> str:
-    """``nothing of both sides is chosen by pattern 'decoder.layer.*'; the nearest are decoder.layers.0.…``."""
+    """Returns ``nothing of both sides is chosen by pattern 'decoder.layer.*'; the nearest are decoder.layers.0.…``."""
     texts = []
     for item in unmatched:
         have = "the nearest are" if item.what == "pattern" else "they have"

@@ -1,4 +1,4 @@
-"""A localisation in words: the one sentence, the finding of each graft, and the command to open the traces."""
+"""Puts a localisation into words: the one sentence, each graft's finding, and the command to open the traces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import ENOUGH, PARALLEL
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.support.text import count_of, in_words, list_some
 from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.verdict.localisation import (
     DifferingTensor,
@@ -93,12 +93,12 @@ def describe_module(module: GraftedModule, found: Localisation, *, is_first: boo
 
 
 def compare_command(found: Localisation) -> str:
-    """The command to open the two traces."""
+    """Returns the command to open the two traces."""
     return shlex.join(["mock-scheduler", "compare", *map(str, found.trace_dirs), "--steps", str(found.step)])
 
 
 def describe_look(item: DifferingTensor) -> str:
-    """The look and place of a difference, or at least its size."""
+    """Returns the look and place of a difference, or at least its size."""
     difference = item.difference
     if difference is None or item.finding is not None:
         return _describe_problem(item)
@@ -125,7 +125,7 @@ def _describe_size(difference: TensorDifference) -> str:
 
 
 def _describe_subject(key: TraceKey) -> str:
-    """``decoder.layers.1.input_layernorm.weight gradient``."""
+    """Returns ``decoder.layers.1.input_layernorm.weight gradient``."""
     return " ".join(filter(None, (key.name, _NOUNS.get(key.kind, key.kind))))
 
 
@@ -214,7 +214,7 @@ def describe_end(end: GraftEnd) -> str:
                 "put; the cause lies in which rows the ranks were given, not in a module"
             )
         case GraftEndCause.NO_GRAFT:
-            return f"{name} ({end.key.kind.replace('_', ' ')}) is nothing that can be put in"
+            return f"{name} ({in_words(end.key.kind)}) is nothing that can be put in"
         case GraftEndCause.NOT_TRACED:
             return f"{name} is not in the reference's trace, which has the first that differ alone"
         case GraftEndCause.RUNS_SPENT:

@@ -1,4 +1,4 @@
-"""A user's own code and options in words: whether they acted, and whether anything came of it."""
+"""Puts a user's own code and options into words: whether they acted, and whether anything came of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_own_code(candidate: CandidateResult) -> str:
 
 
 def describe_baseline_code(result: AlignmentResult) -> str:
-    """The same of the baseline's module, which runs candidates without another too; empty without one."""
+    """Returns the same of the baseline's module, which runs candidates without another too; empty without one."""
     return "" if not result.module else f"{result.module}: {_describe_calls('it', result.baseline.own_calls)}"
 
 

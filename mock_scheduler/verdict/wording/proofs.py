@@ -1,4 +1,4 @@
-"""The finding of each proof, in words."""
+"""Puts the finding of each proof into words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NOT_TRIED: Mapping[NotTriedCause, str] = {
 
 
 def describe_proof(proof: Proof, *, said: Divergence | None = None) -> str:
-    """The finding of a proof; ``said``: a divergence above it, to point to."""
+    """Returns the finding of a proof; ``said``: a divergence above it, to point to."""
     match proof.facts:
         case NotTried():
             return _describe_not_tried(proof, proof.facts)
@@ -76,7 +76,7 @@ def describe_order(layout: str, *, has_own_precision: bool = False) -> str:
 
 
 def describe_changes(changes: OwnChanges) -> str:
-    """All changes with a chance to move a bit, in one phrase."""
+    """Returns all changes with a chance to move a bit, in one phrase."""
     code = (f"its module {changes.entry}",) if changes.entry else ()
     return ", ".join((*changes.keys, *code, *changes.versions)) or "nothing"
 

@@ -1,4 +1,4 @@
-"""The reason of one comparison in words, whole or beside its first divergence."""
+"""Puts the reason of one comparison into words, whole or beside its first divergence."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def _describe_no_bound(verdict: Verdict, why: NothingJudged) -> str:
 def _list_within(
     verdict: Verdict, why: BitEqual | WithinBounds | Uncalibrated | NotExplainedByNoise | Undecided
 ) -> list[str]:
-    """The clauses of a verdict with nothing beyond its bound."""
+    """Returns the clauses of a verdict with nothing beyond its bound."""
     tensors = verdict.tensors
     coverage = describe_coverage(verdict.metrics, tensors)
     if isinstance(why, Undecided):
@@ -335,7 +335,7 @@ def _list_beyond(verdict: Verdict, why: BeyondBounds, first: str) -> list[str]:
 
 
 def _list_causes(verdict: Verdict, first: Divergence) -> list[str]:
-    """Possible causes of the first divergence, and reasons to think less of it."""
+    """Returns possible causes of the first divergence, and reasons to think less of it."""
     assert verdict.tensors is not None
     causes = find_causes(first, verdict.tensors)
     parts = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from mock_scheduler.comparison.findings import NotCompared
 from mock_scheduler.comparison.tensors import (
     ExpertFlips,
@@ -18,7 +20,7 @@ from mock_scheduler.comparison.tensors import (
 )
 from mock_scheduler.comparison.walk.metrics import MetricDifference
 from mock_scheduler.config.instruments import LEDGER_KINDS, TraceKind
-from mock_scheduler.support.text import count_of, list_some
+from mock_scheduler.support.text import count_of, in_words, list_some
 from mock_scheduler.trace.entries import RankPlace
 from mock_scheduler.verdict.wording.findings import describe_finding, describe_ledger, describe_note, describe_reasons
 from mock_scheduler.verdict.wording.residuals import describe_locality, describe_residual
@@ -41,7 +43,7 @@ _COUNTED: dict[TraceKind, str] = {
 
 
 def describe_tensor(difference: TensorDifference) -> str:
-    """Size, look and place of a difference: ``gradient of w differs by 0.57 (bound 0.0001): …``."""
+    """Returns size, look and place of a difference: ``gradient of w differs by 0.57 (bound 0.0001): …``."""
     key = difference.key
     amount = f"differs by {difference.relative:.3g} (bound {difference.tolerance:.2g})"
     if difference.low is not None and difference.high is not None:
@@ -124,7 +126,7 @@ def describe_details(difference: TensorDifference) -> list[tuple[str, str]]:
 
 
 def describe_margin(difference: TensorDifference) -> str:
-    """``1,300 times below its bound of 1.0e-04``; ``31 times its bound …`` beyond it."""
+    """Returns ``1,300 times below its bound of 1.0e-04``; ``31 times its bound …`` beyond it."""
     bound = f"its bound of {difference.tolerance:.1e}"
     if not difference.exceeds:
         return f"{format_times(difference.margin)} times below {bound}"
@@ -133,7 +135,7 @@ def describe_margin(difference: TensorDifference) -> str:
 
 
 def describe_flips(flips: ExpertFlips) -> str:
-    """``router of decoder.layers.0.mlp.router at step 0, update 0: 2 of 64 tokens; …``."""
+    """Returns ``router of decoder.layers.0.mlp.router at step 0, update 0: 2 of 64 tokens; …``."""
     return (
         f"{flips.key.describe()}: rounding chose other experts for {flips.num_flipped:,} of "
         f"{count_of(flips.num_tokens, 'token')}, between logits that are at most {flips.largest_gap:.1e} apart"
@@ -146,7 +148,7 @@ def describe_not_compared(tensors: TensorComparison) -> list[str]:
     for item in tensors.not_compared:
         groups.setdefault((describe_reasons(item), item.kind, item.sides), []).append(item)
     lines = [
-        f"{kind.replace('_', ' ')} of {list_some([item.name for item in items], _NUM_NAMES, ', ')}, not in the "
+        f"{in_words(kind)} of {list_some([item.name for item in items], _NUM_NAMES, ', ')}, not in the "
         f"{' and the '.join(sides)}: {reason}"
         for (reason, kind, sides), items in groups.items()
     ]
@@ -172,24 +174,24 @@ def describe_ledgers(ledgers: Sequence[LedgerComparison]) -> list[str]:
 
 
 def name_kind(kind: TraceKind) -> str:
-    """``activation gradient``."""
-    return _COUNTED.get(kind, kind.replace("_", " "))
+    """Returns ``activation gradient``."""
+    return _COUNTED.get(kind, in_words(kind))
 
 
 def name_kinds(kind: TraceKind) -> str:
-    """``activation gradients``, ``logits``, ``loss tensors``."""
+    """Returns ``activation gradients``, ``logits``, ``loss tensors``."""
     if kind == "logits":
         return kind
     return f"{_COUNTED[kind]}s" if kind in _COUNTED else f"{name_kind(kind)} tensors"
 
 
 def count_kind(count: int, kind: TraceKind) -> str:
-    """``1 gradient``, ``12 activations``, ``3 logits tensors``."""
+    """Returns ``1 gradient``, ``12 activations``, ``3 logits tensors``."""
     return count_of(count, _COUNTED.get(kind, f"{name_kind(kind)} tensor"))
 
 
 def join_and(names: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Returns ``a, b and c``."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -202,8 +204,15 @@ def format_relative(difference: TensorDifference) -> str:
 
 
 def format_size(value: float) -> str:
-    """``3.1e-03``, ``0``, ``inf``."""
+    """Returns ``3.1e-03``, ``0``, ``inf``."""
     return "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else str(value)
+
+
+def format_short_size(value: float) -> str:
+    """Returns ``3.1e-3``: as ``format_size``, in the fewest characters."""
+    if value == 0 or not math.isfinite(value):
+        return format_size(value)
+    return np.format_float_scientific(value, precision=1, unique=False, exp_digits=1)
 
 
 def format_slope(slope: float) -> str:
@@ -233,12 +242,12 @@ def bound_ratio(difference: TensorDifference | None) -> float:
 
 
 def format_times(times: float) -> str:
-    """``3.1``, ``1,300``, ``2.4e+09``."""
+    """Returns ``3.1``, ``1,300``, ``2.4e+09``."""
     return f"{times:.1f}" if times < 10 else f"{times:,.0f}" if times < _MANY else f"{times:.1e}"
 
 
 def format_share(ratio: float) -> str:
-    """A difference in shares of its bound, in few characters: ``=``, ``<1%``, ``12%``, ``31×``, ``∞``."""
+    """Returns a difference in shares of its bound, in few characters: ``=``, ``<1%``, ``12%``, ``31×``, ``∞``."""
     if ratio == 0:
         return "="
     if not math.isfinite(ratio):
@@ -249,7 +258,7 @@ def format_share(ratio: float) -> str:
 
 
 def describe_times(ratio: float) -> str:
-    """A difference in shares of its bound: ``12% of its bound``, ``31 times its bound``."""
+    """Returns a difference in shares of its bound: ``12% of its bound``, ``31 times its bound``."""
     if ratio > 1:
         return f"{format_times(ratio) if math.isfinite(ratio) else INFINITE} times its bound"
     return f"{format_share(ratio)} of its bound" if ratio else "equal"

@@ -1,4 +1,4 @@
-"""A verdict in words: its one line, its reason with all proofs, the deciding proofs, the smallest detectable error.
+"""Puts a verdict into words: its one line, its reason with all proofs, the deciding ones, the smallest found error.
 
 The legend says how to read each kind of verdict, proof and exit code.
 """
@@ -108,7 +108,7 @@ def describe_sentence(verdict: Verdict) -> str:
 
 
 def describe_reason(verdict: Verdict) -> str:
-    """The whole reason, the deciding proof first."""
+    """Returns the whole reason, the deciding proof first."""
     why = verdict.why
     match why:
         case RefutedBy():
@@ -137,7 +137,7 @@ def describe_reason(verdict: Verdict) -> str:
 
 
 def describe_beside_proofs(verdict: Verdict) -> str:
-    """The rest of a reason beside its first divergence and its proofs."""
+    """Returns the rest of a reason beside its first divergence and its proofs."""
     why = verdict.why
     if not verdict.proofs:
         return describe_rest(verdict)
@@ -151,7 +151,7 @@ def describe_beside_proofs(verdict: Verdict) -> str:
 
 
 def describe_proved_by(verdict: Verdict) -> str:
-    """The deciding proofs: ``emulation``; ``noise, referee``; of a divergence ``refuted by noise``."""
+    """Returns the deciding proofs: ``emulation``; ``noise, referee``; of a divergence ``refuted by noise``."""
     if verdict.kind is VerdictKind.IDENTICAL:
         return "bit-equality"
     if verdict.kind is VerdictKind.EMULATED:
@@ -201,7 +201,7 @@ def _write_finding(verdict: Verdict, emulated: Verdict | None, localisation: Loc
 
 
 def describe_smallest_error(verdict: Verdict) -> str:
-    """The smallest detectable error, where the verdict passes; empty else."""
+    """Returns the smallest detectable error, where the verdict passes; empty else."""
     if verdict.kind in (VerdictKind.IDENTICAL, VerdictKind.EMULATED):
         is_recorded = isinstance(verdict.why, BitEqual) and verdict.why.by_fingerprints
         return "one changed bit, by the fingerprints as recorded" if is_recorded else "one changed bit"

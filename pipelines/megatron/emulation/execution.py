@@ -139,7 +139,7 @@ class Emulation(Execution):
     def finalize(
         self, chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **unused: object
     ) -> None:
-        """In the place of ``finalize_model_grads``: after the last replica, sum and divide."""
+        """Stands in for ``finalize_model_grads``: after the last replica, sum and divide."""
         if num_tokens is not None:
             self._num_tokens.append(num_tokens)
         # Megatron calls this at the end of every round; the sums of replicas wait for the last.

@@ -47,7 +47,7 @@ def parts_of(own: OwnBatch) -> tuple[OwnBatch, ...]:
 
 
 def cut_lanes(own: OwnBatch, values: torch.Tensor) -> list[tuple[OwnBatch, torch.Tensor]]:
-    """Each micro-batch with its columns of ``[b, s, ...]``, without graph and in memory of their own."""
+    """Returns each micro-batch with its columns of ``[b, s, ...]``, without graph and in memory of their own."""
     parts = parts_of(own)
     return list(zip(parts, cut(values, 1, len(parts)), strict=True))
 
@@ -108,7 +108,7 @@ ShareSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def gathered_shares(own: OwnBatch, num_shares: int) -> OwnBatch:
-    """A whole line's tokens in the order of the emulated cp ranks, with the mask that attention needs."""
+    """Returns a whole line's tokens in the order of the emulated cp ranks, with the mask that attention needs."""
     if num_shares == 1:
         return own
     length = own.batch.tokens.shape[1]
@@ -132,7 +132,7 @@ def cut_values(values: Mapping[str, torch.Tensor], num_shares: int) -> list[dict
 
 
 def joined_terms(terms: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The shares' ``[b, s]`` tensors by name, side by side."""
+    """Returns the shares' ``[b, s]`` tensors by name, side by side."""
     return {name: torch.cat([of_share[name] for of_share in terms], dim=1) for name in terms[0]}
 
 

@@ -86,7 +86,7 @@ def emulate_row_router(router: LayoutInvariantRouter, modules: EmulatedModules) 
 def _counts_of_replicas(
     router: LayoutInvariantRouter, logits: Sequence[torch.Tensor], row_ids: Sequence[torch.Tensor], of_replica: int
 ) -> list[torch.Tensor]:
-    """For each rank, ``count_by_row`` added over all of its replica; whole numbers, so that the order is none."""
+    """Adds ``count_by_row`` over each rank's whole replica; whole numbers, so that the order is none."""
     scores = [unbiased_scores(one, score_function=router.score_function) for one in logits]
     own = [router.count_by_row(*two) for two in zip(scores, row_ids, strict=True)]
     sums = [ordered_sum(own[start : start + of_replica]) for start in range(0, len(own), of_replica)]

@@ -1,4 +1,4 @@
-"""Attention of Megatron's local layers over rows whose tokens lie anywhere: packed, split over cp, or cached.
+"""Computes Megatron's local attention over rows whose tokens lie anywhere: packed, split over cp, or cached.
 
 The caller's mask says which tokens see each other (``megatron/places``), and the rotary embedding gets each token's
 place in its row. So packing, context parallelism and generation need no attention of their own: Megatron's
@@ -133,7 +133,7 @@ class RowRotaryEmbedding(torch.nn.Module):
         self.positions: torch.Tensor | None = None
 
     def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
-        """Megatron's own."""
+        """Returns Megatron's own."""
         return int(self.inner.get_rotary_seq_len(*args, **kwargs))
 
     def forward(self, max_seq_len: int, *args: object, **kwargs: object) -> torch.Tensor:

@@ -32,7 +32,7 @@ from pipelines.megatron.layers.routing import choose_highest, rows_of
 
 
 def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
-    """One ledger for all layout-invariant routers of these model chunks."""
+    """Returns one ledger for all layout-invariant routers of these model chunks."""
     ledger = RouterLedger()
     for chunk in chunks:
         for module in chunk.modules():
@@ -42,7 +42,7 @@ def attach_router_ledger(chunks: Iterable[torch.nn.Module]) -> RouterLedger:
 
 
 class LayoutInvariantRouter(TopKRouter):
-    """Megatron's top-k router with the losses and counters of the module's docstring, and without narrowing.
+    """Routes top-k as Megatron's router, with the losses and counters of the module's docstring, and without narrowing.
 
     Scores are computed in float32 or, where the logits are wider, as wide as these. Losses, ledger and the counter of
     the expert bias change in training passes with a gradient alone, so that recomputation does not count twice.
@@ -152,7 +152,7 @@ class LayoutInvariantRouter(TopKRouter):
         return is_present / is_present.sum().clamp(min=1.0)
 
     def count_by_row(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """float64 ``[num_rows, E]``: this rank's tokens of each row whose highest scores include an expert.
+        """Returns float64 ``[num_rows, E]``: this rank's tokens of each row whose highest scores include an expert.
 
         scores: ``[n, E]``, as ``unbiased_scores`` gives. places: int64 ``[n]``.
         """
@@ -171,7 +171,7 @@ class LayoutInvariantRouter(TopKRouter):
         return torch.where(row_ids < 0, len(self.ledger.row_weights), row_ids)
 
     def _counts_of_ranks(self, counts: torch.Tensor) -> torch.Tensor:
-        """The counts over tp × cp."""
+        """Returns the counts over tp × cp."""
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         return counts

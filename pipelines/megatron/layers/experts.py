@@ -118,7 +118,7 @@ class RowMoELayer(MoELayer):
         padding_mask: torch.Tensor | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
-        """The experts' output for ``[s, b, h]``, and no bias; stages as in ``MoELayer.forward`` (0.16.1).
+        """Returns the experts' output for ``[s, b, h]``, and no bias; stages as in ``MoELayer.forward`` (0.16.1).
 
         padding_mask: int64 places ``[b, s]``, -1 for padding; ``None``: every token is real and of row 0.
         """

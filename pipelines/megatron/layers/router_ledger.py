@@ -59,7 +59,7 @@ class RouterLedger:
 
     @property
     def row_weights(self) -> torch.Tensor:
-        """float64 ``[rows]``.
+        """Returns float64 ``[rows]``.
 
         Raises:
             RuntimeError: no step was begun.

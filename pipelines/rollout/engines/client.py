@@ -52,7 +52,7 @@ class EngineAddress:
 
     @property
     def name(self) -> str:
-        """The address for messages."""
+        """Returns the address for messages."""
         return self.url if self.socket is None else f"unix:{self.socket}"
 
 
@@ -69,7 +69,7 @@ class TurnOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnAnswer:
-    """A server's answer: the sampled tokens, each with its log-probability, and the end of the turn."""
+    """Holds a server's answer: the sampled tokens, each with its log-probability, and the end of the turn."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -81,7 +81,7 @@ def _nothing_more() -> str:
 
 
 class EngineClient:
-    """The client of one server. ``num_requests``, ``num_retries``: so far.
+    """Asks one server. ``num_requests``, ``num_retries``: so far.
 
     ``explain``: what else is known where the server does not answer, as the end of its log.
     """

@@ -43,7 +43,7 @@ class Vllm:
 
     @property
     def is_for_cpu(self) -> bool:
-        """By its name, or by the version of a build of vLLM's own."""
+        """Returns by its name, or by the version of a build of vLLM's own."""
         return self.package.endswith("-cpu") or self.version.endswith("+cpu")
 
 

@@ -98,7 +98,7 @@ class ServedEngine:
 
     @property
     def logprobs_mode(self) -> Literal["processed", "raw"]:
-        """As configured; every update verifies it."""
+        """Returns the configured mode; every update verifies it."""
         return self._engine.logprobs_mode
 
     @property
@@ -110,7 +110,7 @@ class ServedEngine:
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """The distance of the probed tokens' log-probabilities from training's at the last update."""
+        """Returns the distance of the probed tokens' log-probabilities from training's at the last update."""
         found = self._agreement
         return {} if found is None else {"mismatch/probe_mean": found.mean, "mismatch/probe_max": found.largest}
 

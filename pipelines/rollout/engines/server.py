@@ -50,7 +50,7 @@ _OWN = {
 
 
 class VllmServer:
-    """One server at a time. ``log_file``: of all of them, one after another."""
+    """Runs one server at a time. ``log_file``: of all of them, one after another."""
 
     def __init__(self, engine: ActorInferConfig, *, folder: Path, dtype: str, max_length: int, seed: int) -> None:
         """``folder``: for its log. ``max_length``: tokens of the longest sequence."""

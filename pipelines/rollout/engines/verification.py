@@ -42,7 +42,7 @@ _LENGTHS = (4, 17, 40, 136)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A prompt to sample ``PROBE_TOKENS`` from."""
+    """Holds a prompt to sample ``PROBE_TOKENS`` from."""
 
     prompt: list[int]
     seed: int
@@ -50,7 +50,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeAnswers:
-    """The engine's answers: tokens and log-probabilities of each probe."""
+    """Holds the engine's answers: tokens and log-probabilities of each probe."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -60,7 +60,7 @@ class Scorer(Protocol):
     """Computes training's log-probabilities of answers, on every rank together; they are on the first one."""
 
     def __call__(self, answers: ProbeAnswers, *, temperature: float, head_of: int | None = None) -> TokenScores:
-        """``head_of``: with the output head of an earlier version in the place of its own."""
+        """Returns ``head_of``: with the output head of an earlier version in the place of its own."""
         ...
 
 
@@ -78,7 +78,7 @@ def make_probes(*, seed: int, vocab_size: int, sequence_length: int) -> list[Pro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """The distance of the engine's log-probabilities from training's over the probed tokens."""
+    """Holds the distance of the engine's log-probabilities from training's over the probed tokens."""
 
     num_tokens: int
     mean: float

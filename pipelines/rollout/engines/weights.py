@@ -55,7 +55,7 @@ class EngineWeights:
 
     @property
     def root(self) -> Path:
-        """The folder of all versions."""
+        """Returns the folder of all versions."""
         return self._root
 
     @property
@@ -65,7 +65,7 @@ class EngineWeights:
 
     @property
     def newest(self) -> int:
-        """The version written last."""
+        """Returns the version written last."""
         return self._versions[-1]
 
     @property

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from mock_scheduler import read_recording
+from mock_scheduler.adapters.settings import load_settings
 from mock_scheduler.adapters.slime import rollouts, trace
 from mock_scheduler.adapters.slime.rollouts import RolloutFunction, generate_rollout
-from mock_scheduler.adapters.slime.settings import SlimeSettings, load_settings
+from mock_scheduler.adapters.slime.settings import SlimeSettings
 from mock_scheduler.errors import ConfigError, ContractError, RecordingError, SchedulerError, StepNotFoundError
 from tests.adapters.slime.family import playing
 from tests.adapters.slime.family.playing import DataSource
@@ -183,10 +184,10 @@ def test_the_settings_are_read_from_the_named_file(tmp_path: Path, monkeypatch: 
     assert read_recording(tmp_path / "dump").steps == {"train": [0]}
     path.write_text("rollout_mock: {}\nreal: x.y\nreel: 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="reel"):
-        load_settings()
+        load_settings(SlimeSettings)
     monkeypatch.delenv("MOCK_SCHEDULER_SLIME")
     with pytest.raises(ConfigError, match="MOCK_SCHEDULER_SLIME is not set: name a YAML file"):
-        load_settings()
+        load_settings(SlimeSettings)
 
 
 def test_a_function_of_no_framework_names_its_package() -> None:

@@ -201,16 +201,16 @@ def test_other_prompts_are_named() -> None:
         return CODEC.prompt_problems(of, RolloutRequest(global_step=1, batch_size=2, prompts=prompts))
 
     assert problems(drawn) == problems(None) == []
-    assert problems(drawn[:1]) == ["the trainer drew 1 prompts for the batch; 2 in the recording"]
+    assert problems(drawn[:1]) == ["the batch has 2 prompts; the trainer drew 1 prompts"]
     assert problems([drawn[1], drawn[1]]) == [
-        "1 of 2 prompts are not those of the batch; the trainer drew [{'role': 'user', 'content': 'two'}]. Use the "
-        "data set, seed and order of the recording, or record again"
+        "1 of 2 prompts are not those of the batch: prompt 0 is now [{'role': 'user', 'content': 'two'}]. Use the data "
+        "set, seed and order of the recording, or record again"
     ]
     # Where the trainer's prompts were not known, the rows' own must be among those drawn.
     untold = check(queue_rows({"u_0_0": field([1], [2]), "w_0_0": field([3], [4])}))
     own = [[{"role": "user", "content": text}] for text in ("[3]", "[1]", "other")]
     assert problems(own, untold) == []
-    assert problems(own[1:], untold)[0].startswith("1 of 2 prompts are not those of the batch")
+    assert problems(own[1:], untold)[0].startswith("1 of 2 prompts of the batch are none of the 2 that")
 
 
 def test_a_part_of_a_batch_is_decoded() -> None:

@@ -17,7 +17,7 @@ from mock_scheduler.verdict.results import CandidateResult
 from mock_scheduler.verdict.verdict import VerdictKind
 from mock_scheduler.verdict.wording.verdicts import describe_reason, write_headline
 from tests.faults.fault import Precision
-from tests.faults.judging import describe_place, is_placed
+from tests.faults.matrix.judging import describe_place, is_placed
 from tests.faults.own.catalogue import MODELS, OWN_FAULTS, Model, OwnFault, find_own_fault
 from tests.faults.own.example import FOLDER
 from tests.faults.own.forking import COMMAND, SOCKET_VARIABLE, serving

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.faults import gradients, modules, updating
 from tests.faults.fault import Expected, Injector, Phase
+from tests.faults.injectors import gradients, modules, updating
+from tests.faults.injectors.patching import tp_size
 from tests.faults.own import injectors
-from tests.faults.patching import tp_size
 
 Model = Literal["dense", "tied", "experts", "balanced"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.patching import replaced
+from tests.faults.injectors.patching import replaced
 
 FOLDER = Path(__file__).parents[3] / "docs" / "examples" / "own_megatron"
 

@@ -13,9 +13,9 @@ from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntrop
 
 from tests.faults.counting import Fired
 from tests.faults.fault import Injector
-from tests.faults.modules import turn_too_far
+from tests.faults.injectors.modules import turn_too_far
+from tests.faults.injectors.patching import cp_size, dp_rank, dp_size, on_modules, replacing, tp_rank, tp_size
 from tests.faults.own.example import in_example
-from tests.faults.patching import cp_size, dp_rank, dp_size, on_modules, replacing, tp_rank, tp_size
 
 Batch = dict[str, torch.Tensor]
 

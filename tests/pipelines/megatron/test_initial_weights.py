@@ -58,7 +58,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Shape
     ]
     path = tmp_path_factory.mktemp("models") / "configs.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
-    finished = run_program("tests.pipelines.list_parameters", [str(path)])
+    finished = run_program("tests.pipelines.workers.list_parameters", [str(path)])
     assert finished.returncode == 0, finished.stderr
     listed = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("[[")]
     return {

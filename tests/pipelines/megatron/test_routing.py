@@ -209,7 +209,7 @@ def test_a_configuration_that_cannot_replay_is_refused(overrides: list[str], wor
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the traces of steps that replay rightly and wrongly."""
     folder = tmp_path_factory.mktemp("routing")
-    launch(1, folder, (), module="tests.pipelines.routing_worker")
+    launch(1, folder, (), module="tests.pipelines.workers.routing_worker")
     return folder
 
 

@@ -19,8 +19,8 @@ from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.process_of_rank import Runtime
 from pipelines.rollout.cached_policy import FIRST_WORDS, ForwardPass, place_tokens
 from tests.dist.conftest import launch
-from tests.dist.rollout_worker import MODELS, parse_layout, rollout_config
-from tests.pipelines.engine_worker import ARGS, CASES
+from tests.dist.workers.rollout_worker import MODELS, parse_layout, rollout_config
+from tests.pipelines.workers.engine_worker import ARGS, CASES
 
 ROUNDING = {"": 1e-6, " float64": 1e-12}
 """Logits of a few units, summed in another order."""
@@ -32,7 +32,7 @@ ACTIONS = range(2, 6)
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which the worker has written."""
     folder = tmp_path_factory.mktemp("engine")
-    launch(1, folder, (), module="tests.pipelines.engine_worker")
+    launch(1, folder, (), module="tests.pipelines.workers.engine_worker")
     return folder
 
 

@@ -23,7 +23,7 @@ from pipelines.config.engine import ActorInferConfig, weights_precision_problem
 from pipelines.config.loading import load_config
 from pipelines.rollout.changed_weights import rounded_weights
 from tests.dist.conftest import launch
-from tests.pipelines.rounded_weights_worker import CASES, OPTIMIZERS
+from tests.pipelines.workers.rounded_weights_worker import CASES, OPTIMIZERS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Logits of a few units, summed in another order; recorded ones are float32, whose unit is 4.8e-7 at about -5.
@@ -157,7 +157,7 @@ def test_a_weight_keeps_gradient_and_graph_leaf() -> None:
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which one process has written."""
     folder = tmp_path_factory.mktemp("rounded")
-    launch(1, folder, ("tp1",), module="tests.pipelines.rounded_weights_worker")
+    launch(1, folder, ("tp1",), module="tests.pipelines.workers.rounded_weights_worker")
     return folder
 
 
@@ -217,7 +217,7 @@ def test_two_ranks_play_the_rounded_policy_and_restore_their_shards(
 ) -> None:
     """The model ties its embeddings, of which the last of two stages has a copy."""
     folder = tmp_path_factory.mktemp(layout)
-    launch(2, folder, (layout,), module="tests.pipelines.rounded_weights_worker")
+    launch(2, folder, (layout,), module="tests.pipelines.workers.rounded_weights_worker")
     expected, found = rows(played, "tp1"), rows(folder, layout)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.allclose(found.rollout_logprobs, expected.rollout_logprobs, rtol=0, atol=LOGPROB_BOUND)

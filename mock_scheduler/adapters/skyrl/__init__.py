@@ -1,0 +1,1 @@
+"""SkyRL's trainer with recorded rollouts. ``docs/frameworks/skyrl.md`` has the lines to add."""
