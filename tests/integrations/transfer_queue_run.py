@@ -152,9 +152,11 @@ class Trainer:
         )
 
 
-def set_settings(folder: Path, mode: str, dumps: str, **more: Any) -> None:
+def set_settings(folder: Path, mode: str, dumps: str, *, on_mismatch: str = "error", **more: Any) -> None:
     path = folder / f"{mode}.yaml"
     section = {"enable": True, "mode": mode, "dump_dir": str(folder / dumps)}
+    if on_mismatch != "error":
+        section["on_mismatch"] = on_mismatch
     path.write_text(json.dumps({"rollout_mock": section, **more}), encoding="utf-8")
     os.environ["MOCK_SCHEDULER_VERL"] = str(path)
 
@@ -272,9 +274,9 @@ def main() -> None:
         set_settings(folder, "mock", name, with_engines=True)
         result[name] += [sample_steps(Trainer(), kind, live=False, mode=mode) for _ in range(2)]
     result["skip"] = skip_files(folder)
-    set_settings(folder, "mock", "imported", with_engines=True)
-    with refusal(result["refused"], "imported"):
-        result["imported"] = sample_steps(Trainer(), RecordedReplayBuffer, live=False)
+    # verl's files state no contract.
+    set_settings(folder, "mock", "imported", on_mismatch="warn", with_engines=True)
+    result["imported"] = sample_steps(Trainer(), RecordedReplayBuffer, live=False)
     (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     tq.close()
     ray.shutdown()
