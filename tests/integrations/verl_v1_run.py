@@ -21,7 +21,7 @@ from typing import Any
 from verl_run import PROMPTS, digest_weights, list_keys, write_data  # beside it
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-CPU, OURS = "verl_cpu", "mock_scheduler.adapters.verl.v1"
+CPU, OURS = "verl_v1_cpu", "mock_scheduler.adapters.verl.v1"
 
 
 def keys_of(folder: Path, name: str, mode: str, given: dict[str, str]) -> list[str]:

@@ -42,7 +42,7 @@ VERL_NAMES = FieldNames(
     source="data_source",
     prompt="raw_prompt",
     identities=("uid",),
-    version_tags=("min_global_steps", "global_steps"),
+    version_tag="min_global_steps",
 )
 
 

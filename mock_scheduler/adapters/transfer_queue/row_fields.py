@@ -52,7 +52,7 @@ class FieldNames:
         source: a text, where the prompt is from.
         prompt: the prompt as the trainer drew it.
         identities: fields that say which row it is, and not what is in it.
-        version_tags: tags with the oldest policy that sampled the row; the first that is a number counts.
+        version_tag: the tag with the oldest policy that sampled the row.
     """
 
     tokens: str
@@ -66,13 +66,13 @@ class FieldNames:
     source: str | None = None
     prompt: str | None = None
     identities: tuple[str, ...] = ()
-    version_tags: tuple[str, ...] = ()
+    version_tag: str | None = None
 
 
 def read_version(names: FieldNames, tag: Mapping[str, Any]) -> int | None:
     """Reads the oldest policy that sampled a row; ``None`` where its tags do not say."""
-    stated = (tag.get(name) for name in names.version_tags)
-    return next((version for version in stated if type(version) is int and version >= 0), None)
+    version = tag.get(names.version_tag) if names.version_tag else None
+    return version if type(version) is int and version >= 0 else None
 
 
 def read_row(
