@@ -1,4 +1,4 @@
-"""What trainer V1 needs besides ``verl_cpu``: samples that state the weights that sampled them.
+"""What trainer V1 needs besides ``verl_cpu``: samples that differ, and state the weights that sampled them.
 
 A worker writes the number of the weights that it takes to a file beside ``VERL_COUNTS``; clients in other processes
 read it.
@@ -7,6 +7,7 @@ read it.
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ _update_weights: Any = Worker.update_weights
 
 async def generate(self: Any, request_id: str, **options: Any) -> Any:
     version = int(_version_file().read_text(encoding="utf-8"))
-    output = await _generate(self, request_id, **options)
+    # No two runs, and no two rollouts of a prompt, are alike.
+    output = await _generate(self, request_id, **{**options, "priority": random.SystemRandom().randrange(2**31)})
     output.extra_fields.update(dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), version))
     return output
 

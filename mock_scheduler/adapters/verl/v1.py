@@ -66,9 +66,12 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         # The class of a replica is looked up, and its engine imported, even for none.
         RolloutReplicaRegistry.register(rollout.name, lambda: NoReplica)
+        num_nodes = rollout.nnodes
         with open_dict(self.config):
             rollout.checkpoint_engine.backend = "naive"  # each actor makes one
+            rollout.nnodes = max(1, num_nodes)  # verl 0.9.1 asks for one even where no engine is started
         self._set_up_without_engines()
+        rollout.nnodes = num_nodes
         self.checkpoint_manager = NoWeightUpdates(self.rollouts.ledger)
         self.rollouts.ledger.count("suppressed", "engines")
 
