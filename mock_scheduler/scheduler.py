@@ -58,7 +58,8 @@ class RolloutRequest:
     trajectory (its first row's), or one for each group, whose trajectories then all have it. A batch of other
     prompts, live or recorded, is refused. None: not checked. ``prompts``: the prompts themselves, as the pipeline
     drew them, for the real scheduler: any object, never recorded nor compared. A codec with ``prompt_problems``
-    refuses a batch of other prompts, live or recorded.
+    refuses a batch of other prompts, live or recorded. ``has_open_size``: a batch may be of another number of
+    trajectories, as where failed ones are left out; a codec's ``count_problems`` judges it instead.
 
     Whole numbers of NumPy or torch are held as plain ints. Raises ``SchedulerError`` listing every wrong field.
     """
@@ -72,6 +73,7 @@ class RolloutRequest:
     data_cursor: JSON = None
     prompt_digests: tuple[str, ...] | None = None
     prompts: Any = field(default=None, compare=False, repr=False)
+    has_open_size: bool = False
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -136,7 +138,8 @@ class BatchCodec(Protocol):
     """Between a framework's own batches and ``RolloutBatch``; ``decode(encode(x))`` is ``x`` to the bit.
 
     A codec may also have ``prompt_problems(batch, request)``, which lists the differences between the prompts of a
-    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some.
+    batch, live or recorded, and ``request.prompts``, each as one line; it is asked where the request has some. And it
+    may have ``count_problems(batch, request)``, which lists what is wrong with the size of a batch where that is open.
     """
 
     def encode(self, native: NativeBatch, request: RolloutRequest) -> RolloutBatch:

@@ -92,7 +92,7 @@ def judge_batch(
     of another row, and implausible ones.
     """
     problems = [
-        *_count_problems(batch, request, shard),
+        *_count_problems(batch, request, shard, codec),
         *_scheduler_problems(batch, request),
         *_prompt_problems(batch, request, shard),
         *_codec_problems(batch, request, codec),
@@ -165,7 +165,13 @@ def _judge_duplicates(batch: RolloutBatch, config: RolloutMockConfig, problems: 
         reports.append(text)
 
 
-def _count_problems(batch: RolloutBatch, request: RolloutRequest, shard: RowShard | None) -> list[str]:
+def _count_problems(
+    batch: RolloutBatch, request: RolloutRequest, shard: RowShard | None, codec: BatchCodec | None
+) -> Sequence[str]:
+    if request.has_open_size:
+        find_problems = getattr(codec, "count_problems", None)
+        problems: Sequence[str] = [] if find_problems is None else find_problems(batch, request)
+        return problems
     found, expected = batch.num_trajectories, share_of(request, shard)
     if found == expected:
         return []

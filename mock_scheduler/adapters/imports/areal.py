@@ -6,7 +6,6 @@ Contract: ``step_{N}.pt``, or a file for each data-parallel rank, joined in the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,14 +13,12 @@ from typing import Any
 
 import torch
 
+from mock_scheduler.adapters.areal.codec import join
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions, find_files
 from mock_scheduler.adapters.padded import AREAL, PaddedCodec
 from mock_scheduler.errors import BatchError, ForeignFileError, RecordingError
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.torch_files import read_torch_file
-
-#: Padded rows may be as many times larger than what the files hold; one long row among five hundred short ones fits.
-_MAX_GROWTH = 256
 
 _PATTERN = r"(?:[^/]*/)*step_(\d+)(?:_dp_(\d+))?\.pt"
 
@@ -58,7 +55,7 @@ def _load(path: Path, inside: Path | None) -> list[Mapping[str, torch.Tensor]]:
 def _build_step(
     trajectories: Sequence[Mapping[str, Any]], step: int, options: ImportOptions, where: str
 ) -> ForeignStep:
-    fields = _join(trajectories, where)
+    fields, _ = join(trajectories, where, too_large=ForeignFileError)
     versions = fields.get("versions")
     newest = int(versions.max()) if versions is not None and versions.numel() else -1
     size = options.group_size
@@ -71,42 +68,3 @@ def _build_step(
     absent = [role for role, name in AREAL.optional.items() if name not in fields]
     lacks = (*options.assumed, "terminations", *absent, *(["groups"] if size is None else []))
     return ForeignStep(step=step, batch=batch, policy_version=max(newest, 0), lacks=lacks).noted()
-
-
-def _join(trajectories: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """All rows in one batch, padded on the right with zeros to the longest, as AReaL itself joins them."""
-    if not trajectories:
-        raise BatchError(f"{where} holds no trajectory")
-    names = list(trajectories[0])
-    if any(list(item) != names for item in trajectories):
-        raise BatchError(f"{where}: trajectories have other fields than the first one")
-    if "attention_mask" not in names:
-        raise BatchError(f"{where}: trajectories have no attention_mask; found {', '.join(names)}")
-    widths = [item["attention_mask"].shape[1] for item in trajectories]
-    stored = sum(value.nbytes for item in trajectories for value in item.values())
-    padded = sum(
-        len(value) * max(widths) * math.prod(value.shape[2:]) * value.itemsize
-        for item, width in zip(trajectories, widths, strict=True)
-        for value in item.values()
-        if value.dim() > 1 and value.shape[1] == width
-    )
-    if padded > _MAX_GROWTH * stored:
-        raise ForeignFileError(
-            f"{where}: its rows have {stored} bytes, and {padded} where all are padded to {max(widths)} tokens: more "
-            f"than {_MAX_GROWTH} times"
-        )
-    joined = {}
-    for name in names:
-        parts = []
-        for item, width in zip(trajectories, widths, strict=True):
-            value = item[name]
-            is_wide = value.dim() > 1 and value.shape[1] == width
-            if is_wide and width < max(widths):
-                shape = (value.shape[0], max(widths) - width, *value.shape[2:])
-                value = torch.cat([value, value.new_zeros(shape)], dim=1)
-            parts.append(value)
-        try:
-            joined[name] = torch.cat(parts)
-        except RuntimeError as error:
-            raise BatchError(f"{where}: {name} cannot be joined: {error}") from error
-    return joined

@@ -66,6 +66,12 @@ class V1Codec(QueueCodec):
         is_own = read_notes(batch).get("step", request.global_step) == request.global_step
         return super().prompt_problems(batch, request) if is_own else []
 
+    def count_problems(self, batch: RolloutBatch, request: RolloutRequest) -> list[str]:
+        """List what is wrong with the number of rollouts: less than all may have ended well."""
+        if batch.num_trajectories <= request.batch_size:
+            return []
+        return [f"the batch has {batch.num_trajectories} rollouts; {request.batch_size} were asked for"]
+
 
 class V1Rollouts:
     """The rollouts of one run.
@@ -181,7 +187,8 @@ class V1Rollouts:
             mode=kind,
             # Weights are sent after each step, with its number.
             policy_version=global_steps - 1 if is_training else global_steps,
-            group_size=group_size,
+            # verl trains on what is left where a rollout failed.
+            has_open_size=True,
             prompts=prompts,
         )
 

@@ -199,7 +199,7 @@ def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord
 
 def _check_answer(step: OpenStep, request: RolloutRequest, *, is_stand_in: bool) -> None:
     """Refuse a step of another size, policy version, data cursor or other prompts than the run asks for."""
-    if step.num_trajectories != request.batch_size:
+    if step.num_trajectories != request.batch_size and not request.has_open_size:
         raise RecordingError(
             f"[Rollout Mock] {step.path} holds {step.num_trajectories} trajectories; the run asks for "
             f"{request.batch_size}. Use the batch size of the recording, or record again."

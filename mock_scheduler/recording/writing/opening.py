@@ -80,7 +80,9 @@ def open_recording(
             contract=contract,
             provenance=collect_provenance(provenance),
         )
-    folders = sorted({folder for folder, _ in planned}) or (list(located) if resume else [])
+    # A run id that is given may be that of several writers, of which each has folders of its own: it takes them later.
+    takes_all = resume and (run_id is None or options.shard is not None)
+    folders = sorted({folder for folder, _ in planned}) or (list(located) if takes_all else [])
     locks = FolderLocks(storage, options.shard, run_id=manifest.run_id)
     try:
         for folder in folders:

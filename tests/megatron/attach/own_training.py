@@ -56,6 +56,7 @@ class Case:
     fault: str = ""
     start: str | None = "one"
     num_steps: int = NUM_STEPS
+    worker: str = ""
     run: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,6 +102,10 @@ CASES = {
     "later-again": Case(start="later", run={"first_step": 1}),
     # Begins at step 1 with fresh weights, in place of a checkpoint's: the start of "later" is set.
     "resumed": Case(start="later", resumed=True, run={"begins_at": 1, "first_step": 1}),
+    # The line is an adapter's, around a framework's worker.
+    **{name: Case(worker=name) for name in ("skyrl", "areal", "roll")},
+    "skyrl-dp2": Case(worker="skyrl", start="dp2"),
+    "unreduced-dp2": Case(worker="skyrl", start="dp2", fault="unreduced"),
     "ended-early": Case(run={"last_step": 7}),
 }
 
@@ -287,6 +292,9 @@ def train(case: Case, run_file: AttachedRun) -> None:
         chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
+    if case.worker:
+        train_in_worker(case, run_file, chunks, optimizer)
+        return
     run = megatron.attach(chunks, optimizer, vocab_size=VOCAB, run=run_file)
     for step in range(int(case.resumed), case.num_steps):
         batches = micro_batches(case, step)
@@ -305,6 +313,27 @@ def train(case: Case, run_file: AttachedRun) -> None:
                 if case.fault == "step":
                     optimizer.step()
         run.log({"reward": float(step)})
+
+
+def train_in_worker(case: Case, run_file: AttachedRun, chunks: list[Any], optimizer: Any) -> None:
+    """The same training by the calls of a framework, whose worker was made by its adapter."""
+    from tests.adapters.workers import traced_worker
+
+    path = Path(f"{run_file.output_dir}.run.json")
+    if dist.get_rank() == 0:
+        path.write_text(run_file.model_dump_json(), encoding="utf-8")
+    dist.barrier()
+    os.environ["MOCK_SCHEDULER_RUN"] = str(path)
+    try:
+        worker = traced_worker(case.worker)(chunks, optimizer, partial(run_passes, case))
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        if case.fault == "unreduced":
+            worker.forgets = True
+        for step in range(case.num_steps):
+            worker.train(micro_batches(case, step))
+    finally:
+        del os.environ["MOCK_SCHEDULER_RUN"]
 
 
 def main(folder: Path, names: list[str]) -> None:

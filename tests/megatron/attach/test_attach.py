@@ -24,10 +24,22 @@ from tests.sharing import make_once
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 ALONE = ("one", "again", "packed", "evaluated", "recomputed", "grouped", "sparse", "equal-rows")
+WORKERS = ("skyrl", "areal", "roll")
 LATER = ("later", "later-again", "resumed")
 ASKED = ("partial", "sketched", "recorded", "scaled", "grafted", "grafted-packed", "perturbed", "named")
 FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early", "too-few-ids", "too-many-ids")
-PAIRS = ("pp2", "pp2-vpp2", "tp2", "dp2", "dp2-do", "other-row", "equal-rows-dp2", "extra-pass")
+PAIRS = (
+    "pp2",
+    "pp2-vpp2",
+    "tp2",
+    "dp2",
+    "dp2-do",
+    "other-row",
+    "equal-rows-dp2",
+    "extra-pass",
+    "skyrl-dp2",
+    "unreduced-dp2",
+)
 ASKED_PAIRS = ("sketched-tp2", "grafted-pp2", "perturbed-tp2", "named-dp2")
 # Megatron adds the squares of a norm stage by stage; what was clipped by it differs by that rounding.
 BEHIND_THE_NORM = ("gradient_norm", "optimizer", "parameter")
@@ -38,7 +50,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases."""
 
     def run(folder: Path) -> dict[str, object]:
-        launch(1, folder, (*ALONE, *LATER, *ASKED, *FAULTS_ALONE), module="tests.megatron.attach.own_training")
+        launch(
+            1, folder, (*ALONE, *WORKERS, *LATER, *ASKED, *FAULTS_ALONE), module="tests.megatron.attach.own_training"
+        )
         launch(2, folder, (*PAIRS, *ASKED_PAIRS), module="tests.megatron.attach.own_training")
         return {}
 
@@ -81,6 +95,20 @@ def test_a_run_ends_itself_on_all_ranks_with_its_files(runs: Path, name: str) ->
 @pytest.mark.parametrize("name", ["again", "evaluated", "recomputed"])
 def test_the_same_layout_has_equal_bits_whatever_runs_in_between(runs: Path, name: str) -> None:
     assert different(runs, name) == []
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_an_adapter_attaches_to_a_worker_as_a_line_does_to_a_loop(runs: Path, name: str) -> None:
+    assert exit_codes(runs, name) == {"0"}
+    assert different(runs, name) == []
+
+
+def test_gradients_that_are_reduced_behind_several_schedules_are_traced_when_they_are(runs: Path) -> None:
+    """SkyRL's trap: what a hook on the schedule's own reduction would show is not reduced."""
+    assert different(runs, "skyrl-dp2", other="dp2") == []
+    found, expected = merge(runs / "unreduced-dp2", steps=(0,)), merge(runs / "dp2", steps=(0,))
+    gradients = [key for key in expected if key.kind == "gradient"]
+    assert [key for key in gradients if not found[key].conflicts] == []  # replicas have their own
 
 
 @pytest.mark.parametrize("name", ["pp2", "pp2-vpp2"])
