@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # The tests with programs that others wrote (tests/integrations), in .venv-integrations: Python 3.12, since the wheel of
 # megatron-core that holds megatron.training has no build for an older one. A CUDA build of torch takes 5 GB there,
-# and TransformerEngine's and Megatron-Bridge's Python 0.2 GB, SkyRL's and AReaL's with what they import 0.9 GB. vLLM and TRL have .venv-engines, of Python 3.11: 3.4 GB
+# TransformerEngine's and Megatron-Bridge's Python 0.2 GB, SkyRL's and AReaL's with what they import 0.9 GB, ms-swift's
+# 0.4 GB. megatron/rl is in no wheel: its test runs where $MEGATRON_LM names Megatron-LM's sources. vLLM and TRL have
+# .venv-engines, of Python 3.11: 3.4 GB
 # (vLLM alone took 5 minutes).
 #   launch/test.sh --integrations            all of them
 #   launch/test.sh --integrations ARGS...    arguments go to pytest
@@ -30,7 +32,7 @@ VENV=.venv-integrations PYTHON="$python" bash launch/setup_venv.sh
 
 # Apart, since Megatron-core takes a TransformerEngine that it finds for one that has its kernels; without what these
 # packages ask for and nothing here imports.
-for kind in built rl; do
+for kind in built rl swift; do
     packages=".venv-integrations/$kind"
     wanted="$(sha256sum "tests/integrations/${kind}_requirements.txt")"
     if [[ ! -f "$packages/.requirements.sha256" || "$(<"$packages/.requirements.sha256")" != "$wanted" ]]; then

@@ -93,6 +93,13 @@ FORMATS = (
         reader=f"{_IMPORTS}.prime_rl:read_rollouts",
     ),
     ForeignFormat(
+        name="megatron-rl",
+        framework="Megatron-LM: megatron/rl with LANGRL_LOG_DIR",
+        source="rollouts_rank{rank}_iteration{iteration}_{environments}.json: a file, or their folder",
+        lacks=f"{_SAMPLING}, policy versions where rollouts state none",
+        reader=f"{_IMPORTS}.megatron_rl:read_rollouts",
+    ),
+    ForeignFormat(
         name="rollout-bank",
         framework="Megatron-LM: --rl-durable-rollout-bank",
         source="the folder with MANIFEST.json",

@@ -15,8 +15,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,7 @@ from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, LayoutE
 from mock_scheduler.run_folder.finished_run import RunSummary, load_failure, load_summary
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.local_key import mark_own
-from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, write_signal_error
+from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, handling_signals, write_signal_error
 from mock_scheduler.support.run_files import COMMAND_FILE, ERROR_FILE, RUN_FILE
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 
@@ -83,21 +83,14 @@ class _Running:
     process: subprocess.Popen[bytes]
     was_asked_to_end: bool = False
 
-    @contextmanager
-    def passing_signals_on(self) -> Iterator[None]:
+    def passing_signals_on(self) -> AbstractContextManager[None]:
         """Passes signals to this process on to the command's group; an ignored signal stays ignored."""
 
         def pass_on(number: int, _frame: FrameType | None) -> None:
             self.was_asked_to_end = True
             self._send(signal.Signals(number))
 
-        handled = [which for which in _SIGNALS if signal.getsignal(which) != signal.SIG_IGN]
-        previous = {which: signal.signal(which, pass_on) for which in handled}
-        try:
-            yield
-        finally:
-            for which, handler in previous.items():
-                signal.signal(which, handler)
+        return handling_signals(_SIGNALS, pass_on)
 
     def wait(self, timeout_s: float | None) -> int:
         """Waits for the end, for so many seconds at most."""

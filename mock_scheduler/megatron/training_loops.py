@@ -11,7 +11,9 @@ megatron-core 0.19.2; it can go when every supported release has callbacks.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.rules.known_wrong import installed_megatron
+from mock_scheduler.megatron.attached import NOT_ATTACHED, TrainingHandle
 from mock_scheduler.megatron.attached.attach import attach
 
 
@@ -30,10 +33,10 @@ class TrainingContext(Protocol):
 
 
 class AttachCallback:
-    """Attaches at the beginning of the training: ``pretrain(..., callbacks=[AttachCallback()])``.
+    """Attaches at the beginning of the training, and ends with it: ``pretrain(..., callbacks=[AttachCallback()])``.
 
-    The weights of a checkpoint are loaded by then. Everything else is as with ``megatron.attach``, whose arguments
-    these are.
+    The weights of a checkpoint are loaded by then. Each step of the loop is a step of the run. Everything else is as
+    with ``megatron.attach``, whose arguments these are; ``vocab_size`` ``None``: what the loop says of it.
     """
 
     def __init__(
@@ -42,10 +45,45 @@ class AttachCallback:
         self._vocab_size = vocab_size
         self._prefix = prefix
         self._run = run
+        self._handle: TrainingHandle = NOT_ATTACHED
+        self._step: AbstractContextManager[None] = nullcontext()
 
     def on_train_start(self, context: TrainingContext) -> None:
         """Attaches; the loop has set its chunks to training and begins its first step next."""
-        attach(context.model, context.optimizer, vocab_size=self._vocab_size, prefix=self._prefix, run=self._run)
+        vocab_size = _read_vocab_size(context) if self._vocab_size is None else self._vocab_size
+        self._handle = attach(
+            context.model, context.optimizer, vocab_size=vocab_size, prefix=self._prefix, run=self._run
+        )
+
+    def on_train_step_start(self, context: TrainingContext) -> None:
+        """Begins a step: all that the loop computes until the end of it belongs to it."""
+        self._step = self._handle.step()
+        self._step.__enter__()
+
+    def on_train_step_end(self, context: TrainingContext) -> None:
+        """Ends it; behind the last one that the run file asks for, the process ends."""
+        step, self._step = self._step, nullcontext()
+        step.__exit__(None, None, None)
+
+    def on_train_end(self, context: TrainingContext) -> None:
+        """Leaves the run's files: a loop may exit without Python's own end."""
+        self._handle.end()
+
+
+def _read_vocab_size(context: TrainingContext) -> int | None:
+    """Reads the size of the vocabulary without padding; ``None`` where no loop says it."""
+    if hasattr(context, "state"):  # Megatron-Bridge's, which has its whole configuration there
+        return _whole(context.state.cfg.model.vocab_size)
+    # Megatron-LM's loop has its tokenizer there, and its context has nothing of it.
+    loop = sys.modules.get("megatron.training.global_vars")
+    try:
+        return None if loop is None else _whole(loop.get_tokenizer().vocab_size)
+    except AssertionError:  # a loop of somebody's own: Megatron's is not initialized
+        return None
+
+
+def _whole(value: Any) -> int | None:  # noqa: ANN401 - the loop's
+    return None if value is None else int(value)
 
 
 def attach_to_pretrain(*, prefix: str = "", run: AttachedRun | Path | str | None = None) -> None:

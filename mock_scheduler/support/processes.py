@@ -9,8 +9,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -74,23 +74,30 @@ def is_alive(process_id: int) -> bool:
     return True
 
 
-@contextmanager
-def ending_signals_as_interrupt() -> Iterator[None]:
-    """SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does.
-
-    An ignored signal stays so: ``nohup`` asks for that. In the main thread only.
-    """
+def ending_signals_as_interrupt() -> AbstractContextManager[None]:
+    """Have SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    handled = [which for which in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(which) != signal.SIG_IGN]
-    previous = {which: signal.signal(which, interrupt) for which in handled}
+    return handling_signals((signal.SIGTERM, signal.SIGHUP), interrupt)
+
+
+@contextmanager
+def handling_signals(
+    signals: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Have a handler get these signals in the block. In the main thread only.
+
+    An ignored signal stays so: ``nohup`` asks for that.
+    """
+    handled = [which for which in signals if signal.getsignal(which) != signal.SIG_IGN]
+    previous = {which: signal.signal(which, handler) for which in handled}
     try:
         yield
     finally:
-        for which, handler in previous.items():
-            signal.signal(which, handler)
+        for which, before in previous.items():
+            signal.signal(which, before)
 
 
 def meant_exit_code(code: int) -> int:

@@ -5,55 +5,22 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mock_scheduler.config.instruments import RUN_FILE_VARIABLE
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron import training_loops
+from mock_scheduler.megatron.attached import NOT_ATTACHED
 from mock_scheduler.megatron.training_loops import AttachCallback, attach_to_pretrain
-
-MEGATRON_LM = (
-    *("on_setup_start", "on_data_init_start", "on_train_start", "on_train_step_start", "on_train_step_end", "on_log"),
-    *("on_train_end", "on_eval_start", "on_eval_step_start", "on_eval_step_end", "on_eval_end"),
-    *("on_test_start", "on_test_step_start", "on_test_step_end", "on_test_end"),
-)
-MEGATRON_BRIDGE = (
-    *(event for event in MEGATRON_LM if event not in ("on_setup_start", "on_log")),
-    *("on_checkpoint_save", "on_checkpoint_load"),
-)
-
-
-@dataclass(kw_only=True)
-class Context:
-    """As the loops give it: no model before the setup."""
-
-    model: list[str] | None = None
-    optimizer: str | None = None
-    scheduler: str | None = None
-    user_state: dict[str, Any] = field(default_factory=dict)
-
-
-class StandInManager:
-    """Registers the bound methods of an object that are named after events, as both managers do."""
-
-    def __init__(self, events: tuple[str, ...], callbacks: list[object]) -> None:
-        named = {event: [getattr(item, event, None) for item in callbacks] for event in events}
-        self._methods = {event: [item for item in found if item is not None] for event, found in named.items()}
-        assert all(method.__func__ is not None for methods in self._methods.values() for method in methods)
-
-    def fire(self, event: str, context: Context) -> None:
-        for method in self._methods[event]:
-            method(context)
+from tests.megatron.callback_loops import MEGATRON_BRIDGE, MEGATRON_LM, BridgeContext, Context, StandInManager
 
 
 @pytest.mark.parametrize("events", [MEGATRON_LM, MEGATRON_BRIDGE], ids=["Megatron-LM", "Megatron-Bridge"])
-def test_it_attaches_once_when_the_training_starts(events: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    attached: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(training_loops, "attach", lambda *args, **keywords: attached.append((*args, keywords)))
+def test_it_attaches_once_when_the_training_starts(events: tuple[str, ...], attached: list[tuple[Any, ...]]) -> None:
     manager = StandInManager(events, [AttachCallback(vocab_size=127, run="run.json")])
     context = Context()
     before = [event for event in ("on_setup_start", "on_data_init_start") if event in events]
@@ -65,6 +32,32 @@ def test_it_attaches_once_when_the_training_starts(events: tuple[str, ...], monk
         manager.fire(event, context)
     keywords = {"vocab_size": 127, "prefix": "", "run": "run.json"}
     assert attached == [(["first chunk", "second chunk"], "optimizer", keywords)]
+
+
+def test_without_a_run_file_no_event_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RUN_FILE_VARIABLE, raising=False)
+    manager, context = StandInManager(MEGATRON_LM, [AttachCallback()]), Context(model=["chunk"], optimizer="optimizer")
+    for event in MEGATRON_LM:
+        manager.fire(event, context)
+    assert vars(context) == vars(Context(model=["chunk"], optimizer="optimizer"))
+
+
+def test_the_vocabulary_is_what_the_loop_says(attached: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(vocab_size=1000)
+    AttachCallback().on_train_start(BridgeContext(state=SimpleNamespace(cfg=SimpleNamespace(model=model))))
+    loop = ModuleType("megatron.training.global_vars")
+    vars(loop)["get_tokenizer"] = lambda: SimpleNamespace(vocab_size=127)
+    monkeypatch.setitem(sys.modules, loop.__name__, loop)
+    AttachCallback().on_train_start(Context())
+
+    def refuse() -> None:
+        raise AssertionError("tokenizer is not initialized.")
+
+    vars(loop)["get_tokenizer"] = refuse
+    AttachCallback().on_train_start(Context())
+    monkeypatch.delitem(sys.modules, loop.__name__)
+    AttachCallback().on_train_start(Context())
+    assert [call[-1]["vocab_size"] for call in attached] == [1000, 127, None, None]
 
 
 def build_model_and_optimizer(optimizer: str | None = "optimizer", **unused: object) -> tuple[Any, ...]:
@@ -86,7 +79,12 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def attached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(training_loops, "attach", lambda *args, **keywords: calls.append((*args, keywords)))
+
+    def attach(*args: Any, **keywords: Any) -> Any:
+        calls.append((*args, keywords))
+        return NOT_ATTACHED
+
+    monkeypatch.setattr(training_loops, "attach", attach)
     return calls
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
+from mock_scheduler.adapters.megatron_rl.turns import read_reward, read_termination, read_turn
 from mock_scheduler.adapters.rows import ForeignRow, build_batch
-from mock_scheduler.batch import Termination
 from mock_scheduler.errors import BatchError, ForeignFileError, MockSchedulerError, RecordingError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.foreign_files import load_json, open_foreign, read_lines
@@ -158,28 +158,23 @@ def _read_group(record: Mapping[str, Any], turns: _Turns, group: int, where: str
     if len(members) != len(turns.tokens) or turns.masks is None or turns.logprobs is None:
         raise BatchError(f"{where} has no generation_mask or log-probabilities for each of its rollouts")
     for member, fields in enumerate(members):
-        rewards = fields.get("reward")
-        for turn, tokens in enumerate(turns.tokens[member]):
-            mask, stated = turns.masks[member][turn].astype(np.bool_), turns.logprobs[member][turn]
-            is_last = turn + 1 == len(turns.tokens[member])
-            # Of a last turn the end token may be masked without a log-probability.
-            short = int(mask.sum()) - len(stated)
-            if len(mask) != len(tokens) or short not in ((0, 1) if is_last else (0,)):
-                raise BatchError(
-                    f"{where}, rollout {member}, turn {turn}: {len(mask)} of {len(tokens)} tokens are "
-                    f"masked or not, {int(mask.sum())} are, and {len(stated)} have a log-probability"
-                )
+        num_turns = len(turns.tokens[member])
+        for number in range(num_turns):
+            try:
+                turn = read_turn(*(part[member][number] for part in (turns.tokens, turns.masks, turns.logprobs)))
+            except BatchError as error:
+                raise BatchError(f"{where}, rollout {member}, turn {number}: {error}") from error
             rows.append(
                 ForeignRow(
-                    tokens=tokens,
-                    response_mask=mask,
-                    rollout_logprobs=np.concatenate([stated.astype(np.float32), np.zeros(short, dtype=np.float32)]),
+                    tokens=turn.tokens,
+                    response_mask=turn.mask,
+                    rollout_logprobs=turn.logprobs,
                     group=group,
                     member=member,
-                    turn=turn,
-                    reward=_reward_of(rewards, turn, is_last),
-                    termination=Termination.TERMINATED if fields.get("rollout_status") == "ok" else Termination.ABORTED,
-                    prompt_length=int(mask.argmax()) if mask.any() else len(mask),
+                    turn=number,
+                    reward=read_reward(fields.get("reward"), number, num_turns),
+                    termination=read_termination(fields.get("rollout_status")),
+                    prompt_length=turn.prompt_length,
                     tag=str(fields.get("env_id", "")),
                     native={
                         **fields,
@@ -190,10 +185,3 @@ def _read_group(record: Mapping[str, Any], turns: _Turns, group: int, where: str
                 )
             )
     return rows
-
-
-def _reward_of(rewards: object, turn: int, is_last: bool) -> float:
-    """A reward for each turn, or one that belongs to the last."""
-    if isinstance(rewards, list):
-        return float(rewards[turn]) if turn < len(rewards) else 0.0
-    return float(rewards) if isinstance(rewards, int | float) and is_last else 0.0

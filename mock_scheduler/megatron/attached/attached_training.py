@@ -74,6 +74,7 @@ class AttachedTraining(TrainingHandle):
         self._batches: dict[str, str] = {}
         self._num_repeated = 0
         self._num_steps = 0
+        self._is_over = False
         gpts = list(self._model.gpts())
         self._embeds = [bool(gpt.pre_process) for gpt in gpts]
         self._has_loss = [bool(gpt.post_process) for gpt in gpts]
@@ -88,8 +89,12 @@ class AttachedTraining(TrainingHandle):
     # --- What the training may say ----------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, number: int, rows: Sequence[str | int] | None = None) -> Iterator[None]:
+    def step(self, number: int | None = None, rows: Sequence[str | int] | None = None) -> Iterator[None]:
         """Works as ``TrainingHandle.step``."""
+        number = self._next_step if number is None else number
+        if self._is_over:
+            yield
+            return
         with self._edge():
             if self._notes is not None:
                 raise SchedulerError(f"run.step({number}) begins while step {self._notes.number} is not ended")
@@ -113,10 +118,21 @@ class AttachedTraining(TrainingHandle):
         if notes is not None:
             notes.logged.update({name: float(value) for name, value in metrics.items()})
 
+    def end(self) -> None:
+        """Works as ``TrainingHandle.end``."""
+        if not self._is_over:
+            self._is_over = True
+            atexit.unregister(self._at_exit)
+            self._operations.abandon()
+            with self._edge():
+                self._leave()
+
     # --- Forward passes ---------------------------------------------------------------------------------------------
 
     def pass_begins(self, chunk: int, number: int, call: CallInputs) -> None:
         """Works as ``PassListener`` says."""
+        if self._is_over:
+            return
         self._tell_pass(chunk, number, call)
         self._operations.begin(self._next_step if self._notes is None else self._notes.number)
 
@@ -132,6 +148,8 @@ class AttachedTraining(TrainingHandle):
 
     def pass_ends(self, chunk: int, output: object) -> None:
         """Works as ``PassListener`` says."""
+        if self._is_over:
+            return
         with self._edge():
             loss = token_loss(output) if self._has_loss[chunk] else None
             if loss is not None and self._notes is not None and self._run.observes(self._notes.number):
@@ -155,6 +173,8 @@ class AttachedTraining(TrainingHandle):
     def _update_begins(self) -> None:
         with self._edge():
             self._attachment.order.before_step()
+            if self._is_over:
+                return
             notes = self._notes or self._begin_step(StepNotes(number=self._next_step))
             if not self._is_instrumented(notes.number):
                 return
@@ -169,6 +189,8 @@ class AttachedTraining(TrainingHandle):
             check_counts(share(self._ranks, own, error), notes.number)
 
     def _update_ends(self, result: UpdateResult) -> None:
+        if self._is_over:
+            return
         if self._notes is not None and not self._notes.is_grouped:
             self._operations.end()
         with self._edge():
@@ -265,6 +287,7 @@ class AttachedTraining(TrainingHandle):
 
         # No rank ends before all files are there.
         do_together(self._ranks, write)
+        self._is_over = True
         # Threads of a living group end the process by SIGABRT; a training may still destroy it on its way out.
         atexit.register(_leave_group)
         raise SystemExit(0)
@@ -275,7 +298,11 @@ class AttachedTraining(TrainingHandle):
         check_took_effect(settings, deterministic=is_deterministic_mode(self._run.system_envs))
 
     def _at_exit(self) -> None:
-        """The training ended by itself: says so. Other ranks may be gone, so that nothing communicates."""
+        """The process exits; other ranks may be gone, so that nothing communicates."""
+        self._leave()
+
+    def _leave(self) -> None:
+        """The training ended by itself: says so."""
         if self._instruments is not None:
             self._instruments.abandon()
         self._write_metrics()

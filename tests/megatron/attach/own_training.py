@@ -34,6 +34,7 @@ from mock_scheduler import megatron
 from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.launch.process_group import join_process_group
 from mock_scheduler.megatron.host_device import use_host_device
+from tests.megatron.callback_loops import FILE_VARIABLE, start_loop
 
 VOCAB, WIDTH, NUM_ROWS, NUM_STEPS = 64, 32, 4, 2
 LENGTHS = (16, 8, 12, 16)
@@ -41,7 +42,7 @@ LENGTHS = (16, 8, 12, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. ``run``: keys of its run file, beside those of all."""
+    """One run. ``run``: keys of its run file, beside those of all. ``loop``: whose callbacks attach; none: a line."""
 
     tp: int = 1
     pp: int = 1
@@ -54,6 +55,7 @@ class Case:
     distributed_optimizer: bool = False
     resumed: bool = False
     fault: str = ""
+    loop: str = ""
     start: str | None = "one"
     num_steps: int = NUM_STEPS
     worker: str = ""
@@ -107,6 +109,13 @@ CASES = {
     "skyrl-dp2": Case(worker="skyrl", start="dp2"),
     "unreduced-dp2": Case(worker="skyrl", start="dp2", fault="unreduced"),
     "ended-early": Case(run={"last_step": 7}),
+    "called-lm": Case(loop="Megatron-LM"),
+    "called-bridge": Case(loop="Megatron-Bridge"),
+    "called-lm-pp2": Case(loop="Megatron-LM", pp=2),
+    "called-early": Case(loop="Megatron-LM", run={"last_step": 7}),
+    # Megatron-Bridge's own callbacks, where its file is.
+    "called-real": Case(loop=os.environ.get(FILE_VARIABLE, "")),
+    "called-real-pp2": Case(loop=os.environ.get(FILE_VARIABLE, ""), pp=2),
 }
 
 
@@ -292,6 +301,9 @@ def train(case: Case, run_file: AttachedRun) -> None:
         chunks,
     )
     config.grad_scale_func = optimizer.scale_loss
+    if case.loop:
+        train_with_callbacks(case, run_file, chunks, optimizer)
+        return
     if case.worker:
         train_in_worker(case, run_file, chunks, optimizer)
         return
@@ -313,6 +325,33 @@ def train(case: Case, run_file: AttachedRun) -> None:
                 if case.fault == "step":
                     optimizer.step()
         run.log({"reward": float(step)})
+
+
+def train_with_callbacks(case: Case, run_file: AttachedRun, chunks: list[Any], optimizer: Any) -> None:
+    """Trains as the loops with callbacks do, and notes which files are there when their training ends."""
+    # Megatron-LM's tokenizer says the vocabulary, which is not there; Megatron-Bridge's state does.
+    vocab_size = VOCAB if case.loop == "Megatron-LM" else None
+    callback = megatron.AttachCallback(vocab_size=vocab_size, run=run_file)
+    fire = start_loop(case.loop, callback, chunks, optimizer, VOCAB)
+    for event in ("on_data_init_start", "on_train_start"):
+        fire(event)
+    for step in range(case.num_steps):
+        batches = micro_batches(case, step)
+        fire("on_train_step_start")
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run_passes(case, chunks, batches)
+        optimizer.step()
+        fire("on_train_step_end")
+        fire("on_eval_start")
+        evaluate(case, chunks, batches) if case.pp == 1 else None
+        fire("on_eval_end")
+    fire("on_train_end")
+    folder = Path(run_file.output_dir)
+    left = sorted(path.name for path in folder.iterdir())
+    folder.with_name(f"{folder.name}.left.{dist.get_rank()}").write_text("\n".join(left), encoding="utf-8")
+    run_passes(case, chunks, batches)  # a loop may go on, unobserved
 
 
 def train_in_worker(case: Case, run_file: AttachedRun, chunks: list[Any], optimizer: Any) -> None:

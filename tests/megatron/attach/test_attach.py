@@ -28,6 +28,7 @@ WORKERS = ("skyrl", "areal", "roll")
 LATER = ("later", "later-again", "resumed")
 ASKED = ("partial", "sketched", "recorded", "scaled", "grafted", "grafted-packed", "perturbed", "named")
 FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early", "too-few-ids", "too-many-ids")
+CALLED = ("called-lm", "called-bridge", "called-early")
 PAIRS = (
     "pp2",
     "pp2-vpp2",
@@ -39,6 +40,7 @@ PAIRS = (
     "extra-pass",
     "skyrl-dp2",
     "unreduced-dp2",
+    "called-lm-pp2",
 )
 ASKED_PAIRS = ("sketched-tp2", "grafted-pp2", "perturbed-tp2", "named-dp2")
 # Megatron adds the squares of a norm stage by stage; what was clipped by it differs by that rounding.
@@ -50,9 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all cases."""
 
     def run(folder: Path) -> dict[str, object]:
-        launch(
-            1, folder, (*ALONE, *WORKERS, *LATER, *ASKED, *FAULTS_ALONE), module="tests.megatron.attach.own_training"
-        )
+        alone = (*ALONE, *WORKERS, *LATER, *ASKED, *CALLED, *FAULTS_ALONE)
+        launch(1, folder, alone, module="tests.megatron.attach.own_training")
         launch(2, folder, (*PAIRS, *ASKED_PAIRS), module="tests.megatron.attach.own_training")
         return {}
 
@@ -304,6 +305,35 @@ def test_a_fault_ends_all_ranks_with_its_message(runs: Path, name: str, text: st
 def test_a_training_that_ends_early_says_so(runs: Path) -> None:
     assert exit_codes(runs, "ended-early") == {"none"}
     assert load(runs / "ended-early" / "run.json")["status"] == ("ended by itself after step 1, before its last step 7")
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"), [("called-lm", "one"), ("called-bridge", "one"), ("called-lm-pp2", "pp2")]
+)
+def test_callbacks_of_a_loop_trace_what_a_line_by_hand_does(runs: Path, name: str, by_hand: str) -> None:
+    assert exit_codes(runs, name) == {"0"}
+    assert different(runs, name, other=by_hand) == []
+    stated, expected = load(runs / name / "run.json"), load(runs / by_hand / "run.json")
+    for key in ("status", "num_steps", "batches", "steps"):
+        assert stated[key] == expected[key], key
+    metrics = [
+        [
+            json.loads(line)["metrics"]
+            for line in (runs / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+        for run in (name, by_hand)
+    ]
+    assert metrics[0] == [{key: value for key, value in line.items() if key != "reward"} for line in metrics[1]]
+
+
+def test_callbacks_leave_all_files_when_the_training_ends_and_observe_nothing_behind_it(runs: Path) -> None:
+    assert exit_codes(runs, "called-early") == {"none"}
+    left = (runs / "called-early.left.0").read_text(encoding="utf-8").splitlines()
+    assert {"run.json", "metrics.jsonl", "trace"} <= {*left}
+    stated = load(runs / "called-early" / "run.json")
+    assert stated["status"] == "ended by itself after step 1, before its last step 7"
+    assert stated["forward_passes"]["trained"] == 4
+    assert different(runs, "called-early") == []
 
 
 def test_importing_the_room_imports_neither_torch_nor_megatron() -> None:
