@@ -1,8 +1,8 @@
 """Rows of a framework, one by one, as a rollout batch and back: the part that codecs and importers share.
 
-Contract: a row's core fields are read from what the framework says; all its own fields lie beside them (``trees``), so
-that it comes back bit for bit. A field of ``native`` that is ``FROM_CORE`` is not kept: its codec makes it again out of
-the core fields.
+Contract: a row's core fields are read from what the framework says; all its own fields lie beside them
+(``plain_values``), so that it comes back bit for bit. A field of ``native`` that is ``FROM_CORE`` is not kept: its
+codec makes it again out of the core fields.
 
 - ``native/{field}``: JSON per row;  ``native.bytes``: uint8, the bytes of the row's fields;
 - ``identity/row``: the row's number among the rows given; ``identity/native/{field}``: fields that say which row it is.
