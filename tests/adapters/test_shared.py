@@ -45,7 +45,7 @@ def test_a_value_comes_back_with_its_type(value: object) -> None:
 
 @pytest.mark.parametrize("value", [np.ma.array([1, 2], mask=[0, 1]), np.rec.array([1, 2])], ids=["masked", "rec"])
 def test_an_array_that_is_more_than_its_numbers_is_refused(value: object) -> None:
-    with pytest.raises(BatchError, match=r"^it is a numpy\.\w+\.\w+, which a recording cannot keep"):
+    with pytest.raises(BatchError, match=r"^it holds a value of type numpy\.\w+\.\w+, which cannot be recorded"):
         pack(value, "it")
 
 

@@ -29,9 +29,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from mock_scheduler.adapters.imports.steps import ImportOptions
 from mock_scheduler.adapters.imports.verl_v1 import VERL_NAMES
+from mock_scheduler.adapters.plain_values import pack
 from mock_scheduler.adapters.transfer_queue import queue
 from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows
-from mock_scheduler.adapters.plain_values import pack
 from mock_scheduler.batch import SamplingParams
 from mock_scheduler.commands.foreign import ImportCommand, run_import
 from mock_scheduler.errors import MockSchedulerError

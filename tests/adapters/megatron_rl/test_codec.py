@@ -180,7 +180,10 @@ def test_an_episode_that_failed_has_a_placeholder() -> None:
         ([[token_rollout(logprobs=[[]])]], "2 tokens were sampled, and 0 have a log-probability"),
         ([[token_rollout(trajectory=[[1, -2, 3, 4]])]], "token ids lie from -2 to 4"),
         ([[token_rollout(trajectory=[[1.5, 2.0, 3.0, 4.0]])]], "trajectory of a turn is of float64"),
-        ([[token_rollout(image=object())]], "row 0: image is a builtins.object, which a recording cannot keep"),
+        (
+            [[token_rollout(image=object())]],
+            "row 0: image holds a value of type builtins.object, which cannot be recorded",
+        ),
     ],
 )
 def test_what_cannot_be_recorded_is_named(native: Any, problem: str) -> None:

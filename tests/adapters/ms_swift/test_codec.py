@@ -167,7 +167,10 @@ def test_other_prompts_are_named() -> None:
         ([sample(response_token_ids=[[1.5]])], "response_token_ids holds \\['float'\\]; expected lists of ints"),
         ([sample(response_token_ids=[[-1]])], "token ids lie from -1 to -1"),
         ([sample(response_loss_mask=[[1]])], r"response_loss_mask is of another form .* turns of \[3\] tokens"),
-        ([sample(images=[Path("x")])], r"row 0: images\[0\] is a pathlib\.PosixPath, which a recording cannot keep"),
+        (
+            [sample(images=[Path("x")])],
+            r"row 0: images\[0\] holds a value of type pathlib\.PosixPath, which cannot be recorded",
+        ),
         ([Path("x")], "it is a pathlib.PosixPath, which a replay could not make"),
     ],
 )

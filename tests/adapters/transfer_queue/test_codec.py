@@ -173,7 +173,7 @@ def test_what_core_fields_say_is_kept_once() -> None:
         ({"response_mask": torch.tensor([1])}, "has 3 tokens, 2 of the response, and a mask of 1"),
         ({"responses": None}, "responses is NoneType; expected token ids"),
         ({"rollout_log_probs": torch.rand(1)}, r"rollout_log_probs is \[1\]; expected a number for each of 2"),
-        ({"image": object()}, "row 0: image is a builtins.object, which a recording cannot keep"),
+        ({"image": object()}, "row 0: image holds a value of type builtins.object, which cannot be recorded"),
         ({":key": 1}, "has a field ':key'; names that begin with ':' are taken"),
     ],
 )
