@@ -250,8 +250,8 @@ def test_runs_that_start_from_other_weights_are_found(tmp_path: Path) -> None:
 
 
 def test_an_update_without_the_parameter_before_it_cannot_be_judged(tmp_path: Path) -> None:
-    for side in "ab":
-        write_trace(tmp_path / side, {kind: BF16_STEP[kind] for kind in ("gradient", "parameter")})
+    for side, value in (("a", 1.0), ("b", 1.0 + 2.0**-12)):
+        write_trace(tmp_path / side, {"gradient": BF16_STEP["gradient"], "parameter": torch.tensor([value])})
     (finding,) = compare(tmp_path).findings
     assert describe_finding(finding) == (
         "parameter of w at step 0, update 0 was traced without the parameter before it, so its update cannot be judged"

@@ -16,7 +16,6 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from mock_scheduler.proxy.build import build_scheduler, read_config
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.foreign_files import read_bytes
 
 MODULE = "megatron.rl.rl_utils"
 _SEAM, _EVALUATION, _SHUTDOWN = (
@@ -231,6 +231,6 @@ def describe_arguments(args: Foreign) -> dict[str, JSON]:
     found = describe_keys(args, _CONTRACT, "megatron_rl")
     environments = getattr(args, "langrl_env_config", None)
     if environments:
-        content = Path(environments).read_bytes()
+        content = read_bytes(environments, what="the environments")
         found["megatron_rl.environments"] = hashlib.sha256(content).hexdigest()
     return found
