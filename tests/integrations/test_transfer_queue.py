@@ -118,8 +118,19 @@ def test_the_trainer_trains_on_a_recording_to_the_same_bits(root: Path, trainer:
     assert len(dump["weights"]) > 20
     assert dump["counts"]["generate"] > 0
     assert mock["counts"] == {}
+    assert "[Rollout Mock] Loaded step 3" in mock["output"]
+    told = "[Rollout Mock] Did not start or call: engine 1, reward_workers 1, rollouts "
+    assert told in mock["output"]
     assert "prompts are not those of the batch" in other["output"]
     assert "n: recorded 2, current 4" in n["output"]
+
+
+def test_a_replay_under_verls_own_mode_stops_before_agent_loops(root: Path) -> None:
+    run("verl_v1_run.py", [str(root), "own:mock:trainer=sync:dumps=mock_sync"], PYTHONPATH=f"{HERE}:{ROOT}")
+    found = read(root / "own.json")
+    assert found["code"] != 0
+    assert "verl makes its own agent loops in a run that only replays" in found["output"]
+    assert (found["counts"], found["metrics"]) == ({}, [])
 
 
 def test_a_replay_without_our_module_stops(root: Path) -> None:
