@@ -32,7 +32,7 @@ VENV=.venv-integrations PYTHON="$python" bash launch/setup_venv.sh
 
 # Apart, since Megatron-core takes a TransformerEngine that it finds for one that has its kernels; without what these
 # packages ask for and nothing here imports.
-for kind in built rl swift; do
+for kind in built text rl swift; do
     packages=".venv-integrations/$kind"
     wanted="$(sha256sum "tests/integrations/${kind}_requirements.txt")"
     if [[ ! -f "$packages/.requirements.sha256" || "$(<"$packages/.requirements.sha256")" != "$wanted" ]]; then

@@ -25,7 +25,7 @@ from mock_scheduler.trace.shards import ShardSpec, owned_mask, place_shard
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]  # the first test pays for building all
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = Path(sys.prefix) / "built"
+PACKAGES = [Path(sys.prefix) / "built", Path(sys.prefix) / "text"]
 GOLDEN = json.loads((ROOT / "tests/golden/transformer_engine_parameters.json").read_text(encoding="utf-8"))["models"]
 DENSE = (
     "gpt2_like", "qwen3_like", "latent", "lora", "canonical_lora", "dora", "lora_latent", "bridge_dense",
@@ -61,13 +61,14 @@ def golden_case(key: str) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all cases are built."""
-    assert PACKAGES.is_dir(), f"{PACKAGES} is not there; launch/test.sh --integrations installs it"
+    for packages in PACKAGES:
+        assert packages.is_dir(), f"{packages} is not there; launch/test.sh --integrations installs it"
     place = tmp_path_factory.mktemp("built")
     cases = dict.fromkeys(
         [*(f"{kind}/tp1" for kind in (*DENSE, *EXPERTS)), *map(golden_case, GOLDEN), *CASES],
     )
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.host_kernels", str(place), *cases]
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGES)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return place

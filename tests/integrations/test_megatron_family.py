@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]
 
 BUILT = Path(os.environ.get("BUILT_PACKAGES", Path(sys.prefix) / "built"))
 SWIFT = Path(os.environ.get("SWIFT_PACKAGES", Path(sys.prefix) / "swift"))
+TEXT = Path(os.environ.get("TEXT_PACKAGES", Path(sys.prefix) / "text"))
 SOURCES = os.environ.get("MEGATRON_LM", "")
 
 
@@ -69,7 +70,7 @@ def test_ms_swifts_own_trainer_replays_without_an_engine_and_is_traced(tmp_path:
         keys |= {"initial_state": str(tmp_path / "one" / "trace"), "output_dir": str(tmp_path / f"traced-{mode}")}
         run_file.write_text(json.dumps(keys), encoding="utf-8")
         environ = {"MOCK_SCHEDULER_MS_SWIFT": str(settings), "MOCK_SCHEDULER_RUN": str(run_file)}
-        said[mode] = run("ms_swift_run", tmp_path, mode, {"PYTHONPATH": f"{ROOT}:{BUILT}:{SWIFT}", **environ})
+        said[mode] = run("ms_swift_run", tmp_path, mode, {"PYTHONPATH": f"{ROOT}:{BUILT}:{TEXT}:{SWIFT}", **environ})
     assert said["dump"]["calls"] == ["engine", *("weights", "infer", "score") * 2]
     assert said["mock"]["calls"] == []
     assert said["mock"]["ledger"]["built"] == {"engine": 0, "environment": 0, "scheduler": 0}
@@ -85,7 +86,7 @@ def test_ms_swifts_own_trainer_replays_without_an_engine_and_is_traced(tmp_path:
 def test_megatron_rls_own_functions_collect_and_replay(tmp_path: Path) -> None:
     said = {}
     for mode in ("dump", "mock"):
-        path = f"{SOURCES}:{ROOT}:{BUILT}"
+        path = f"{SOURCES}:{ROOT}:{BUILT}:{TEXT}"
         said[mode] = run("megatron_rl_run", tmp_path, mode, {"PYTHONPATH": path})
     assert said["dump"]["calls"] == [*("inference mode", "generator") * 2, "evaluation", "shutdown"]
     assert said["mock"]["calls"] == ["shutdown"]

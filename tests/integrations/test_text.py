@@ -16,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]  # the first test of runs pays for all of them
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = Path(sys.prefix) / "built"
+PACKAGES = Path(sys.prefix) / "text"
 LAYOUTS = {
     "same": (),
     "tp2": ("parallel.tensor_model_parallel_size=2",),

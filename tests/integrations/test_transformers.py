@@ -22,7 +22,7 @@ from tests.dist.workers.hf_worker import token_ids
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1800)]  # the first test pays for all runs
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = Path(sys.prefix) / "built"
+PACKAGES = Path(sys.prefix) / "text"
 WORKER = "tests.dist.workers.hf_worker"
 VOCAB_SIZE = 96
 DENSE = ("qwen2", "qwen3", "qwen3_wide_heads", "llama", "llama3")

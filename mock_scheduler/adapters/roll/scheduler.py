@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from mock_scheduler.adapters.roll.codec import LEFT_AT, DataProto, RollCodec
 from mock_scheduler.adapters.roll.settings import RollSettings, describe_config, read_sampling
@@ -86,21 +86,92 @@ class _Live:
         return merged
 
 
+class RecordedScheduler:
+    """ROLL's ``RolloutScheduler`` as its pipeline calls it.
+
+    A subclass says of the run: the class that plays, the settings, the run's identity.
+    """
+
+    real: ClassVar[type]
+    settings: ClassVar[RollSettings]
+    run_id: ClassVar[str]
+
+    def __init__(
+        self,
+        config: Any,  # noqa: ANN401 - ROLL's
+        env_manager_config: Any,  # noqa: ANN401
+        resource_manager: Any,  # noqa: ANN401
+        infer_cluster: Any,  # noqa: ANN401
+        mode: Mode,
+        collator: Any = None,  # noqa: ANN401
+    ) -> None:
+        arguments = (config, env_manager_config, resource_manager, infer_cluster, mode, collator)
+        replays = self.settings.mock_config().modes_in_use == {"mock"}
+        self._real = None if replays else self.real(*arguments)
+        self._rollouts = Rollouts(config, self.settings, mode, self.run_id, self._real)
+        self._rollouts.ledger.count("suppressed" if replays else "built", f"{mode} scheduler")
+
+    async def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
+        """Answer by the rollouts."""
+        return await self._rollouts.get_batch(data, batch_size)
+
+    async def initialize(self) -> None:
+        """Prepare the real one."""
+        await self._pass_on("initialize")
+
+    async def suspend(self) -> None:
+        """Suspend the real one."""
+        await self._pass_on("suspend")
+
+    async def shrink_sampler(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Take engines from the real one."""
+        return await self._pass_on("shrink_sampler", *arguments, **options) or {}
+
+    async def expand_sampler(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Give engines to the real one."""
+        return await self._pass_on("expand_sampler", *arguments, **options) or {}
+
+    async def shutdown(self) -> None:
+        """Write the rest, whatever the real one does at its end."""
+        try:
+            await self._pass_on("shutdown")
+        finally:
+            await self._rollouts.close()
+
+    async def counts(self) -> dict[str, dict[str, int]]:
+        """Return the counts of this actor's ledger."""
+        return self._rollouts.ledger.as_dict()
+
+    async def _pass_on(self, name: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        if self._real is not None:
+            return await getattr(self._real, name)(*arguments, **options)
+        self._rollouts.ledger.count("suppressed", name)
+        return None
+
+
 def recorded_scheduler(real: type, settings: RollSettings, run_id: str) -> type:
     """Return the class for ROLL's pipeline to make an actor of; Ray takes it there by its content.
 
     Raises:
         ConfigError: the real class is of a release without the hooks.
     """
-    base: Any = real
-    missing = [name for name in (*_HOOKS, "get_batch") if not hasattr(base, name)]
+    missing = [name for name in (*_HOOKS, "get_batch") if not hasattr(real, name)]
     if missing:
         raise ConfigError(
-            f"{base.__module__}.{base.__name__} has no {', '.join(missing)}: this release of ROLL cannot be recorded. "
+            f"{real.__module__}.{real.__name__} has no {', '.join(missing)}: this release of ROLL cannot be recorded. "
             "The adapter was written for 0.3.0"
         )
-    replays = settings.mock_config().modes_in_use == {"mock"}
+    watched, its_settings, its_id = _watch(real), settings, run_id
 
+    class Scheduler(RecordedScheduler):
+        real = watched
+        settings = its_settings
+        run_id = its_id
+
+    return Scheduler
+
+
+def _watch(base: Any) -> type:  # noqa: ANN401 - a class of ROLL
     class WatchedScheduler(base):  # type: ignore[misc]  # of ROLL
         """ROLL's own, which shows each batch before it goes to the store."""
 
@@ -118,52 +189,4 @@ def recorded_scheduler(real: type, settings: RollSettings, run_id: str) -> type:
             merged, self._merged = self._merged, None
             return merged
 
-    class RecordedScheduler:
-        """ROLL's ``RolloutScheduler`` as its pipeline calls it."""
-
-        def __init__(
-            self,
-            config: Any,  # noqa: ANN401 - ROLL's
-            env_manager_config: Any,  # noqa: ANN401
-            resource_manager: Any,  # noqa: ANN401
-            infer_cluster: Any,  # noqa: ANN401
-            mode: Mode,
-            collator: Any = None,  # noqa: ANN401
-        ) -> None:
-            arguments = (config, env_manager_config, resource_manager, infer_cluster, mode, collator)
-            self._real = None if replays else WatchedScheduler(*arguments)
-            self._rollouts = Rollouts(config, settings, mode, run_id, self._real)
-            self._rollouts.ledger.count("suppressed" if replays else "built", f"{mode} scheduler")
-
-        async def get_batch(self, data: DataProto, batch_size: int) -> DataProto:
-            return await self._rollouts.get_batch(data, batch_size)
-
-        async def initialize(self) -> None:
-            await self._pass_on("initialize")
-
-        async def suspend(self) -> None:
-            await self._pass_on("suspend")
-
-        async def shrink_sampler(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # noqa: ANN401
-            return await self._pass_on("shrink_sampler", *arguments, **options) or {}
-
-        async def expand_sampler(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # noqa: ANN401
-            return await self._pass_on("expand_sampler", *arguments, **options) or {}
-
-        async def shutdown(self) -> None:
-            try:
-                await self._pass_on("shutdown")
-            finally:
-                await self._rollouts.close()
-
-        async def counts(self) -> dict[str, dict[str, int]]:
-            """Return the counts of this actor's ledger."""
-            return self._rollouts.ledger.as_dict()
-
-        async def _pass_on(self, name: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
-            if self._real is not None:
-                return await getattr(self._real, name)(*arguments, **options)
-            self._rollouts.ledger.count("suppressed", name)
-            return None
-
-    return RecordedScheduler
+    return WatchedScheduler
