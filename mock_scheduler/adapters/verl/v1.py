@@ -80,7 +80,7 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
             agent_loop_manager.drew = lambda prompts: self.rollouts.drew(prompts, "val")
         with self.rollouts:
             super().fit(agent_loop_manager)
-        tell_suppressed()
+            tell_suppressed()
 
     def _next_train_batch(self, num_prompts: int | None = None) -> Any:  # noqa: ANN401 - a TensorDict
         batch = super()._next_train_batch(num_prompts)
