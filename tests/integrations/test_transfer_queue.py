@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from mock_scheduler.api.compare import compare
+from mock_scheduler.verdict.verdict import VerdictKind
+
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(2400)]
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +109,7 @@ def trained(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("trainer", ["mock_sync", "mock_colocate_async"])
 def test_the_trainer_trains_on_a_recording_to_the_same_bits(root: Path, trainer: str) -> None:
-    options = f"trainer={trainer}:dumps={trainer}"
+    options = f"trainer={trainer}:dumps={trainer}:trace=1"
     names = [f"{trainer}_{name}" for name in ("dump", "mock", "again", "other", "n")]
     modes = ["dump", "mock", "mock", "mock:data=other.parquet", "mock:n=4"]
     runs = [f"{name}:{mode}:{options}" for name, mode in zip(names, modes, strict=True)]
@@ -118,8 +121,21 @@ def test_the_trainer_trains_on_a_recording_to_the_same_bits(root: Path, trainer:
     assert len(dump["weights"]) > 20
     assert dump["counts"]["generate"] > 0
     assert mock["counts"] == {}
+    traces = [root / name / "traces" / "actor" for name in names[:2]]
+    assert len(list(traces[0].iterdir())) == 6
+    assert compare(*traces).kind is VerdictKind.IDENTICAL
+    assert "[Rollout Mock] Loaded step 3" in mock["output"]
+    assert "[Rollout Mock] Did not start or call: engine 1, reward_workers 1, rollouts " in mock["output"]
     assert "prompts are not those of the batch" in other["output"]
     assert "n: recorded 2, current 4" in n["output"]
+
+
+def test_a_replay_under_verls_own_mode_stops_before_agent_loops(root: Path) -> None:
+    run("verl_v1_run.py", [str(root), "own:mock:trainer=sync:dumps=mock_sync"], PYTHONPATH=f"{HERE}:{ROOT}")
+    found = read(root / "own.json")
+    assert found["code"] != 0
+    assert "verl makes its own agent loops in a run that only replays" in found["output"]
+    assert (found["counts"], found["metrics"]) == ({}, [])
 
 
 def test_a_replay_without_our_module_stops(root: Path) -> None:

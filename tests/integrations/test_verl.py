@@ -82,4 +82,4 @@ def test_verl_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert "verl.model.hidden_size: recorded 64, current 128" in another["output"]
     assert prompts["counts"] == another["counts"] == bare["counts"] == unplugged["counts"] == {}
     assert "rollout_mock.mode=mock needs the verl plugin of mock-scheduler" in unplugged["output"]
-    assert "verl asked its engine to generate in a run that only replays" in bare["output"]
+    assert "verl makes its own agent loops in a run that only replays" in bare["output"]

@@ -3,7 +3,7 @@
 ``python tests/integrations/verl_v1_run.py FOLDER NAME:MODE[:KEY=VALUE]…`` runs in ``.venv-verl``. ``MODE`` is that of
 the settings, or ``real``: without any of ours. Keys: ``trainer`` (mode of the trainer, by default mock_sync),
 ``sampler`` (our class for custom_sampler), ``n``, ``data``, ``steps``, ``keys`` (further ones of verl), ``dumps`` (the
-folder), ``plain`` (our module is not loaded).
+folder), ``trace`` (engines are traced), ``plain`` (our module is not loaded).
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def run(folder: Path, name: str, mode: str, given: dict[str, str]) -> dict[str, 
     if mode != "real":
         dumps = str(folder / given.get("dumps", "dumps"))
         path = place / "mock.yaml"
-        path.write_text(json.dumps({"rollout_mock": {"enable": True, "mode": mode, "dump_dir": dumps}}), "utf-8")
+        settings: dict[str, Any] = {"rollout_mock": {"enable": True, "mode": mode, "dump_dir": dumps}}
+        if "trace" in given:
+            settings["trace_dir"] = str(place / "traces")
+        path.write_text(json.dumps(settings), encoding="utf-8")
         environ["MOCK_SCHEDULER_VERL"] = str(path)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as ray:
         keys = [*keys_of(folder, name, mode, given), f"+ray_kwargs.ray_init._temp_dir={ray}"]

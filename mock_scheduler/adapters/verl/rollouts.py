@@ -9,22 +9,18 @@ evaluations are numbered one after another, in their own folder. A step is on di
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import Any
 
 from mock_scheduler.adapters.verl.codec import Drawn, Proto, VerlCodec, restore_prompts
 from mock_scheduler.adapters.verl.description import VerlObject, describe_run, group_sizes, read_sampling
 from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings, load_settings
-from mock_scheduler.adapters.verl.suppress import check_process, this_process
+from mock_scheduler.adapters.verl.suppress import check_process, show_lines, tell_suppressed, this_process
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.scheduler import RolloutRequest
-
-_LIBRARY = "mock_scheduler"
-_LOGGER = logging.getLogger(f"{_LIBRARY}.rollout_mock")
 
 
 class AgentLoopManager:
@@ -50,7 +46,7 @@ class AgentLoopManager:
         self.settings = load_settings() if settings is None else settings
         check_process(self.settings)
         _check_rewards(config)
-        _show_lines()
+        show_lines()
         self.ledger: Ledger = this_process().ledger
         self._config, self._arguments, self._options = config, arguments, options
         self._num_evaluated = 0
@@ -86,7 +82,9 @@ class AgentLoopManager:
             self._scheduler.state_dict()  # returns when the step is on disk: verl tells nobody that the run ends
         else:
             restore_prompts(batch, drawn)
-            self._tell_suppressed()
+            if not self._is_told:
+                tell_suppressed()
+            self._is_told = True
         return batch
 
     def play(self, prompts: Drawn, real: VerlObject) -> Proto:
@@ -106,14 +104,6 @@ class AgentLoopManager:
     def close(self) -> None:
         """Write the rest."""
         self._scheduler.close()
-
-    def _tell_suppressed(self) -> None:
-        """Log once what this run did not start: nobody asks for the ledger of a process of verl's."""
-        suppressed = self.ledger.as_dict()["suppressed"]
-        if suppressed and not self._is_told:
-            counts = ", ".join(f"{name} {count}" for name, count in sorted(suppressed.items()))
-            _LOGGER.info("[Rollout Mock] Did not start or call: %s", counts)
-        self._is_told = True
 
     def _next_request(self, drawn: Drawn) -> RolloutRequest:
         meta = drawn.proto.meta_info
@@ -145,13 +135,6 @@ class _Live:
     def get_batch(self, request: RolloutRequest) -> Proto:
         """Play the prompts of a request."""
         return self._owner.play(request.prompts, self._real)
-
-
-def _show_lines() -> None:
-    """Show this library's lines where nobody chose otherwise: verl sets up logging from its warnings on."""
-    logger = logging.getLogger(_LIBRARY)
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
 
 
 def _check_rewards(config: VerlObject) -> None:

@@ -2,12 +2,14 @@
 
 verl makes all of it before it asks for a rollout, by classes that no key can change. So the plugin rebinds, in each
 process of a run that only replays, the methods that start something. Contract: nothing is rebound in any other run; a
-replay whose process has no plugin is refused before engines start; a replay that asks an engine is refused, too.
+replay whose process has no plugin is refused before engines start; one whose rollouts verl would play itself is refused
+where it makes its agent loops, or asks an engine. Both trainers use this.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +29,14 @@ _CHECKPOINTS = "verl.checkpoint_engine.base"
 _ROLLOUTS = "verl.workers.rollout.base"
 _REWARDS = "verl.experimental.reward_loop.reward_loop"
 _TEACHERS = "verl.experimental.teacher_loop.teacher_model"
+_AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
+_LIBRARY = "mock_scheduler"
+_LOGGER = logging.getLogger(f"{_LIBRARY}.rollout_mock")
+_REMEDY = (
+    f"the rollout was not taken from the recording. {VARIABLE} says mode: mock. Trainer V0: set {_KEY}="
+    "mock_scheduler.adapters.verl.AgentLoopManager as well. Trainer V1: set trainer.v1.trainer_mode=mock_sync (or "
+    "mock_colocate_async, mock_separate_async), with VERL_USE_EXTERNAL_MODULES=mock_scheduler.adapters.verl.v1"
+)
 
 
 @dataclass
@@ -66,16 +76,20 @@ def check_process(settings: VerlSettings | None = None) -> None:
     """Raise ``ConfigError`` where this run needs the plugin, and it was not loaded."""
     settings = load_settings() if settings is None else settings
     state = this_process()
-    needs = "rollout_mock.mode=mock" if settings.is_replay and not settings.with_engines else None
-    needs = needs or ("trace_dir" if settings.trace_dir is not None else None)
-    if needs is None or state.is_loaded:
+    if settings.is_replay and not settings.with_engines:
+        needs, without = "rollout_mock.mode=mock", "verl starts engines and sends them weights"
+    elif settings.trace_dir is not None:
+        needs, without = "trace_dir", "nothing is traced"
+    else:
+        return
+    if state.is_loaded:
         return
     policy = os.environ.get(_POLICY, "auto")
     reason = state.error or f"it was not asked for ({_POLICY}={policy})"
     raise ConfigError(
         f"{needs} needs the verl plugin of mock-scheduler, which was not loaded in this process: {reason}. Without it "
-        f"verl starts engines and sends them weights. Install mock-scheduler where each process of verl runs, and "
-        f"leave {_POLICY} unset; or set VERL_USE_EXTERNAL_MODULES=mock_scheduler.adapters.verl.plugin"
+        f"{without}. Install mock-scheduler where each process of verl runs, and leave {_POLICY} unset; or set "
+        "VERL_USE_EXTERNAL_MODULES=mock_scheduler.adapters.verl.plugin"
     )
 
 
@@ -109,6 +123,7 @@ def suppress_engines(ledger: Ledger, find: Callable[[str], Any] = import_module)
         (_REWARDS, "RewardLoopManager", "__init__", no_rewards),
         (_REWARDS, "RewardLoopManager", "compute_rm_score", _refuse_scores),
         (_TEACHERS, "MultiTeacherModelManager", "__init__", no_teachers),
+        (_AGENT_LOOPS, "AgentLoopManager", "__init__", _refuse_agent_loops),
     ]
     registry = getattr(find(_ROLLOUTS), "_ROLLOUT_REGISTRY", None)
     owners = [getattr(find(module), owner, None) for module, owner, _, _ in rebindings]
@@ -169,10 +184,7 @@ class SuppressedClient:
 
     async def generate(self, *_arguments: object, **_options: object) -> object:
         """Refuse: a replay that generates would run live without a word."""
-        raise SchedulerError(
-            "verl asked its engine to generate in a run that only replays: the rollout was not taken from the "
-            f"recording. {VARIABLE} says mode: mock; set {_KEY}=mock_scheduler.adapters.verl.AgentLoopManager as well"
-        )
+        raise SchedulerError(f"verl asked its engine to generate in a run that only replays: {_REMEDY}")
 
 
 class SuppressedRollout:
@@ -196,3 +208,23 @@ def _refuse_scores(_self: object, *_arguments: object, **_options: object) -> ob
         "verl asked a reward model for scores in a run that only replays: they are not in the recording. A reward "
         "model with a resource pool of its own (reward.reward_model.enable_resource_pool=True) scores before the seam"
     )
+
+
+def _refuse_agent_loops(_self: object, *_arguments: object, **_options: object) -> None:
+    # Where its workers asked an engine in vain, trainer V1 would take each prompt for a failed one, and draw another.
+    raise SchedulerError(f"verl makes its own agent loops in a run that only replays: {_REMEDY}")
+
+
+def show_lines() -> None:
+    """Show this library's lines where nobody chose otherwise: verl sets up logging from its warnings on."""
+    logger = logging.getLogger(_LIBRARY)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+def tell_suppressed() -> None:
+    """Log what this process did not start: nobody asks for the ledger of a process of verl's."""
+    suppressed = this_process().ledger.as_dict()["suppressed"]
+    if suppressed:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(suppressed.items()))
+        _LOGGER.info("[Rollout Mock] Did not start or call: %s", counts)

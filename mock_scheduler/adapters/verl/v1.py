@@ -5,7 +5,8 @@
 
 Contract: each is verl's own trainer of that name, whose sampler records, replays, or lets live batches through. A run
 that only replays starts no engine, sends no weights, and rolls no prompt out, while the data loader goes on as in a
-live run. Without this module verl refuses the names, and so nothing runs live by mistake.
+live run. Without this module verl refuses the names, and so nothing runs live by mistake. It is the plugin as well
+(``suppress``), whether or not verl finds that by its entry point.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from mock_scheduler.adapters.transfer_queue import queue
+from mock_scheduler.adapters.verl.suppress import prepare_process, tell_suppressed, this_process
 from mock_scheduler.adapters.verl.v1_rollouts import V1Rollouts
 from mock_scheduler.adapters.verl.v1_sampler import RecordedBuffer
 from mock_scheduler.adapters.verl.v1_suppress import (
     NoAgentLoops,
-    NoReplica,
-    NoWeightUpdates,
     quiet,
     read_prompts,
+    refuse_two_recorders,
     refuse_unrecorded,
 )
-from mock_scheduler.errors import ConfigError
+
+prepare_process()
 
 
 class _Recorded(PPOTrainer):  # type: ignore[misc]
@@ -43,11 +44,13 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
         with open_dict(config):
             config.trainer.v1.trainer_mode = self._mode
         refuse_unrecorded(config)
+        refuse_two_recorders(config)
         self.rollouts = V1Rollouts(
             config,
             mode=self._mode,
             refill=self._add_prompts_to_generate,
             num_val_batches=lambda: len(self.val_dataloader),
+            ledger=this_process().ledger,
         )
         self.rollouts.open()  # another run's recording is refused before anything starts
         self._replays = self.rollouts.is_replay_only and not self.rollouts.settings.with_engines
@@ -62,35 +65,22 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
         if not self._replays:
             super()._setup()
             return
-        self._enable_hybrid_replicas = False
-        rollout = self.config.actor_rollout_ref.rollout
-        # The class of a replica is looked up, and its engine imported, even for none.
-        RolloutReplicaRegistry.register(rollout.name, lambda: NoReplica)
-        num_nodes = rollout.nnodes
+        self._enable_hybrid_replicas = False  # no worker has an end of an engine, in whichever environment it runs
         with open_dict(self.config):
-            rollout.checkpoint_engine.backend = "naive"  # each actor makes one
-            rollout.nnodes = max(1, num_nodes)  # verl 0.9.1 asks for one even where no engine is started
+            self.config.actor_rollout_ref.rollout.checkpoint_engine.backend = "naive"  # each actor makes one
         self._set_up_without_engines()
-        rollout.nnodes = num_nodes
-        self.checkpoint_manager = NoWeightUpdates(self.rollouts.ledger)
-        self.rollouts.ledger.count("suppressed", "engines")
 
     def _set_up_without_engines(self) -> None:
         super()._setup()
 
-    def get_llm_client(self) -> Any:  # noqa: ANN401 - verl's
-        return None if self._replays else super().get_llm_client()
-
     def fit(self, agent_loop_manager: Any) -> None:  # noqa: ANN401 - verl's
-        if self._replays:
-            if not isinstance(agent_loop_manager, NoAgentLoops):
-                raise ConfigError(
-                    f"a run that only replays has agent loops ({type(agent_loop_manager).__name__}): its runner made "
-                    "them of another configuration than the trainer's"
-                )
+        if self.rollouts.is_replay_only:
+            # Agent loops that are there, beside engines, are not asked.
+            agent_loop_manager = NoAgentLoops()
             agent_loop_manager.drew = lambda prompts: self.rollouts.drew(prompts, "val")
         with self.rollouts:
             super().fit(agent_loop_manager)
+            tell_suppressed()
 
     def _next_train_batch(self, num_prompts: int | None = None) -> Any:  # noqa: ANN401 - a TensorDict
         batch = super()._next_train_batch(num_prompts)
@@ -109,11 +99,11 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
 
     def _add_async_warmup_batches(self, num_warmup_batches: int | float) -> None:
         # Prompts in flight when a checkpoint was saved were drawn before it; those of a replay are in no queue.
-        if not self._replays or self.global_steps == 1:
+        if not self.rollouts.is_replay_only or self.global_steps == 1:
             super()._add_async_warmup_batches(num_warmup_batches)
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> Any:  # noqa: ANN401 - a number
-        if not self._replays:
+        if not self.rollouts.is_replay_only:
             return super()._reissue_inflight_prompts(partition_id)
         queue.clear_partition(partition_id)
         return 0
@@ -142,5 +132,5 @@ class RecordedSeparateAsync(_Recorded, PPOTrainerSeparateAsync):  # type: ignore
     def _set_up_without_engines(self) -> None:
         PPOTrainer._setup(self)  # its own class would start the engines that are not colocated
         self.standalone_server_manager = self.llm_server_manager
-        self.standalone_checkpoint_manager = NoWeightUpdates(self.rollouts.ledger)
+        self.standalone_checkpoint_manager = self.checkpoint_manager
         self.current_mode = HybridEngineMode.TRAINER

@@ -23,7 +23,8 @@ from mock_scheduler.adapters.settings import describe_keys
 from mock_scheduler.adapters.transfer_queue import queue
 from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows, read_notes
 from mock_scheduler.adapters.verl.description import describe_run, group_sizes, read_sampling
-from mock_scheduler.adapters.verl.settings import VerlSettings, load_settings
+from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings, load_settings
+from mock_scheduler.adapters.verl.suppress import show_lines
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
@@ -38,7 +39,10 @@ Sampled: TypeAlias = tuple[Any, dict[str, Any]]
 #: Keys of trainer V1 that a replay must share, besides those of any run.
 _CONTRACT = (
     *("algorithm.filter_groups.enable", "algorithm.filter_groups.metric"),
-    *("trainer.v1.sampler.max_off_policy_threshold", "trainer.v1.sampler.max_off_policy_strategy"),
+    *(
+        f"trainer.v1.sampler.{name}"
+        for name in ("max_off_policy_threshold", "max_off_policy_strategy", "sync_refill_failed_groups")
+    ),
 )
 #: Tags that count policies by the trainer's steps.
 _STEP_TAGS = ("global_steps", "min_global_steps", "max_global_steps")
@@ -118,9 +122,15 @@ class V1Rollouts:
     def open(self) -> ProxyScheduler:
         """Make the proxy, which refuses another run's recording; a second call gives the same one.
 
-        Raises ``ConfigError`` where only some steps would be replayed.
+        Raises ``ConfigError`` where only some steps would be replayed, or a key of the settings is another trainer's.
         """
         if self._scheduler is None:
+            if "real" in self.settings.model_fields_set:
+                raise ConfigError(
+                    f"real: {self.settings.real} of {VARIABLE} names the manager that plays for trainer V0; V1 plays "
+                    "by its own, or by actor_rollout_ref.rollout.agent.agent_loop_manager_class. Take real out"
+                )
+            show_lines()
             modes = self.mock.modes_in_use
             if "cache" in modes or ("mock" in modes and not self.is_replay_only):
                 raise ConfigError(
@@ -167,9 +177,15 @@ class V1Rollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Write the rest."""
+        """Write the rest; raises ``ConfigError`` where a replay ended well and replayed nothing."""
         if self._scheduler is not None:
             self._scheduler.__exit__(kind, error, traceback)
+        if kind is None and self.is_replay_only and not self._last:
+            raise ConfigError(
+                "the run ended, and no step was replayed. verl resumes the last checkpoint that it finds in "
+                "trainer.default_local_dir (trainer.resume_mode=auto): give the replay a folder of its own, or set "
+                "trainer.resume_mode=disable"
+            )
 
     def _request(
         self, kind: Mode, global_steps: int, num_prompts: int, prompts: Sequence[object] | None

@@ -14,7 +14,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from mock_scheduler.adapters.verl.suppress import check_process
 from mock_scheduler.adapters.verl.v1_rollouts import Sampled, V1Rollouts
+from mock_scheduler.adapters.verl.v1_suppress import refuse_unrecorded
 from mock_scheduler.errors import ConfigError
 
 
@@ -59,6 +61,8 @@ class _Recorded:
                 f"rollout_mock has mode mock, and trainer.v1.trainer_mode={mode} would start engines beside it: "
                 f"{remedy}; or with_engines: true where they are meant to run"
             )
+        check_process(rollouts.settings)
+        refuse_unrecorded(trainer.config)
         if OmegaConf.select(trainer.config, "algorithm.filter_groups.enable"):
             raise ConfigError(
                 f"algorithm.filter_groups.enable is true, and verl tells no custom sampler of it: {remedy}, which "

@@ -1,8 +1,9 @@
-"""What else must not start where V1's rollouts are replayed: engines, weights sent to them, agent loops, rewards.
+"""What else trainer V1 must not start where its rollouts are replayed: agent loops, and reward models.
 
 Contract: verl's configuration is changed in place, as verl itself changes it, so that the runner, which has the same
-object, makes no agent loops either. What is suppressed is counted in the ledger. Reward models and teachers score
-what was rolled out: their scores are in the rows, and they are not started. This module imports no verl.
+object, makes no agent loops either. What is suppressed is counted in the ledger. A reward model scores what was rolled
+out: its scores are in the rows, and it gets no GPUs. All else is the plugin's (``suppress``). This module imports no
+verl.
 """
 
 from __future__ import annotations
@@ -41,45 +42,24 @@ def refuse_unrecorded(config: DictConfig) -> None:
         raise ConfigError("skip.rollout_tq.enable is true, and rollouts are recorded or replayed here: set it to false")
 
 
+def refuse_two_recorders(config: DictConfig) -> None:
+    """Raise ``ConfigError`` where a trainer of ours has a sampler of ours: each step would be recorded twice."""
+    path = str(OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path") or "")
+    if path.endswith("mock_scheduler.adapters.verl.v1_sampler"):
+        raise ConfigError(
+            f"trainer.v1.sampler.custom_sampler.path is {path}, and a trainer mode mock_… records and replays by "
+            "itself: take custom_sampler out"
+        )
+
+
 def quiet(config: DictConfig, ledger: Ledger) -> None:
     """Change a configuration so that nothing is started that only rollouts need."""
     with open_dict(config):
         agent = config.actor_rollout_ref.rollout.agent
         agent.agent_loop_manager_class = _AGENT_LOOPS
-        config.reward.num_workers = 0
         if config.reward.reward_model.enable:
             ledger.count("suppressed", "reward_model")
             config.reward.reward_model.enable = config.reward.reward_model.enable_resource_pool = False
-
-
-class NoReplica:
-    """Stands for a class of engines; none is ever made."""
-
-    def __init__(self, *_arguments: object, **_options: object) -> None:
-        raise SchedulerError("verl starts an engine in a run that only replays: its trainer was not set up as it was")
-
-
-class NoWeightUpdates:
-    """Stands for a manager of engines' weights: there are no engines."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.replicas: list[object] = []
-
-    def update_weights(self, global_steps: int | None = None) -> dict[str, float]:
-        """Count the call: weights of a replay are nobody's to sample with."""
-        del global_steps
-        self._ledger.count("suppressed", "update_weights")
-        return {}
-
-    def sleep_replicas(self) -> None:
-        """Do nothing."""
-
-    def resume_generation_replicas(self) -> None:
-        """Do nothing."""
-
-    def abort_replicas(self, reject_request: bool = False) -> None:
-        """Do nothing."""
 
 
 class NoAgentLoops:

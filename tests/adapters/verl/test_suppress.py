@@ -47,6 +47,15 @@ class MultiTeacherModelManager:
         return dict(self.teacher_model_managers)  # type: ignore[attr-defined]
 
 
+class AgentLoopManager:
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        raise AssertionError("workers of agent loops were started")
+
+
+class AgentLoopManagerTQ(AgentLoopManager):
+    """Of trainer V1."""
+
+
 ROLLOUTS = {("vllm", "async"): "verl.workers.rollout.vllm_rollout.ServerAdapter"}
 
 
@@ -58,6 +67,7 @@ def find(module: str) -> Any:
         "verl.workers.rollout.base": {"_ROLLOUT_REGISTRY": ROLLOUTS},
         "verl.experimental.reward_loop.reward_loop": {"RewardLoopManager": RewardLoopManager},
         "verl.experimental.teacher_loop.teacher_model": {"MultiTeacherModelManager": MultiTeacherModelManager},
+        "verl.experimental.agent_loop.agent_loop": {"AgentLoopManager": AgentLoopManager},
     }
     return SimpleNamespace(**names[module])
 
@@ -72,7 +82,7 @@ def _fresh() -> Iterator[None]:
 
 
 def test_nothing_is_started_and_everything_is_counted_and_put_back() -> None:
-    ledger, managers = Ledger(), (LLMServerManager, CheckpointEngineManager, RewardLoopManager)
+    ledger, managers = Ledger(), (LLMServerManager, CheckpointEngineManager, RewardLoopManager, AgentLoopManager)
     before = [dict(vars(manager)) for manager in managers]
     restore = suppress_engines(ledger, find)
     servers = LLMServerManager.create(config=1, worker_group=2, rollout_resource_pool=3)
@@ -90,6 +100,9 @@ def test_nothing_is_started_and_everything_is_counted_and_put_back() -> None:
         asyncio.run(servers.get_client().generate("id", prompt_ids=[1], sampling_params={}))
     with pytest.raises(SchedulerError, match="asked a reward model for scores in a run that only replays"):
         rewards.compute_rm_score(1)
+    for manager in (AgentLoopManager, AgentLoopManagerTQ):
+        with pytest.raises(SchedulerError, match=r"verl makes its own agent loops .* Trainer V1: set trainer\.v1"):
+            manager(config=1, llm_client=servers.get_client())
     assert ROLLOUTS == {("vllm", "async"): "mock_scheduler.adapters.verl.suppress.SuppressedRollout"}
     restore()
     assert [dict(vars(manager)) for manager in managers] == before
@@ -167,7 +180,7 @@ def test_a_plugin_that_failed_says_why_to_the_run_that_needs_it(
     with pytest.raises(ConfigError, match=r"was not loaded in this process: ImportError: no module ray\. Without it"):
         suppress.check_process()
     tracing = VerlSettings(rollout_mock={"enable": False}, trace_dir="t")
-    with pytest.raises(ConfigError, match=r"^trace_dir needs the verl plugin"):
+    with pytest.raises(ConfigError, match=r"^trace_dir needs the verl plugin .* Without it nothing is traced\. "):
         suppress.check_process(tracing)
     suppress.check_process(VerlSettings(rollout_mock={"enable": False}))
 

@@ -14,7 +14,12 @@ from mock_scheduler import read_recording
 from mock_scheduler.adapters.verl import v1_rollouts
 from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings
 from mock_scheduler.adapters.verl.v1_rollouts import V1Rollouts
-from mock_scheduler.adapters.verl.v1_suppress import NoAgentLoops, NoReplica, NoWeightUpdates, quiet, refuse_unrecorded
+from mock_scheduler.adapters.verl.v1_suppress import (
+    NoAgentLoops,
+    quiet,
+    refuse_two_recorders,
+    refuse_unrecorded,
+)
 from mock_scheduler.errors import BatchError, ConfigError, ContractError, MockSchedulerError, SchedulerError
 from mock_scheduler.ledger import Ledger
 from tests.adapters.transfer_queue.queue_rows import TAG, FakeQueue, field, queue_rows
@@ -224,12 +229,8 @@ def test_a_replay_starts_nothing(tmp_path: Path) -> None:
     assert values.actor_rollout_ref.rollout.agent.agent_loop_manager_class == (
         "mock_scheduler.adapters.verl.v1_suppress.NoAgentLoops"
     )
-    assert values.reward.num_workers == 0
     assert not values.reward.reward_model.enable
-    NoWeightUpdates(ledger).update_weights(3)
-    assert ledger.as_dict()["suppressed"] == {"reward_model": 1, "update_weights": 1}
-    with pytest.raises(SchedulerError, match="verl starts an engine in a run that only replays"):
-        NoReplica(replica_rank=0)
+    assert ledger.as_dict()["suppressed"] == {"reward_model": 1}
     with pytest.raises(SchedulerError, match="before it trains"):
         NoAgentLoops.create(config=values).generate_sequences(None)
 
@@ -246,6 +247,32 @@ def test_a_replay_starts_nothing(tmp_path: Path) -> None:
 def test_what_cannot_be_recorded_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         refuse_unrecorded(config(**changes))
+
+
+def test_a_trainer_with_a_sampler_of_ours_is_refused() -> None:
+    refuse_two_recorders(config())
+    own = "pkg://mock_scheduler.adapters.verl.v1_sampler"
+    with pytest.raises(ConfigError, match=r"records and replays by itself: take custom_sampler out"):
+        refuse_two_recorders(config(trainer__v1__sampler__custom_sampler__path=own))
+
+
+def test_a_replay_of_nothing_is_no_replay(tmp_path: Path) -> None:
+    """verl resumes the checkpoint of the recorded run by itself, and is done."""
+    dump = Run(tmp_path, "dump")
+    with dump.rollouts:
+        dump.step(1)
+    mock = Run(tmp_path, "mock")
+    with pytest.raises(ConfigError, match=r"no step was replayed\. verl resumes the last checkpoint"), mock.rollouts:
+        mock.rollouts.open()
+    with pytest.raises(ValueError, match="of verl"), Run(tmp_path, "mock").rollouts:
+        raise ValueError("of verl")
+
+
+def test_a_key_of_trainer_v0_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, "dump")
+    run.rollouts.settings = VerlSettings(rollout_mock=run.rollouts.settings.rollout_mock, real="my.Manager")
+    with pytest.raises(ConfigError, match=r"real: my\.Manager of MOCK_SCHEDULER_VERL names the manager .* trainer V0"):
+        run.rollouts.open()
 
 
 def test_the_file_of_the_settings_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
