@@ -20,7 +20,7 @@ PACKAGES = Path(sys.prefix) / "text"
 LAYOUTS = {
     "same": (),
     "tp2": ("parallel.tensor_model_parallel_size=2",),
-    "dp2": ("parallel.data_parallel_size=2",),
+    "dp2": ("parallel.data_parallel_size=2", "training.micro_batch_size=8"),  # of an update's 16 rows
 }
 
 

@@ -52,7 +52,7 @@ class _Recorded(PPOTrainer):  # type: ignore[misc]
             num_val_batches=lambda: len(self.val_dataloader),
             ledger=this_process().ledger,
         )
-        self.rollouts.open()  # another run's recording is refused before anything starts
+        self.rollouts.begin()  # another run's recording is refused before anything starts
         self._replays = self.rollouts.is_replay_only and not self.rollouts.settings.with_engines
         if self._replays:
             quiet(config, self.rollouts.ledger)

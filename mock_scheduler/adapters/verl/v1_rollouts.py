@@ -119,7 +119,7 @@ class V1Rollouts:
         """Whether no rollout of this run is ever played."""
         return self.settings.is_replay
 
-    def open(self) -> ProxyScheduler:
+    def begin(self) -> ProxyScheduler:
         """Make the proxy, which refuses another run's recording; a second call gives the same one.
 
         Raises ``ConfigError`` where only some steps would be replayed, or a key of the settings is another trainer's.
@@ -159,7 +159,7 @@ class V1Rollouts:
         request = self._request(kind, global_steps, batch_size, prompts)
         self.sampled, self.global_steps, self.num_refilled = None, global_steps, 0
         self.play = partial(play, global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        scheduler = self.open()
+        scheduler = self.begin()
         rows: QueueRows = scheduler.get_batch(request)
         num_refilled = rows.notes.get("refilled")
         if self.sampled is None and isinstance(num_refilled, int) and num_refilled and self._refill is not None:

@@ -74,7 +74,7 @@ class _Recorded:
             return refill(num_prompts)
 
         super().__init__(**{**options, "refill_fn": refill_and_count})
-        rollouts.open()
+        rollouts.begin()
         self._rollouts = rollouts
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Sampled:

@@ -219,7 +219,7 @@ def test_a_batch_that_lost_a_rollout_is_taken_as_verl_takes_it(tmp_path: Path) -
 def test_a_run_that_replays_some_steps_is_refused(tmp_path: Path, mode: str) -> None:
     run = Run(tmp_path, mode, schedule=[{"mode": "mock", "steps": "1"}])
     with pytest.raises(ConfigError, match="a run replays all of its steps \\(mode mock\\) or none"):
-        run.rollouts.open()
+        run.rollouts.begin()
 
 
 def test_a_replay_starts_nothing(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_replay_of_nothing_is_no_replay(tmp_path: Path) -> None:
         dump.step(1)
     mock = Run(tmp_path, "mock")
     with pytest.raises(ConfigError, match=r"no step was replayed\. verl resumes the last checkpoint"), mock.rollouts:
-        mock.rollouts.open()
+        mock.rollouts.begin()
     with pytest.raises(ValueError, match="of verl"), Run(tmp_path, "mock").rollouts:
         raise ValueError("of verl")
 
@@ -272,7 +272,7 @@ def test_a_key_of_trainer_v0_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, "dump")
     run.rollouts.settings = VerlSettings(rollout_mock=run.rollouts.settings.rollout_mock, real="my.Manager")
     with pytest.raises(ConfigError, match=r"real: my\.Manager of MOCK_SCHEDULER_VERL names the manager .* trainer V0"):
-        run.rollouts.open()
+        run.rollouts.begin()
 
 
 def test_the_file_of_the_settings_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
