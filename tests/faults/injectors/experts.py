@@ -19,7 +19,8 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 def _choosing(choose_otherwise: Callable[..., Choice]) -> Injector:
-    """The second ep rank chooses experts in another way, which gets the right one and its arguments."""
+    """The second ep rank chooses experts in another way, which gets the right one and its arguments: a ``choose`` is
+    among these."""
 
     def wrap(fired: Fired, choose: Callable[..., Choice]) -> Callable[..., Choice]:
         def chosen(logits: torch.Tensor, **options: Any) -> Choice:
@@ -33,20 +34,20 @@ def _choosing(choose_otherwise: Callable[..., Choice]) -> Injector:
     return replacing(expert_router, "choose_experts", wrap)
 
 
-def _choose_one_less(choose: Callable[..., Choice], logits: torch.Tensor, *, topk: int, **options: object) -> Choice:
+def _choose_one_less(choose: Callable[..., Choice], logits: torch.Tensor, /, *, topk: int, **options: object) -> Choice:
     return choose(logits, topk=topk - 1, **options)
 
 
-def _score_by_softmax(choose: Callable[..., Choice], logits: torch.Tensor, **options: object) -> Choice:
+def _score_by_softmax(choose: Callable[..., Choice], logits: torch.Tensor, /, **options: object) -> Choice:
     return choose(logits, **{**options, "score_function": "softmax"})
 
 
-def _leave_unnormalised(choose: Callable[..., Choice], logits: torch.Tensor, **options: object) -> Choice:
+def _leave_unnormalised(choose: Callable[..., Choice], logits: torch.Tensor, /, **options: object) -> Choice:
     _, chosen = choose(logits, **options)
     return logits.sigmoid() * chosen, chosen
 
 
-def _drop_tokens(choose: Callable[..., Choice], logits: torch.Tensor, **options: object) -> Choice:
+def _drop_tokens(choose: Callable[..., Choice], logits: torch.Tensor, /, **options: object) -> Choice:
     """The first expert has no room for its first three tokens."""
     weights, chosen = choose(logits, **options)
     kept = torch.ones_like(chosen)
