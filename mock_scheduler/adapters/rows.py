@@ -136,6 +136,14 @@ def _members(rows: Sequence[ForeignRow]) -> Mapping[int, set[int]]:
     return members
 
 
+def read_about(batch: RolloutBatch, key: str, version: int, origin: str) -> Mapping[str, Any]:
+    """Read what a codec wrote of a batch into its meta; raises ``BatchError`` where this codec did not write it."""
+    about: Any = batch.meta.get(key)
+    if not isinstance(about, Mapping) or about.get("version") != version:
+        raise BatchError(f"batch was not recorded from {origin}: meta {key!r} is {about}; expected version {version}")
+    return about
+
+
 def unpack_rows(batch: RolloutBatch) -> list[tuple[int, dict[str, Any]]]:
     """Gives each row's number in the batch and its own fields, in the order in which the rows were given.
 

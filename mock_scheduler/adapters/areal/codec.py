@@ -19,6 +19,7 @@ import torch
 
 from mock_scheduler.adapters.padded import AREAL, PaddedCodec
 from mock_scheduler.adapters.padded.codec import ROW_COLUMN
+from mock_scheduler.adapters.rows import read_about
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.errors import BatchError, MockSchedulerError
@@ -90,12 +91,7 @@ class ArealCodec:
         Raises:
             BatchError: the batch was not made by this class.
         """
-        about: Any = batch.meta.get(META_KEY)
-        if not isinstance(about, Mapping) or about.get("version") != _VERSION:
-            raise BatchError(
-                f"batch was not recorded from AReaL's trajectories: meta {META_KEY!r} is {about}; expected version "
-                f"{_VERSION}"
-            )
+        about = read_about(batch, META_KEY, _VERSION, "AReaL's trajectories")
         joined = PaddedCodec(AREAL, sampling=batch.sampling).decode(batch)
         numbers = sorted(cast("TensorColumn", batch.extras[ROW_COLUMN]).values.tolist())
         bounds = list(accumulate(about["sizes"]))

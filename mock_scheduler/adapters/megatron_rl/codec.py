@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from mock_scheduler.adapters.megatron_rl.turns import read_reward, read_termination, read_turn, read_versions
-from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, unpack_rows
+from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, read_about, unpack_rows
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
@@ -88,12 +88,7 @@ class GroupedRolloutsCodec:
         Raises:
             BatchError: the batch was not made by this class, or a class is not there.
         """
-        about = batch.meta.get(META_KEY)
-        if not isinstance(about, Mapping) or about.get("version") != _VERSION:
-            raise BatchError(
-                f"batch was not recorded from rollouts of megatron/rl: meta {META_KEY!r} is {about}; expected version "
-                f"{_VERSION}"
-            )
+        about = read_about(batch, META_KEY, _VERSION, "rollouts of megatron/rl")
         turns: dict[tuple[int, int], list[dict[str, Any]]] = {}
         ledger: dict[str, Foreign] = {}
         for place, own in unpack_rows(batch):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
-from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, unpack_rows
+from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, read_about, unpack_rows
 from mock_scheduler.adapters.token_lists import INT32_MAX, LARGEST_FLOAT32
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.batch.columns import JsonColumn
@@ -97,12 +97,7 @@ class SampleCodec:
         Raises:
             BatchError: the batch was not made by this class, or a class is not there.
         """
-        about = batch.meta.get(META_KEY)
-        if not isinstance(about, Mapping) or about.get("version") != _VERSION:
-            raise BatchError(
-                f"batch was not recorded from samples of ms-swift: meta {META_KEY!r} is {about}; expected version "
-                f"{_VERSION}"
-            )
+        about = read_about(batch, META_KEY, _VERSION, "samples of ms-swift")
         orders = cast("Sequence[Sequence[str]]", about["orders"])
         samples = []
         for place, own in unpack_rows(batch):

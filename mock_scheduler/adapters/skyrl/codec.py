@@ -28,6 +28,7 @@ from mock_scheduler.adapters.rows import (
     build_batch,
     column_row,
     experts_are_usable,
+    read_about,
     restore_experts,
     unpack_rows,
     without_doubles,
@@ -135,12 +136,7 @@ class SkyrlCodec:
 
 
 def _read_meta(batch: RolloutBatch) -> dict[str, Any]:
-    about = batch.meta.get(META_KEY)
-    if not isinstance(about, Mapping) or about.get("version") != _VERSION:
-        raise BatchError(
-            f"batch was not recorded from SkyRL's generator: meta {META_KEY!r} is {about}; expected version {_VERSION}"
-        )
-    return dict(about)
+    return dict(read_about(batch, META_KEY, _VERSION, "SkyRL's generator"))
 
 
 def _count_rows(native: object) -> int:

@@ -24,6 +24,7 @@ from mock_scheduler.adapters.rows import (
     ForeignRow,
     build_batch,
     column_row,
+    read_about,
     restore_experts,
     unpack_rows,
     without_doubles,
@@ -133,12 +134,7 @@ class SlimeCodec:
         Raises:
             BatchError: the batch was not made by this class.
         """
-        about = batch.meta.get(META_KEY)
-        if not isinstance(about, Mapping) or about.get("version") != _VERSION:
-            raise BatchError(
-                f"batch was not recorded from slime's samples: meta {META_KEY!r} is {about}; expected version "
-                f"{_VERSION}"
-            )
+        about = read_about(batch, META_KEY, _VERSION, "slime's samples")
         names = cast("Sequence[str]", about["fields"])
         root: dict[int, Any] = {}
         for path in cast("Sequence[Sequence[int]]", about["empty"]):

@@ -17,7 +17,15 @@ from typing import Any, cast
 
 from mock_scheduler.adapters.plain_values import pack, unpack
 from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
-from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, column_row, experts_fit, unpack_rows
+from mock_scheduler.adapters.rows import (
+    FROM_CORE,
+    ForeignRow,
+    build_batch,
+    column_row,
+    experts_fit,
+    read_about,
+    unpack_rows,
+)
 from mock_scheduler.adapters.transfer_queue.columns import Columns, QueueColumn
 from mock_scheduler.adapters.transfer_queue.row_fields import (
     FieldNames,
@@ -195,13 +203,7 @@ def read_notes(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def _about(batch: RolloutBatch) -> Mapping[str, Any]:
-    about: Any = batch.meta.get(META_KEY)
-    if not isinstance(about, Mapping) or about.get("version") != _VERSION:
-        raise BatchError(
-            f"batch was not recorded from a TransferQueue: meta {META_KEY!r} is {shown(about)}; expected version "
-            f"{_VERSION}"
-        )
-    return about
+    return read_about(batch, META_KEY, _VERSION, "a TransferQueue")
 
 
 def _describe(native: QueueRows, prompts: Sequence[object] | None) -> JSON:
