@@ -203,7 +203,10 @@ def _read_row(fields: dict[str, Any], place: tuple[int, int, int], version: int)
 
 def _read_reward(stated: object) -> float:
     """The reward as a number that a batch may hold, else 0: the row's own is kept beside it."""
-    value = math.fsum(map(float, stated)) if isinstance(stated, list) else stated
+    try:
+        value = math.fsum(map(float, stated)) if isinstance(stated, list) else stated
+    except (ValueError, OverflowError):  # both infinities, or a sum beyond a float
+        return 0.0
     number = float(value) if isinstance(value, int | float | np.number) else math.nan
     return number if abs(number) <= LARGEST_FLOAT32 else 0.0
 

@@ -128,6 +128,12 @@ def example() -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("rewards", [[math.inf, -math.inf], [1e308, 1e308]], ids=["no sum", "beyond a float"])
+def test_rewards_of_tokens_without_a_sum_come_back(rewards: list[float]) -> None:
+    output = {**example(), "rewards": [rewards, [1.0], [0.5, 0.5]]}
+    assert check(output).rewards.tolist() == [0.0, 1.0, 1.0]
+
+
 def test_the_core_fields_say_what_the_output_says() -> None:
     batch = check(example())
     assert [(row.identity.group_id, row.identity.env_id, row.identity.turn) for row in batch.rows()] == [
