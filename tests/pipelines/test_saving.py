@@ -65,8 +65,9 @@ def check_kills(folder: Path, *, num_kills: int) -> None:
     assert found["left"] == []
     assert found["problems"] == []
     assert found["kills"] == num_kills
-    assert found["torn"] > num_kills // 4, found  # of six, where each falls is chance
-    assert found["whole"] > 0
+    # Every other child ends before one of twelve calls, of which ten come before the last file has its name.
+    assert found["torn"] >= num_kills // 3, found
+    assert found["whole"] >= num_kills
 
 
 def test_a_save_that_is_killed_leaves_no_process_and_no_broken_checkpoint(tmp_path: Path) -> None:

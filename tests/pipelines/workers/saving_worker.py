@@ -1,9 +1,10 @@
 """What tests of saving run in a process of its own: ``-m tests.pipelines.workers.saving_worker TASK FOLDER ...``.
 
 - ``trace FOLDER``: save one checkpoint, and print what was synced and renamed on the way, in order, as JSON.
-- ``kill FOLDER NUM SEED``: let children save one checkpoint after another, end each by SIGKILL at a moment of chance,
-  and print as JSON how many kills fell into a save, which processes were left, and what was wrong with a checkpoint
-  that has its last file. A child's orphans become this process's, so none can hide.
+- ``kill FOLDER NUM SEED``: let children save one checkpoint after another, end each by SIGKILL in its second save, and
+  print as JSON how many kills left a checkpoint without its last file, which processes were left, and what was wrong
+  with a checkpoint that has its last file. A child's orphans become this process's, so none can hide. Every other
+  child ends right before one of the save's calls of the file system, the others a while of chance after it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import random
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from pipelines.megatron.run_state import RunState, check_contents, check_files, 
 from tests.pipelines.megatron.ranks import one_rank
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_LONGEST_LIFE_S = 0.25
+_LONGEST_LIFE_S = 0.1
+_NUM_CALLS = 12  # of the file system in one save, as ``trace`` prints them
 _STATE = RunState(next_step=1, mode="real", fixed={"seed": 1}, scheduler={"a": 1}, learner={})
 
 
@@ -59,29 +61,38 @@ def trace(folder: Path) -> list[list[str]]:
     """Saves into ``folder``; returns ``["fsync" | "rename", path]`` in order."""
     learner = build_learner()
     events: list[list[str]] = []
-    sync, replace, link = os.fsync, os.replace, os.link
 
-    def logged(kind: str, function: Callable[..., None]) -> Callable[..., None]:
-        def call(source: str | Path, target: str | Path) -> None:
-            function(source, target)
-            events.append([kind, str(target), str(source)])
+    def log(kind: str, *paths: str | Path | int) -> None:
+        source, target = paths if len(paths) == 2 else ("", os.readlink(f"/proc/self/fd/{paths[0]}"))
+        events.append([kind, str(target), str(source)])
 
-        return call
-
-    def logged_sync(fd: Any) -> None:
-        sync(fd)
-        events.append(["fsync", os.readlink(f"/proc/self/fd/{fd}"), ""])
-
-    os.fsync, os.replace, os.link = logged_sync, logged("rename", replace), logged("link", link)
-    try:
-        save_checkpoint(folder, learner, _STATE)
-    finally:
-        os.fsync, os.replace, os.link = sync, replace, link
+    watch_calls(after=log)
+    save_checkpoint(folder, learner, _STATE)
     return events
 
 
-def save_without_end(root: Path) -> None:
-    """Saves one checkpoint after another; the first step is the first that is not there."""
+def watch_calls(*, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None) -> None:
+    """Calls these with the kind and the arguments of each call of the file system that decides what a kill leaves."""
+
+    def watched(kind: str, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if before is not None:
+                before(kind, *arguments)
+            function(*arguments)
+            if after is not None:
+                after(kind, *arguments)
+
+        return call
+
+    os.fsync, os.replace, os.link = (
+        watched("fsync", os.fsync),
+        watched("rename", os.replace),
+        watched("link", os.link),
+    )
+
+
+def save_without_end(root: Path) -> Iterator[None]:
+    """Saves one checkpoint for each item; the first step is the first that is not there."""
     learner = build_learner()
     step = 1
     while True:
@@ -89,21 +100,43 @@ def save_without_end(root: Path) -> None:
         folder = checkpoint_folder(root, step)
         if not (folder / "run_state.json").exists():
             save_checkpoint(folder, learner, _STATE)
+            yield
+
+
+def save_until_killed(root: Path, *, num_calls: int, delay_s: float | None) -> None:
+    """Ends this process in its second save, before the call that follows ``num_calls``, or ``delay_s`` after it."""
+    saves = save_without_end(root)
+    next(saves)
+    left = num_calls
+
+    def count(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1 and delay_s is None:
+            end()
+        elif left == -1:
+            threading.Timer(delay_s or 0.0, end).start()
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    watch_calls(before=count)
+    for _ in saves:
+        pass
 
 
 def kill(root: Path, num_kills: int, seed: int) -> dict[str, object]:
-    """Kills children while they save, and looks at what they left."""
+    """Lets children end while they save, and looks at what they left."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     chance = random.Random(seed)
     torn, whole, left, problems = 0, 0, [], []
     for number in range(num_kills):
+        num_calls, delay_s = chance.randrange(_NUM_CALLS), chance.uniform(0.0, _LONGEST_LIFE_S)
         child = os.fork()
         if child == 0:
-            _run_child(root)
-        _wait_for_save(root, child)
-        time.sleep(chance.uniform(0.0, _LONGEST_LIFE_S))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+            _run_child(root, num_calls=num_calls, delay_s=delay_s if number % 2 else None)
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status), (root.parent / "error.txt").read_text(encoding="utf-8")
         left += [f"kill {number}: {process.name()}" for process in psutil.Process().children(recursive=True)]
         folders = sorted(root.iterdir())
         torn += sum(not (folder / "run_state.json").exists() for folder in folders)
@@ -117,23 +150,13 @@ def kill(root: Path, num_kills: int, seed: int) -> dict[str, object]:
     return {"kills": num_kills, "torn": torn, "whole": whole, "left": left, "problems": problems}
 
 
-def _run_child(root: Path) -> None:
+def _run_child(root: Path, *, num_calls: int, delay_s: float | None) -> None:
     try:
-        save_without_end(root)
+        save_until_killed(root, num_calls=num_calls, delay_s=delay_s)
     except BaseException as error:  # noqa: BLE001 - the edge of a process
         (root.parent / "error.txt").write_text(repr(error), encoding="utf-8")
     finally:
         os._exit(1)
-
-
-def _wait_for_save(root: Path, child: int) -> None:
-    """Returns when the child has begun to save."""
-    known = set(root.glob("*/*"))
-    until = time.monotonic() + 60.0
-    while set(root.glob("*/*")) <= known:
-        assert time.monotonic() < until
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), (root.parent / "error.txt").read_text(encoding="utf-8")
-        time.sleep(0.002)
 
 
 def _find_problems(folder: Path) -> list[str]:
