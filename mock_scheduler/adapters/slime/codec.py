@@ -93,19 +93,21 @@ class SlimeCodec:
         *,
         version: int,
         reads_versions: bool = False,
+        by_place: bool = False,
         meta: Mapping[str, JSON] | None = None,
     ) -> RolloutBatch:
         """Gives the batch of samples, all of policy ``version``.
 
         ``reads_versions``: a sample's own ``weight_versions`` count instead, where they are numbers up to ``version``.
-        An engine counts the weights that it was sent, and a replay sends none.
+        An engine counts the weights that it was sent, and a replay sends none. ``by_place``: a sample's group and
+        trajectory are its place in the lists, whatever its own numbers.
         """
         placed = list(_walk(native, ()))
         empty = [list(path) for path, sample in placed if sample is None]
         samples = [(path, sample) for path, sample in placed if sample is not None]
         if not samples:
             raise BatchError("a rollout has no sample")
-        places = _identify(samples)
+        places = _identify(samples, by_place=by_place)
         rows, problems = [], []
         for number, (path, sample) in enumerate(samples):
             try:
@@ -207,10 +209,10 @@ def _walk(native: object, path: _Path) -> Iterator[tuple[_Path, SampleFields | N
         yield from _walk(item, (*path, number))
 
 
-def _identify(samples: Sequence[tuple[_Path, SampleFields]]) -> list[tuple[int, int, int]]:
+def _identify(samples: Sequence[tuple[_Path, SampleFields]], *, by_place: bool) -> list[tuple[int, int, int]]:
     """Group, trajectory and row of each sample: by its own numbers where all have them, else by its place."""
-    has_groups = all(_is_number(sample.get("group_index")) for _, sample in samples)
-    has_members = all(_is_number(_member(sample)) for _, sample in samples)
+    has_groups = not by_place and all(_is_number(sample.get("group_index")) for _, sample in samples)
+    has_members = not by_place and all(_is_number(_member(sample)) for _, sample in samples)
     seen: Counter[tuple[int, int]] = Counter()
     places = []
     for number, (path, sample) in enumerate(samples):

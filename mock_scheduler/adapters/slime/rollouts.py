@@ -21,6 +21,7 @@ import numpy as np
 
 from mock_scheduler.adapters.settings import describe_keys, load_settings
 from mock_scheduler.adapters.slime.codec import SlimeCodec
+from mock_scheduler.adapters.slime.evaluation import FamilyCodec, has_samples
 from mock_scheduler.adapters.slime.settings import SlimeSettings
 from mock_scheduler.adapters.slime.suppress import check_switch
 from mock_scheduler.batch import SamplingParams
@@ -66,6 +67,7 @@ class RolloutFunction:
         self._arguments: tuple[Any, ...] = ()
         self._options: dict[str, Any] = {}
         self._output: Any = None
+        self._newest = -1  # rollout that was asked for
 
     def __call__(self, input: Any) -> Any:  # noqa: ANN401 - the framework's, by its name
         """Answer miles' call."""
@@ -92,12 +94,13 @@ class RolloutFunction:
             self._scheduler.close()
 
     def play(self) -> Any:  # noqa: ANN401 - the framework's
-        """Call the real function as the framework has called this one, and keep its output."""
+        """Call the real function as the framework has called this one, once for each of its calls."""
         if self._real is None:
             found: Any = _find(self._settings.real)
             self._real = found(self._input) if isinstance(found, type) else found
             self.ledger.count("built", "rollout_function")
-        self._output = self._real(*self._arguments, **self._options)
+        if self._output is None:
+            self._output = self._real(*self._arguments, **self._options)
         return self._output
 
     def read_cursor(self) -> dict[str, JSON]:
@@ -106,10 +109,10 @@ class RolloutFunction:
         return {name: value for name, value in found.items() if type(value) is int}
 
     def _answer(self, rollout_id: int, *, is_evaluation: bool, version: int | None) -> Any:  # noqa: ANN401
-        scheduler = self._open()
+        scheduler, self._output = self._open(), None
         if is_evaluation:
-            return self._evaluate(rollout_id)
-        before, self._output = self.read_cursor(), None
+            return self._evaluate(scheduler, rollout_id, version)
+        before = self.read_cursor()
         request = RolloutRequest(
             global_step=rollout_id,
             batch_size=int(self.args.rollout_batch_size) * int(self.args.n_samples_per_prompt),
@@ -117,23 +120,46 @@ class RolloutFunction:
             policy_version=rollout_id,
             data_cursor=before or None,
         )
-        samples = scheduler.get_batch(request)
+        samples = self._get(scheduler, request)
+        self._newest = rollout_id
+        if self._output is not None:
+            return self._output
+        self._advance(before, scheduler.state_dict()["scheduler"], rollout_id)
+        output_type = self._find_output("RolloutFnTrainOutput")
+        return output_type(samples=self._as_samples(samples, version), metrics=_recorded_metrics(scheduler))
+
+    def _evaluate(self, scheduler: ProxyScheduler, rollout_id: int, version: int | None) -> Any:  # noqa: ANN401
+        step = rollout_id + (rollout_id <= self._newest)
+        mode = self._settings.mock_config().mode_of(step=step, kind="val", scheduler_id="default")
+        is_recorded = self._settings.record_evaluation
+        if mode == "mock" and not is_recorded:
+            self.ledger.count("suppressed", "evaluation")
+            return self._find_output("RolloutFnEvalOutput")(data={}, metrics={})
+        if not is_recorded or (mode == "dump" and not has_samples(_read_datasets(self.play()))):
+            self.ledger.count("called", "evaluation_without_record")
+            return self.play()
+        request = RolloutRequest(global_step=step, batch_size=1, has_open_size=True, mode="val", policy_version=step)
+        datasets = self._get(scheduler, request)
+        if self._output is not None:
+            return self._output
+        data = {
+            name: {key: self._as_samples(value, version) if key == "samples" else value for key, value in about.items()}
+            for name, about in datasets.items()
+        }
+        return self._find_output("RolloutFnEvalOutput")(data=data, metrics=_recorded_metrics(scheduler))
+
+    def _get(self, scheduler: ProxyScheduler, request: RolloutRequest) -> Any:  # noqa: ANN401 - by the request's mode
+        """Ask; afterwards ``_output`` is what the real function gave, ``None`` where nothing was played."""
+        found = scheduler.get_batch(request)
         if self._output is not None:
             scheduler.state_dict()  # returns when the step is on disk: nobody tells this function that the run ends
-            return self._output
-        recorded = {name.removeprefix(RECORDED_PREFIX): value for name, value in scheduler.collect_metrics().items()}
-        self._advance(before, scheduler.state_dict()["scheduler"], rollout_id)
-        sample_type = _find(f"{self._settings.package}.utils.types.Sample")
-        output_type = _find(f"{self._settings.package}.rollout.base_types.RolloutFnTrainOutput")
-        return output_type(samples=_as_samples(samples, sample_type, version), metrics=recorded)
+        return found
 
-    def _evaluate(self, rollout_id: int) -> Any:  # noqa: ANN401 - the framework's
-        """Evaluation is played wherever training of this step is; a replay answers that there is none."""
-        config = self._settings.mock_config()
-        if config.mode_of(step=rollout_id, kind="val", scheduler_id="default") != "mock":
-            return self.play()
-        self.ledger.count("suppressed", "evaluation")
-        return _find(f"{self._settings.package}.rollout.base_types.RolloutFnEvalOutput")(data={}, metrics={})
+    def _find_output(self, name: str) -> Any:  # noqa: ANN401 - a class of the framework
+        return _find(f"{self._settings.package}.rollout.base_types.{name}")
+
+    def _as_samples(self, nested: Any, version: int | None) -> Any:  # noqa: ANN401 - lists of samples
+        return _as_samples(nested, _find(f"{self._settings.package}.utils.types.Sample"), version)
 
     def _open(self) -> ProxyScheduler:
         if self._scheduler is None:
@@ -148,7 +174,7 @@ class RolloutFunction:
                 config,
                 lambda: _Live(self),
                 {**describe_arguments(self.args), **self._settings.contract},
-                codec=SlimeCodec(sampling=read_sampling(self.args), reward_key=getattr(self.args, "reward_key", None)),
+                codec=make_codec(self.args),
                 ledger=self.ledger,
                 resume=self._settings.resume,
                 provenance={"framework": self._settings.package},
@@ -178,18 +204,19 @@ class _Live:
         self._owner = owner
         self._metrics: dict[str, float] = {}
 
-    def get_batch(self, request: RolloutRequest) -> list[Any]:
-        """Play, and give the samples' fields in their nesting."""
+    def get_batch(self, request: RolloutRequest) -> Any:  # noqa: ANN401 - by the request's mode
+        """Play, and give the samples' fields in their nesting, of an evaluation within their datasets."""
         output = self._owner.play()
-        # A bare list is taken as well, as the framework itself takes it.
-        measured = {} if isinstance(output, list) else output.metrics or {}
+        # Bare lists and dicts are taken as well, as the framework itself takes them.
+        measured = {} if isinstance(output, list | dict) else output.metrics or {}
         self._metrics = {
             str(name): float(value)
             for name, value in measured.items()
             if isinstance(value, int | float | np.number) and math.isfinite(value)
         }
-        nested: list[Any] = output if isinstance(output, list) else output.samples
-        return [_as_fields(item) for item in nested]
+        if request.mode == "val":
+            return _as_fields(_read_datasets(output))
+        return _as_fields(output if isinstance(output, list) else output.samples)
 
     def collect_metrics(self) -> dict[str, float]:
         """Give the numbers that the function measured."""
@@ -203,8 +230,21 @@ class _Live:
         """Do nothing: each replayed step has advanced the data source."""
 
 
-def _as_fields(nested: Any) -> Any:  # noqa: ANN401 - a sample, or lists of samples
-    return [_as_fields(item) for item in nested] if isinstance(nested, list) else nested.to_dict()
+def _as_fields(nested: Any) -> Any:  # noqa: ANN401 - samples in lists and mappings
+    """Give the fields in place of each sample; every other value stays."""
+    if isinstance(nested, list):
+        return [_as_fields(item) for item in nested]
+    if isinstance(nested, Mapping):
+        return {name: _as_fields(item) for name, item in nested.items()}
+    return nested.to_dict() if hasattr(nested, "to_dict") else nested
+
+
+def _read_datasets(output: Any) -> Any:  # noqa: ANN401 - of an evaluation
+    return output if isinstance(output, dict) else output.data
+
+
+def _recorded_metrics(scheduler: ProxyScheduler) -> dict[str, float]:
+    return {name.removeprefix(RECORDED_PREFIX): value for name, value in scheduler.collect_metrics().items()}
 
 
 def _as_samples(nested: Any, sample_type: Any, version: int | None) -> Any:  # noqa: ANN401 - lists of samples
@@ -217,15 +257,29 @@ def _as_samples(nested: Any, sample_type: Any, version: int | None) -> Any:  # n
     return sample_type.from_dict(nested)
 
 
-def read_sampling(args: Any) -> SamplingParams:  # noqa: ANN401 - the framework's
-    """Read how tokens are sampled; a ``rollout_top_k`` below 1 turns it off.
+def make_codec(args: Any) -> FamilyCodec:  # noqa: ANN401 - the framework's
+    """Make the codec of a run: an evaluation's samples have their own temperature and key of rewards."""
+    key = getattr(args, "reward_key", None)
+    train = SlimeCodec(sampling=read_sampling(args, "rollout"), reward_key=key)
+    val_key = getattr(args, "eval_reward_key", None) or key
+    return FamilyCodec(train, SlimeCodec(sampling=read_sampling(args, "eval"), reward_key=val_key))
+
+
+def read_sampling(args: Any, kind: str) -> SamplingParams:  # noqa: ANN401 - the framework's
+    """Read how tokens are sampled; a top-k below 1 turns it off. Without ``eval_*``, evaluation samples as rollouts.
 
     SGLang's log-probabilities are of the logits over the temperature: with top-p and top-k off, of what is sampled.
     """
+
+    def read(name: str, default: float) -> float:
+        found = getattr(args, f"{kind}_{name}", None)
+        found = getattr(args, f"rollout_{name}", None) if found is None else found
+        return default if found is None else found
+
     return SamplingParams(
-        temperature=float(getattr(args, "rollout_temperature", 1.0)),
-        top_p=float(getattr(args, "rollout_top_p", 1.0)),
-        top_k=max(int(getattr(args, "rollout_top_k", 0) or 0), 0),
+        temperature=float(read("temperature", 1.0)),
+        top_p=float(read("top_p", 1.0)),
+        top_k=max(int(read("top_k", 0)), 0),
         logprobs_mode="processed",
     )
 

@@ -22,6 +22,7 @@ class SlimeSettings(RolloutSettings):
     Attributes:
         real: the rollout function, or class, that plays: ``module.name``.
         framework: the package of its classes; ``None``: the first part of ``real`` where that is slime, miles or vime.
+        record_evaluation: evaluations are recorded and replayed; otherwise they are played, and a replay has none.
         with_engines: a replay may have engines beside it, as for a measurement of memory.
     """
 
@@ -29,6 +30,7 @@ class SlimeSettings(RolloutSettings):
 
     real: str
     framework: str | None = None
+    record_evaluation: bool = True
     with_engines: bool = False
 
     @property

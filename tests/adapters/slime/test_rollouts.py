@@ -130,17 +130,66 @@ def test_a_missing_step_is_refused(tmp_path: Path) -> None:
         run(tmp_path, "mock", range(1, 2), source, arguments(debug_train_only=True))
 
 
-def test_a_replay_has_no_evaluation(tmp_path: Path) -> None:
-    live = RolloutFunction(settings=settings(tmp_path, "dump"))
-    source = DataSource()
-    assert live.generate(arguments(), 0, source, evaluation=True).data == {"gsm": {"samples": []}}
-    live.generate(arguments(), 0, source, evaluation=False)
-    live.close()
+def evaluations(folder: Path, mode: str, args: Any, **fields: Any) -> tuple[list[Any], dict[str, dict[str, int]]]:
+    """What evaluations before the first rollout and after each of two give, and the ledger."""
+    function = RolloutFunction(settings=settings(folder, mode, **fields))
+    source, found = DataSource(), [function.generate(args, 0, DataSource(), evaluation=True)]
+    for step in range(2):
+        function.generate(args, step, source, evaluation=False)
+        found.append(function.generate(args, step, source, evaluation=True))
+    function.close()
+    return found, function.ledger.as_dict()
+
+
+def comparable(output: Any) -> dict[str, Any]:
+    return {
+        name: {**about, "samples": [sample.to_dict() for sample in about["samples"]]}
+        for name, about in output.data.items()
+    }
+
+
+def test_evaluations_are_replayed(tmp_path: Path) -> None:
+    args = arguments(eval_reward_key="acc", eval_temperature=0.25)
+    live, _ = evaluations(tmp_path, "dump", args)
+    assert playing.calls == ["eval 0", "train 0", "eval 0", "train 1", "eval 1"]
     playing.calls.clear()
-    function = RolloutFunction(settings=settings(tmp_path, "mock", with_engines=True))
-    assert function.generate(arguments(), 0, DataSource(), evaluation=True).data == {}
+    replayed, ledger = evaluations(tmp_path, "mock", args, with_engines=True)
     assert playing.calls == []
-    assert function.ledger.as_dict()["suppressed"] == {"evaluation": 1}
+    assert ledger["built"].get("rollout_function", 0) == 0
+    assert [comparable(output) for output in replayed] == [comparable(output) for output in live]
+    assert [list(output.data) for output in replayed] == [["gsm", "none", "math"]] * 3
+    assert [output.metrics for output in replayed] == [{"eval/seconds": 0.5}] * 3
+
+
+def test_a_recorded_evaluation_says_its_samples(tmp_path: Path) -> None:
+    live, _ = evaluations(tmp_path, "dump", arguments(eval_reward_key="acc", eval_temperature=0.25))
+    recording = read_recording(tmp_path / "dump")
+    assert recording.steps == {"train": [0, 1], "val": [0, 1, 2]}
+    batch = recording.batch(1, mode="val")
+    assert (len(batch), batch.sampling.temperature, recording.batch(0).sampling.temperature) == (5, 0.25, 1.0)
+    rewards = [torch.tensor(reward).item() for name in ("gsm", "math") for reward in live[1].data[name]["rewards"]]
+    assert batch.rewards.tolist() == rewards
+    assert [(row.identity.group_id, row.identity.env_id) for row in batch.rows()] == [
+        *((0, 0), (0, 1), (0, 2)),
+        *((2, 0), (2, 1)),
+    ]
+
+
+def test_evaluations_may_be_left_out(tmp_path: Path) -> None:
+    evaluations(tmp_path, "dump", arguments(), record_evaluation=False)
+    assert read_recording(tmp_path / "dump").steps == {"train": [0, 1]}
+    playing.calls.clear()
+    replayed, ledger = evaluations(tmp_path, "mock", arguments(), with_engines=True, record_evaluation=False)
+    assert ([output.data for output in replayed], playing.calls) == ([{}] * 3, [])
+    assert ledger["suppressed"]["evaluation"] == 3
+
+
+def test_an_evaluation_without_samples_goes_on_without_a_record(tmp_path: Path) -> None:
+    live, ledger = evaluations(tmp_path, "dump", arguments(eval_datasets={"none": 0}))
+    assert [output.data for output in live] == [{"none": {"rewards": [], "truncated": [], "samples": []}}] * 3
+    assert playing.calls == ["eval 0", "train 0", "eval 0", "train 1", "eval 1"]
+    assert ledger["called"]["evaluation_without_record"] == 3
+    assert read_recording(tmp_path / "dump").steps == {"train": [0, 1]}
 
 
 def test_live_rollouts_follow_replayed_ones(tmp_path: Path) -> None:
