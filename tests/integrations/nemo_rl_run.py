@@ -162,7 +162,9 @@ GameActor = ray.remote(num_cpus=0)(Game)
 class Logger(grpo.Logger):
     """NeMo-RL's own, which shows what it is given."""
 
-    def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str = "", *arguments: Any, **options: Any) -> None:
+    def log_metrics(
+        self, metrics: dict[str, Any], step: int, prefix: str = "", *arguments: Any, **options: Any
+    ) -> None:
         logged.append((prefix, step, dict(metrics)))
 
 
@@ -180,8 +182,8 @@ def make_inputs(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def write_config(folder: Path, kind: str) -> Path:
-    """Write a configuration that is NeMo-RL's example but for its size: three steps of four prompts, two samples each."""
+def write_config(folder: Path, kind: str) -> list[str]:
+    """Write a configuration that is NeMo-RL's example but for its size: three steps, four prompts of two samples."""
     train = {
         "dataset_name": "ResponseDataset",
         "data_path": str(folder / "train.jsonl"),
@@ -214,17 +216,23 @@ def write_config(folder: Path, kind: str) -> Path:
         },
         "env": {"math": {"num_workers": 1}},
     }
+    keys = []
     if kind == "games":
-        more = {**train, "data_path": str(folder / "more.jsonl"), "env_name": "large"}
-        config["data"] |= {
-            "train": [{**train, "env_name": "small"}, more],
-            "default": {"prompt_file": None, "env_name": "small"},
-        }
+        named = [
+            {**train, "env_name": "small"},
+            {**train, "data_path": str(folder / "more.jsonl"), "env_name": "large"},
+        ]
+        # Its configuration takes a list in the place of a mapping by the command line alone.
+        listed = ",".join("{" + ",".join(f"{name}:{value}" for name, value in one.items()) + "}" for one in named)
+        keys.append(f"data.train=[{listed}]")
+        config["data"]["train"] = None
+        config["data"]["default"]["env_name"] = "small"
         config["env"] |= {"small": {"scale": 0.5}, "large": {"scale": 2.0}}
-        config["grpo"] |= {"max_rollout_turns": 3, "use_dynamic_sampling": True, "val_num_generations_per_prompt": 2}
+        config["grpo"] |= {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_rollout_turns": 3}
+        config["grpo"] |= {"use_dynamic_sampling": True, "val_num_generations_per_prompt": 2}
     path = folder / "config.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-    return path
+    return ["--config", str(path), *keys]
 
 
 def main(folder: Path, mode: str, kind: str, keys: Sequence[str]) -> None:
@@ -240,7 +248,7 @@ def main(folder: Path, mode: str, kind: str, keys: Sequence[str]) -> None:
     ledger = Ledger()
     settings = {"rollout_mock": {"enable": True, "mode": mode, "dump_dir": str(folder / "dump")}}
     script.setup, script.grpo_train = with_rollouts(script.setup, script.grpo_train, settings, ledger)
-    sys.argv = ["run_grpo.py", "--config", str(write_config(folder, kind)), *keys]
+    sys.argv = ["run_grpo.py", *write_config(folder, kind), *keys]
     run_grpo.main()
     found = {"trained": trained, "logged": logged, "calls": calls, "counts": ledger.as_dict()}
     torch.save(found, folder / f"{mode}.pt")

@@ -261,8 +261,8 @@ def _find_module(setup: Function, grpo_train: Function) -> ModuleType:
     missing = [name for name in _NEEDED if not hasattr(module, name)]
     if missing:
         raise ConfigError(
-            f"{module.__name__} has no {', '.join(missing)}: it is another algorithm than GRPO, or a release that cannot "
-            f"be recorded. Give setup and grpo_train of {_OF}; the adapter was written for the revision that "
+            f"{module.__name__} has no {', '.join(missing)}: it is another algorithm than GRPO, or a release that "
+            f"cannot be recorded. Give setup and grpo_train of {_OF}; the adapter was written for the revision that "
             "mock-scheduler frameworks lists"
         )
     return module
