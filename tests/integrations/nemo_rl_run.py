@@ -30,11 +30,12 @@ from tokenizers.decoders import Fuse
 from transformers import PreTrainedTokenizerFast
 
 from mock_scheduler.adapters.nemo_rl.rollouts import with_rollouts
+from mock_scheduler.adapters.plain_values import to_json
 from mock_scheduler.ledger import Ledger
 
 calls: list[str] = []
 trained: list[dict[str, Any]] = []
-logged: list[tuple[str, int, dict[str, Any]]] = []
+logged: list[tuple[str, int, Any]] = []
 _FIRST = 32
 #: By which NeMo-RL imports the class.
 ACTOR = "nemo_rl_run.GameActor"
@@ -165,7 +166,7 @@ class Logger(grpo.Logger):
     def log_metrics(
         self, metrics: dict[str, Any], step: int, prefix: str = "", *arguments: Any, **options: Any
     ) -> None:
-        logged.append((prefix, step, dict(metrics)))
+        logged.append((prefix, step, to_json(dict(metrics), prefix)))
 
 
 def make_inputs(folder: Path) -> None:

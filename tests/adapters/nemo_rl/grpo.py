@@ -18,6 +18,16 @@ import torch
 calls: list[str] = []
 
 
+def noting(name: str, answer: Any) -> Any:
+    """A function that notes its call."""
+
+    def note(*_arguments: Any, **_options: Any) -> Any:
+        calls.append(name)
+        return answer
+
+    return note
+
+
 class BatchedDataDict(UserDict):  # type: ignore[type-arg]
     """Lists and tensors of one length."""
 
@@ -123,7 +133,7 @@ class VllmGeneration:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *_arguments, **_options: calls.append(f"engine.{name}") or []
+        return noting(f"engine.{name}", [])
 
 
 class MegatronGeneration(VllmGeneration):
@@ -146,7 +156,7 @@ class Policy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_arguments, **_options: calls.append(f"policy.{name}") or []
+        return noting(f"policy.{name}", [])
 
 
 class Environment:
@@ -160,8 +170,8 @@ class Environment:
 def create_weight_synchronizer(**options: Any) -> Any:
     return SimpleNamespace(
         is_stale=True,
-        init_communicator=lambda: calls.append("communicator"),
-        sync_weights=lambda **_: calls.append("weights") or {},
+        init_communicator=noting("communicator", None),
+        sync_weights=noting("weights", {}),
     )
 
 
