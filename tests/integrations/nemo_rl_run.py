@@ -236,6 +236,12 @@ def write_config(folder: Path, kind: str) -> list[str]:
     return ["--config", str(path), *keys]
 
 
+def start_ray() -> None:
+    """Start Ray, and name it: NeMo-RL looks for the one of the machine, where others may run theirs."""
+    context: Any = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
+
+
 def main(folder: Path, mode: str, kind: str, keys: Sequence[str]) -> None:
     """Run NeMo-RL's script with both lines of the adapter."""
     make_inputs(folder)
@@ -245,7 +251,7 @@ def main(folder: Path, mode: str, kind: str, keys: Sequence[str]) -> None:
     stand_ins: Any = grpo
     stand_ins.Policy, stand_ins.VllmGeneration, stand_ins.Logger = Policy, Engine, Logger
     script: Any = run_grpo
-    script.init_ray = lambda: ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    script.init_ray = start_ray
     ledger = Ledger()
     settings = {"rollout_mock": {"enable": True, "mode": mode, "dump_dir": str(folder / "dump")}}
     script.setup, script.grpo_train = with_rollouts(script.setup, script.grpo_train, settings, ledger)
