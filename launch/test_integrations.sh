@@ -4,7 +4,8 @@
 # TransformerEngine's and Megatron-Bridge's Python 0.2 GB, SkyRL's and AReaL's with what they import 0.9 GB, ms-swift's
 # 0.4 GB. megatron/rl is in no wheel: its test runs where $MEGATRON_LM names Megatron-LM's sources. vLLM and TRL have
 # .venv-engines, of Python 3.11: 3.4 GB (vLLM alone took 5 minutes). verl has .venv-verl, of Python 3.11: 2.0 GB,
-# 5 minutes, and 11 minutes for its test of trainer V0; it takes no transformers that vLLM takes.
+# 5 minutes, and 11 minutes for its test of trainer V0; it takes no transformers that vLLM takes. NeMo-RL is in no wheel:
+# where $NEMO_RL_SOURCE names its sources, what it imports has .venv-nemo, of Python 3.11 as well.
 #   launch/test.sh --integrations            all of them
 #   launch/test.sh --integrations ARGS...    arguments go to pytest
 set -euo pipefail
@@ -90,6 +91,12 @@ requirements=tests/integrations/verl_requirements.txt
 if ! is_made .venv-verl "$requirements" setup.py; then
     make .venv-verl -r "$requirements" -e . # with this project itself: verl finds plugins among what is installed
     sha256sum "$requirements" setup.py >.venv-verl/.requirements.sha256
+fi
+
+requirements=tests/integrations/nemo_rl_requirements.txt
+if [[ -n "${NEMO_RL_SOURCE:-}" ]] && ! is_made .venv-nemo "$requirements" setup.py; then
+    make .venv-nemo -r "$requirements" -e .
+    sha256sum "$requirements" setup.py >.venv-nemo/.requirements.sha256
 fi
 
 selection=("$@")

@@ -120,6 +120,13 @@ FORMATS = (
         reader=f"{_IMPORTS}.nexrl:read_rollouts",
     ),
     ForeignFormat(
+        name="nemo-rl",
+        framework="NeMo-RL: the logger's own files of training data",
+        source="train_data_step{step}.jsonl: a file, or their folder",
+        lacks=f"{_SAMPLING}, groups where they are not given by --group-size, policy versions, how rows ended",
+        reader=f"{_IMPORTS}.nemo_rl:read_rollouts",
+    ),
+    ForeignFormat(
         name="vime-gradients",
         framework="vime: --ci-save-parameter-grads",
         source="the folder of one role, with rollout-{N}/step-{M}/rank-{R}.pt",

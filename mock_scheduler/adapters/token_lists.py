@@ -6,6 +6,8 @@ beside it.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -69,6 +71,17 @@ def read_logprobs(stated: object, mask: _Mask, name: str) -> tuple[npt.NDArray[n
         and others.tobytes() == bytes(others.nbytes)
     )
     return rounded[mask], is_exact
+
+
+def read_reward(stated: object) -> float:
+    """Reads a reward, or the sum of those of tokens, where a batch may hold it; else 0: the row's own is kept beside
+    it."""
+    try:
+        value = math.fsum(map(float, stated)) if isinstance(stated, list) else stated
+    except (ValueError, OverflowError):  # both infinities, or a sum beyond a float
+        return 0.0
+    number = float(value) if isinstance(value, int | float | np.number) else math.nan
+    return number if abs(number) <= LARGEST_FLOAT32 else 0.0
 
 
 def select_support(

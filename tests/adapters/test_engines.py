@@ -8,13 +8,14 @@ from __future__ import annotations
 import pickle
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mock_scheduler import megatron
 from mock_scheduler.adapters.areal import trace as areal
 from mock_scheduler.adapters.engines import EngineParts, with_trace
+from mock_scheduler.adapters.nemo_rl import trace as nemo_rl
 from mock_scheduler.adapters.roll import trace as roll
 from mock_scheduler.adapters.skyrl.trace import traced_worker
 from mock_scheduler.errors import ConfigError
@@ -115,3 +116,42 @@ def test_a_framework_names_the_class_by_its_module(monkeypatch: pytest.MonkeyPat
         vars(roll).pop("TracedActorWorker", None)
     with pytest.raises(AttributeError, match="has no attribute 'ActorWorker'"):
         roll.ActorWorker  # noqa: B018 - an attribute
+
+
+def test_nemo_rl_makes_its_policy_of_the_traced_actor(
+    attached: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo-RL imports the worker by its name, and starts it in the environment of the name that it stands for."""
+
+    class MegatronPolicyWorkerImpl:
+        model: Any = "chunk"
+        optimizer: Any = "optimizer"
+
+        def train(self, data: str) -> str:
+            return f"trained on {data}"
+
+    workers: Any = ModuleType("nemo_rl.models.policy.workers.megatron_policy_worker")
+    workers.MegatronPolicyWorkerImpl = MegatronPolicyWorkerImpl
+    workers.get_runtime_env_for_policy_worker = lambda name: {"nsight": name}
+    policy, registry, ray = (
+        cast("Any", ModuleType(name))
+        for name in ("nemo_rl.models.policy.lm_policy", "nemo_rl.distributed.ray_actor_environment_registry", "ray")
+    )
+    policy.Policy = dict
+    registry.ACTOR_ENVIRONMENT_REGISTRY = {f"{workers.__name__}.MegatronPolicyWorker": "mcore"}
+    ray.remote = lambda **options: lambda worker: (options, worker)
+    for module in (workers, policy, registry, ray):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    made = nemo_rl.traced_policy(config="config")
+    name = "mock_scheduler.adapters.nemo_rl.trace.TracedMegatronPolicyWorker"
+    assert made == {"config": "config", "worker_extension_cls_fqn": name}
+    assert registry.ACTOR_ENVIRONMENT_REGISTRY[name] == "mcore"
+    try:
+        options, worker = nemo_rl.TracedMegatronPolicyWorker
+        assert options == {"runtime_env": {"nsight": "megatron_policy_worker"}}
+        assert pickle.loads(pickle.dumps(worker)) is worker
+        assert worker().train("a") == "trained on a"
+        assert attached == [("chunk", "optimizer")]
+    finally:
+        for made_name in ("TracedMegatronPolicyWorker", "TracedMegatronPolicyWorkerImpl"):
+            vars(nemo_rl).pop(made_name, None)

@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 
 from mock_scheduler.adapters.areal import trace as areal
 from mock_scheduler.adapters.engines import EngineParts, with_trace
+from mock_scheduler.adapters.nemo_rl import trace as nemo_rl
 from mock_scheduler.adapters.roll import trace as roll
 from mock_scheduler.adapters.skyrl import trace as skyrl
 
@@ -110,10 +111,24 @@ class RollWorker:
         self.train_step(batches)
 
 
+class NemoRlWorker:
+    """NeMo-RL 7ea279abf, ``MegatronPolicyWorkerImpl``: its model is one chunk, and no list."""
+
+    def __init__(self, chunks: list[Any], optimizer: Any, passes: Passes) -> None:
+        (self.model,), self.optimizer = chunks, optimizer
+        self._passes = passes
+
+    def train(self, data: Sequence[Any], loss_fn: Any = None, eval_mode: bool = False) -> None:
+        _zero([self.model], self.optimizer)
+        self._passes([self.model], data)
+        self.optimizer.step()
+
+
 _TRACED: dict[str, tuple[type, EngineParts]] = {
     "skyrl": (SkyrlWorker, skyrl.PARTS),
     "areal": (ArealEngine, areal.PARTS),
     "roll": (RollWorker, roll.PARTS),
+    "nemo_rl": (NemoRlWorker, nemo_rl.PARTS),
 }
 
 

@@ -1,4 +1,4 @@
-"""The pages of SkyRL, AReaL, ROLL and verl: their code prints what they say, and their settings are settings."""
+"""The pages of frameworks with settings: their code prints what they say, and their settings are settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import yaml
 
 from mock_scheduler.adapters.areal.settings import ArealSettings
 from mock_scheduler.adapters.frameworks import find_frameworks
+from mock_scheduler.adapters.nemo_rl.settings import NemoRlSettings
 from mock_scheduler.adapters.roll.settings import RollSettings
 from mock_scheduler.adapters.settings import RolloutSettings
 from mock_scheduler.adapters.skyrl.settings import SkyrlSettings
 from mock_scheduler.adapters.verl.settings import VerlSettings
 from tests.docs.test_pages import DOCS
 
-PAGES: dict[str, type[RolloutSettings]] = {"skyrl": SkyrlSettings, "areal": ArealSettings, "roll": RollSettings}
+PAGES: dict[str, type[RolloutSettings]] = {
+    "skyrl": SkyrlSettings,
+    "areal": ArealSettings,
+    "roll": RollSettings,
+    "nemo_rl": NemoRlSettings,
+}
 SETTINGS: dict[str, type[RolloutSettings]] = {**PAGES, "verl": VerlSettings}
 
 

@@ -5,8 +5,9 @@ Importing this imports neither torch nor Megatron; its names do, when they are f
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from mock_scheduler.adapters.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mock_scheduler.adapters.megatron_rl.codec import GroupedRolloutsCodec
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupedRolloutsCodec", "Rollouts", "attach_rollouts"]
 
-_MODULES = {"GroupedRolloutsCodec": "codec", "Rollouts": "rollouts", "attach_rollouts": "rollouts"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__, {"GroupedRolloutsCodec": "codec", "Rollouts": "rollouts", "attach_rollouts": "rollouts"}
+)

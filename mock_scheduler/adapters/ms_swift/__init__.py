@@ -5,8 +5,9 @@ Importing this imports neither torch nor ms-swift; its names do, when they are f
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from mock_scheduler.adapters.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mock_scheduler.adapters.ms_swift.codec import SampleCodec
@@ -15,12 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Rollouts", "SampleCodec", "register"]
 
-_MODULES = {"Rollouts": "rollouts", "SampleCodec": "codec", "register": "plugin"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, {"Rollouts": "rollouts", "SampleCodec": "codec", "register": "plugin"})

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+from mock_scheduler.adapters.rebinding import standing_for
 from mock_scheduler.adapters.roll.scheduler import recorded_scheduler
 from mock_scheduler.adapters.roll.settings import RollSettings, check_supported
 from mock_scheduler.adapters.roll.suppress import cluster_factory
@@ -55,7 +54,7 @@ def with_rollouts(pipeline: Pipeline, settings: GivenSettings = None, ledger: Le
             names: dict[str, Any] = {_SCHEDULER: recorded_scheduler(getattr(module, _SCHEDULER), read, run_id)}
             if self._replays:
                 names[_CLUSTER] = cluster_factory(getattr(module, _CLUSTER), self.ledger)
-            with _standing_for(module, names):
+            with standing_for(module, names):
                 super().__init__(pipeline_config, *arguments, **options)
 
         def set_model_update_pair(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
@@ -93,18 +92,6 @@ def _find_module(pipeline: type) -> ModuleType:
         f"{pipeline.__module__}.{pipeline.__name__} has no {_SCHEDULER} and {_CLUSTER} in its module: it is no agentic "
         "pipeline of ROLL. Pipelines of other kinds, as RLVR, are not recorded"
     )
-
-
-@contextmanager
-def _standing_for(module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
-    original = {name: getattr(module, name) for name in names}
-    try:
-        for name, value in names.items():
-            setattr(module, name, value)
-        yield
-    finally:
-        for name, value in original.items():
-            setattr(module, name, value)
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of ROLL

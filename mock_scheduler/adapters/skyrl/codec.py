@@ -10,7 +10,6 @@ are no float32 are kept beside the core. A row without a token has one placehold
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -34,10 +33,10 @@ from mock_scheduler.adapters.rows import (
     without_doubles,
 )
 from mock_scheduler.adapters.token_lists import (
-    LARGEST_FLOAT32,
     check_tokens,
     read_logprobs,
     read_mask,
+    read_reward,
     select_support,
     spread_logprobs,
 )
@@ -191,7 +190,7 @@ def _read_row(fields: dict[str, Any], place: tuple[int, int, int], version: int)
         group=place[0],
         member=place[1],
         turn=place[2],
-        reward=_read_reward(fields.get("rewards")),
+        reward=read_reward(fields.get("rewards")),
         versions=version,
         termination=_TERMINATIONS.get(fields.get("stop_reasons", "stop"), Termination.ABORTED),
         prompt_length=len(prompt) if tokens else 1,
@@ -199,16 +198,6 @@ def _read_row(fields: dict[str, Any], place: tuple[int, int, int], version: int)
         routed_experts=experts if experts_are_usable(experts, len(tokens)) else None,
         support=support,
     )
-
-
-def _read_reward(stated: object) -> float:
-    """The reward as a number that a batch may hold, else 0: the row's own is kept beside it."""
-    try:
-        value = math.fsum(map(float, stated)) if isinstance(stated, list) else stated
-    except (ValueError, OverflowError):  # both infinities, or a sum beyond a float
-        return 0.0
-    number = float(value) if isinstance(value, int | float | np.number) else math.nan
-    return number if abs(number) <= LARGEST_FLOAT32 else 0.0
 
 
 def _read_support(

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
+from mock_scheduler.adapters.call_numbers import CallNumbers
 from mock_scheduler.adapters.settings import GivenSettings, load_settings
 from mock_scheduler.adapters.skyrl.codec import GeneratorOutput, SkyrlCodec
 from mock_scheduler.adapters.skyrl.settings import (
@@ -61,9 +62,8 @@ class Rollouts:
         self.ledger = Ledger() if ledger is None else ledger
         self.replays = config.modes_in_use == {"mock"}
         self._make_generator = make_generator
-        self._per_step: dict[Mode, int] = {"train": rollouts_per_step(cfg), "val": _BATCHES_PER_EVALUATION}
+        self._numbers = CallNumbers({"train": rollouts_per_step(cfg), "val": _BATCHES_PER_EVALUATION})
         self._group_size = int(cfg.generator.n_samples_per_prompt)
-        self._counts: dict[Mode, tuple[int, int]] = {}
         self._call: tuple[Mapping[str, Any], dict[str, object]] = ({}, {})
         self._scheduler: AsyncProxyScheduler = build_async_scheduler(
             config,
@@ -85,7 +85,7 @@ class Rollouts:
             )
         mode: Mode = "train" if metadata.training_phase == "train" else "val"
         request = RolloutRequest(
-            global_step=self._number(mode, int(metadata.global_step)),
+            global_step=self._numbers.next(mode, int(metadata.global_step)),
             batch_size=len(input_batch["prompts"]),
             mode=mode,
             # SkyRL counts training steps from 1, and evaluates after the step that it names.
@@ -102,18 +102,6 @@ class Rollouts:
     async def close(self) -> None:
         """Write the rest, and raise any error of writing."""
         await self._scheduler.close()
-
-    def _number(self, mode: Mode, global_step: int) -> int:
-        last, place = self._counts.get(mode, (-1, -1))
-        place = place + 1 if last == global_step else 0
-        per_step = self._per_step[mode]
-        if place >= per_step:
-            raise SchedulerError(
-                f"{mode} step {global_step} asked for more than {per_step} rollouts, the most that this adapter "
-                "numbers for it: a trainer that has several steps played at once is not recorded"
-            )
-        self._counts[mode] = global_step, place
-        return global_step * per_step + place
 
     def _make_real(self) -> _Live:
         self.ledger.count("built", "generator")

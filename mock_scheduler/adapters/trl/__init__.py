@@ -5,8 +5,9 @@ Importing this imports neither torch nor TRL; its names do, when they are first 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from mock_scheduler.adapters.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mock_scheduler.adapters.trl.asynchronous import AsyncRollouts
@@ -17,18 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncRollouts", "Rollouts", "SampleCodec", "TrlCodec", "trace_callback"]
 
-_MODULES = {
-    "AsyncRollouts": "asynchronous",
-    "Rollouts": "rollouts",
-    "SampleCodec": "samples",
-    "TrlCodec": "codec",
-    "trace_callback": "trace",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AsyncRollouts": "asynchronous",
+        "Rollouts": "rollouts",
+        "SampleCodec": "samples",
+        "TrlCodec": "codec",
+        "trace_callback": "trace",
+    },
+)

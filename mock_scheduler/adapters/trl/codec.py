@@ -21,6 +21,7 @@ import torch
 
 from mock_scheduler.adapters.plain_values import from_json, to_json
 from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
+from mock_scheduler.adapters.token_lists import LARGEST_FLOAT32, read_reward
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue
 from mock_scheduler.batch.plausibility import VALID_COLUMN
@@ -34,8 +35,6 @@ _NATIVE = "native/"
 _TOKENS = ("prompt_ids", "completion_ids")
 _CORE = (*_TOKENS, "logprobs", "env_mask")
 _INT32_MAX = 2**31 - 1
-#: A larger log-probability is none, and would be infinite in a batch.
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 #: What ``rollout_func`` returns.
 Native: TypeAlias = "dict[str, Any]"
@@ -105,8 +104,8 @@ class TrlCodec:
         valid = [False] * len(completion)
         if native["logprobs"] is not None:
             given = native["logprobs"][row]
-            # NaN and infinities compare as False, too.
-            valid = [type(value) in (float, int) and abs(value) <= FLOAT32_MAX for value in given]
+            # NaN and infinities compare as False, too. A larger one is no log-probability: it would be infinite.
+            valid = [type(value) in (float, int) and abs(value) <= LARGEST_FLOAT32 for value in given]
             # What is no number is 0 in the batch, which says so in ``valid``.
             logprobs = [
                 float(np.float32(value)) if is_valid else 0.0 for value, is_valid in zip(given, valid, strict=True)
@@ -158,8 +157,7 @@ class TrlCodec:
         weighted = [
             [self._reward_weights.get(name, 1.0) * _reward_of(item) for item in items] for name, items in values.items()
         ]
-        totals = [math.fsum(value for value in row if math.isfinite(value)) for row in zip(*weighted, strict=True)]
-        return [total if abs(total) <= FLOAT32_MAX else 0.0 for total in totals]
+        return [read_reward([value for value in row if math.isfinite(value)]) for row in zip(*weighted, strict=True)]
 
     def prompt_problems(self, batch: RolloutBatch, request: RolloutRequest) -> list[str]:
         """List the rows whose prompt is not the one that the trainer drew for it."""
@@ -232,7 +230,7 @@ def _reward_of(item: Any) -> float:  # noqa: ANN401 - what ``rewards`` recorded 
         value = float(from_json(item["value"]))
     except (TypeError, ValueError, OverflowError):  # TRL will say what is wrong with it
         return math.nan
-    return float(np.float32(value)) if abs(value) <= FLOAT32_MAX else math.nan
+    return float(np.float32(value)) if abs(value) <= LARGEST_FLOAT32 else math.nan
 
 
 def _items(batch: RolloutBatch, name: str) -> Sequence[JSON]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.adapters.plain_values import from_json, to_json
-from mock_scheduler.adapters.trl.codec import FLOAT32_MAX
+from mock_scheduler.adapters.token_lists import LARGEST_FLOAT32
 from mock_scheduler.batch import IDENTITY_EXTRAS, RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.columns import JsonColumn, RowValue, TensorColumn
 from mock_scheduler.errors import BatchError
@@ -55,7 +55,7 @@ class SampleCodec:
             raise BatchError(f"sample {row}: {found}; expected three NumPy arrays of one length")
         tokens = sample.input_ids.astype(np.int32)
         mask = sample.completion_mask != 0
-        is_number = np.abs(sample.old_log_probs) <= FLOAT32_MAX
+        is_number = np.abs(sample.old_log_probs) <= LARGEST_FLOAT32
         logprobs = np.where(is_number, sample.old_log_probs, 0).astype(np.float32)[mask]
         core = _arrays_of(tokens, mask, logprobs)
         extras: dict[str, RowValue] = {
@@ -122,7 +122,7 @@ def _is_same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
 def _reward_of(sample: Sample) -> float | None:
     """Give the reward that the worker logs with a sample, where float32 has it, for those who look at the recording."""
     reward = sample.metrics.get("reward") if isinstance(sample.metrics, dict) else None
-    return float(np.float32(reward)) if isinstance(reward, float) and abs(reward) <= FLOAT32_MAX else None
+    return float(np.float32(reward)) if isinstance(reward, float) and abs(reward) <= LARGEST_FLOAT32 else None
 
 
 def _items(batch: RolloutBatch, name: str) -> Sequence[Any]:

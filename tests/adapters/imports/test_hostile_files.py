@@ -34,6 +34,7 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "slime": ("1.pt", torch_bytes({"samples": [Described(Global("copyreg", "_reconstructor"), int, object, None)]})),
     "areal": ("step_000001.pt", torch_bytes([{"x": Described(Global("torch", "load"), "x")}])),
     "nexrl": ("step_000001.pt", torch_bytes({"trajectories": Described(Global("subprocess", "Popen"), "true")})),
+    "nemo-rl": ("train_data_step1.jsonl", b'{"token_ids": ' + b"[" * 200_000),
     "prime-rl": ("step_1/rank_0.bin", b"\xdd\xff\xff\xff\xff"),
 }
 

@@ -212,3 +212,12 @@ def test_a_sample_of_another_form_is_named() -> None:
     )
     with pytest.raises(BatchError, match=r"sample 0: \{.*\(2,\).*\}; expected three NumPy arrays of one length"):
         SampleCodec(sampling=SAMPLING).encode([wrong], request(1))
+
+
+def test_rewards_whose_sum_is_beyond_a_float_are_none_for_those_who_look() -> None:
+    """Finite rewards with large weights ended a recording: their sum raised."""
+    codec = TrlCodec(sampling=SAMPLING, reward_weights={"a": 1e270, "b": 1e270})
+    assert codec.late_rewards({"a": [{"value": 3e38}, {"value": 0.0}], "b": [{"value": 3e38}, {"value": 0.0}]}) == [
+        0,
+        0,
+    ]

@@ -105,7 +105,7 @@ CASES = {
     # Begins at step 1 with fresh weights, in place of a checkpoint's: the start of "later" is set.
     "resumed": Case(start="later", resumed=True, run={"begins_at": 1, "first_step": 1}),
     # The line is an adapter's, around a framework's worker.
-    **{name: Case(worker=name) for name in ("skyrl", "areal", "roll")},
+    **{name: Case(worker=name) for name in ("skyrl", "areal", "roll", "nemo_rl")},
     "skyrl-dp2": Case(worker="skyrl", start="dp2"),
     "unreduced-dp2": Case(worker="skyrl", start="dp2", fault="unreduced"),
     "ended-early": Case(run={"last_step": 7}),

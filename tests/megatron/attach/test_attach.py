@@ -24,7 +24,7 @@ from tests.sharing import make_once
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches
 
 ALONE = ("one", "again", "packed", "evaluated", "recomputed", "grouped", "sparse", "equal-rows")
-WORKERS = ("skyrl", "areal", "roll")
+WORKERS = ("skyrl", "areal", "roll", "nemo_rl")
 LATER = ("later", "later-again", "resumed")
 ASKED = ("partial", "sketched", "recorded", "scaled", "grafted", "grafted-packed", "perturbed", "named")
 FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early", "too-few-ids", "too-many-ids")
