@@ -4,14 +4,14 @@ The bucket is an HTTP server of this machine's loopback, in a process of its own
 asks: each answer comes after a latency of 50 ms, and one request of a hundred, drawn with a seed, is ``503 SlowDown``.
 
 - *Run*: mock steps of 128 rows (mean length 700) with updates of 300 ms between them, in which this process sleeps.
-  The wait for batches is given in parts of the updates' time: from a folder, and from the bucket with steps read ahead
-  and without.
+  The time that calls wait for a step to be read is given in parts of the updates' time: from a folder, and from the
+  bucket with steps read ahead and without.
 - *Opening*: ``build_scheduler`` with a plan of every step, for recordings of 100, 10,000 and 100,000 steps, in a folder
   and in the bucket (without failures, so that each is comparable). Most files of the long ones are links to one:
   opening reads the first and the last steps only.
 - *Blocked*: how long ``submit`` keeps the training, in turn with a plain and with a compressing writer, each idle.
 
-    python -m benchmarks.remote [--steps 60] [--rounds 15] [--json FILE]
+    python -m benchmarks.remote [--steps 60] [--rounds 15] [--no-opening] [--json FILE]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.routing import Router
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.contract import Contract
-from mock_scheduler.recording.reading.reader import MOST_CHECKED
+from mock_scheduler.recording.reading.reader import MOST_CHECKED, RecordingReader
 from mock_scheduler.recording.step.step_file import encode_step
 from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest
@@ -240,25 +240,52 @@ def run_times(locations: dict[str, tuple[str, int]], plan: Sequence[RolloutReque
     lies the time of an update, and whatever the others take.
     """
     waits_s: dict[str, list[float]] = {name: [] for name in locations}
+    reading_s: dict[str, list[float]] = {name: [] for name in locations}
     with ExitStack() as stack:
+        clock = stack.enter_context(_reading_clock())
         schedulers = {name: stack.enter_context(open_run(place, plan)) for name, (place, _) in locations.items()}
         for item in plan:
             for name, (_, num_ahead) in locations.items():
                 read_ahead._NUM_STEPS = num_ahead
-                started_s = time.perf_counter()
+                started_s, clock[:] = time.perf_counter(), [0.0]
                 schedulers[name].get_batch(item)
                 waits_s[name].append(time.perf_counter() - started_s)
+                reading_s[name].append(clock[0])
                 time.sleep(UPDATE_S / len(locations))
-    local_s = sum(waits_s[next(iter(locations))])
+    # The first step is read before any update.
     return {
         name: {
             "median wait, ms": 1e3 * statistics.median(waits),
-            "longest wait, ms": 1e3 * max(waits),
-            "added to the updates, %": 100 * sum(waits) / (len(plan) * UPDATE_S),
-            "more than the folder, %": 100 * (sum(waits) - local_s) / (len(plan) * UPDATE_S),
+            "of it reading, ms": 1e3 * statistics.median(reading_s[name]),
+            "longest reading, ms": 1e3 * max(reading_s[name][1:]),
+            "reading, % of the updates": 100 * sum(reading_s[name][1:]) / ((len(plan) - 1) * UPDATE_S),
         }
         for name, waits in waits_s.items()
     }
+
+
+@contextmanager
+def _reading_clock() -> Iterator[list[float]]:
+    """Adds up the seconds that calls wait for a step to be read, here or ahead; the rest is the check of its rows."""
+    total_s = [0.0]
+
+    def timed(owner: type, name: str, patch: ExitStack) -> None:
+        method = getattr(owner, name)
+
+        def run(*arguments: object, **named: object) -> object:
+            started_s = time.perf_counter()
+            try:
+                return method(*arguments, **named)
+            finally:
+                total_s[0] += time.perf_counter() - started_s
+
+        setattr(owner, name, run)
+        patch.callback(setattr, owner, name, method)
+
+    with ExitStack() as patch:
+        timed(RecordingReader, "load_step", patch)
+        timed(read_ahead.ReadAhead, "take", patch)
+        yield total_s
 
 
 def open_times(location: str, bucket: Bucket | None) -> dict[str, dict[str, float]]:
@@ -286,14 +313,16 @@ def open_times(location: str, bucket: Bucket | None) -> dict[str, dict[str, floa
 def blocked_ms(folder: Path, batch: RolloutBatch, rounds: int) -> dict[str, dict[str, float]]:
     """Medians of ``submit``; the writer has written the step before."""
     times: dict[str, list[float]] = {"none": [], "zstd": []}
+    cpu_times: dict[str, list[float]] = {name: [] for name in times}
     writers = {name: _open_writer(folder / name, name) for name in times}
     for step in range(rounds + 1):
         for name in list(writers) if step % 2 else list(reversed(writers)):
             writer = writers[name]
-            started_s = time.perf_counter()
+            started_s, started_cpu_s = time.perf_counter(), time.thread_time()
             writer.submit(batch, info(writer, step))
             if step:
                 times[name].append(1e3 * (time.perf_counter() - started_s))
+                cpu_times[name].append(1e3 * (time.thread_time() - started_cpu_s))
             writer.flush()
     found = {}
     for name, writer in writers.items():
@@ -302,6 +331,7 @@ def blocked_ms(folder: Path, batch: RolloutBatch, rounds: int) -> dict[str, dict
         found[name] = {
             "median, ms": statistics.median(times[name]),
             "fastest, ms": min(times[name]),
+            "processor time of the caller, ms": statistics.median(cpu_times[name]),
             "MB a step": size / (rounds + 1) / 1e6,
         }
     return found
@@ -321,6 +351,8 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, dict[str, dict
     }
     with serve(root, failure_rate=FAILURE_RATE):
         results["run"] = run_times(places, plan)
+    if options.no_opening:
+        return results
     small = make_batch(8, 32)
     for size in SIZES:
         record(root / str(size), small, size)
@@ -345,6 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="of the run")
     parser.add_argument("--rounds", type=int, default=15, help="of the blocked time")
+    parser.add_argument("--no-opening", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--failures", type=float, default=0.0, help=argparse.SUPPRESS)

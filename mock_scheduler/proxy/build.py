@@ -2,7 +2,9 @@
 
 Contract: everything that can be refused is refused here, before any rollout and any model: the arguments, the
 recording's contract, and steps of the plan that are absent, damaged or another run's. One rank reads every bit of the
-steps to replay; the other ranks read the same files later, and here only their headers.
+steps to replay; the other ranks read the same files later, and here only their headers. Of a plan of more than
+``MOST_CHECKED`` steps this holds for both of its ends: the steps between are looked for beside the run, and each is
+verified when it is read.
 """
 
 from __future__ import annotations
