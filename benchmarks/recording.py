@@ -17,7 +17,9 @@ cache. What is loaded from the recording:
 Each load verifies every digest of the bytes it needs, the header's included. The reader is one that has opened the step
 before, as a run does when it checks its plan: it takes up again what it found in a header of the very same bytes.
 
-    python -m benchmarks.recording [--rounds 60] [--json results.json] [--no-scaling]
+    python -m benchmarks.recording [--rounds 60] [--json results.json] [--no-scaling] [--peers PYTHON]
+
+``--peers`` adds verl's ``DataProto`` and TransferQueue, in the environment of that interpreter (``recording_peers``).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.recording_peers import measure_peers
 from mock_scheduler.adapters.padded import ROLL_AGENTIC, PaddedCodec
 from mock_scheduler.batch import RolloutBatch, SamplingParams
 from mock_scheduler.recording.contract import Contract
@@ -326,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.recording", description="Recording against torch.save and pickle")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
+    parser.add_argument("--peers", type=Path, help="interpreter of an environment with verl and TransferQueue")
     parser.add_argument("--no-scaling", action="store_true", help="only the bars")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -340,11 +344,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case.write_times(max(3, options.rounds // 4)),
             case.load_times(options.rounds),
         )
+        peers = {} if options.peers is None else measure_peers(options.peers, case.torch_path, options.rounds // 4)
         grown = [] if options.no_scaling else scaling(root, max(3, options.rounds // 10))
     print_times(console, "File", {name: size / 1e6 for name, size in sizes.items()}, unit="MB")
     print_times(console, "Training loop blocked by one step", write, unit="ms")
     print_times(console, "Load one step, file in the page cache", load, unit="ms")
     print_times(console, "Peak memory beyond the batch itself", peaks, unit="MiB")
+    for name, values in peers.items():
+        print_times(console, f"In the peers' process: {name}", values, unit="")
     for title, values in grown:
         print_times(console, title, values, unit="ms")
     bars = bars_of(sizes, write, load)
@@ -362,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "load_ms": load,
             "peak_mib": peaks,
             "scaling": dict(grown),
+            "peers": peers,
             "bars": {bar.name: bar.value for bar in bars},
         }
         options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

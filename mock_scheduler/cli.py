@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 
 from mock_scheduler.adapters.formats import FORMAT_NAMES
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
+from mock_scheduler.support.lazy_commands import LazyCommands
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import printable, printable_message
 from mock_scheduler.support.versions import VERSION
@@ -28,13 +29,13 @@ from mock_scheduler.support.versions import VERSION
 if TYPE_CHECKING:
     from mock_scheduler.config.loading import ConfigSource
 
+_HELP = "Record rollouts once, replay them under any layout, and prove whether training numerics moved."
+_EPILOG = (
+    "Exit codes: 0 aligned or done, 1 diverged, 2 suspect, 3 incomparable, 4 unverified, 5 bad input or file, "
+    "70 unforeseen error, 128 + N ended by signal N."
+)
 app = typer.Typer(
-    name="mock-scheduler",
-    help="Record rollouts once, replay them under any layout, and prove whether training numerics moved.",
-    epilog="Exit codes: 0 aligned or done, 1 diverged, 2 suspect, 3 incomparable, 4 unverified, 5 bad input or file, "
-    "70 unforeseen error, 128 + N ended by signal N.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="mock-scheduler", help=_HELP, epilog=_EPILOG, add_completion=False, pretty_exceptions_enable=False
 )
 
 ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, or the path of one")]
@@ -553,7 +554,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     try:
-        code: object = app(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
+        commands = LazyCommands(app, help=_HELP, epilog=_EPILOG)
+        code: object = commands(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
         print_error(_quote_arguments(str(error), given))
         return int(error.exit_code)

@@ -38,26 +38,25 @@ _KINDS = r"token|secret|password|passwd|passphrase|credentials?|(?:api|access|pr
 _NAME = rf"(?:[A-Z0-9]+_){{0,16}}(?:{_KINDS.upper()})(?:_[A-Z0-9]+){{0,16}}"
 _VALUE = r"""'[^']*'|"[^"]*"|[^\s'"]+"""
 # A password may hold any sign but white space; a number and the end of a host's name are a port.
-_RUN = re.compile(r"""[^\s'"]+""")
-_PASSWORD = re.compile(r"""(://[^/@:?#]*):(?!\d{1,5}[/?#,;)]).*""")
-_SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"""\b((?:https?|ftps?)://)[^\s/@:?#'"]+@""", re.IGNORECASE), r"\1***@"),
-    (re.compile(rf"""([?&;#](?:{_WORD})=)[^&;\s#'"]+""", re.IGNORECASE), r"\1***"),
+# Texts, which ``re`` compiles and keeps when they are first used: compiling them here took longer than all else that
+# every command imports.
+_RUN = r"""[^\s'"]+"""
+_PASSWORD = r"""(://[^/@:?#]*):(?!\d{1,5}[/?#,;)]).*"""
+_SECRETS: tuple[tuple[str, str], ...] = (
+    (r"""(?i)\b((?:https?|ftps?)://)[^\s/@:?#'"]+@""", r"\1***@"),
+    (rf"""(?i)([?&;#](?:{_WORD})=)[^&;\s#'"]+""", r"\1***"),
     (
-        re.compile(
-            r"""\b((?:aws_)?(?:secret_access_key|access_key_id|session_token|security_token)|secret_key|account_key"""
-            r"""|sas_token|connection_string|client_secret|password|(?<!/)passwd|api_key|access_token)"""
-            r"""(['"]?\s*[:=]\s*['"]?)[^\s'",}&;)]+""",
-            re.IGNORECASE,
-        ),
+        r"""(?i)\b((?:aws_)?(?:secret_access_key|access_key_id|session_token|security_token)|secret_key|account_key"""
+        r"""|sas_token|connection_string|client_secret|password|(?<!/)passwd|api_key|access_token)"""
+        r"""(['"]?\s*[:=]\s*['"]?)[^\s'",}&;)]+""",
         r"\1\2***",
     ),
-    (re.compile(r"""\b(authorization['"]?\s*[:=]\s*['"]?(?:\w+\s+)?)[^\s'",]+""", re.IGNORECASE), r"\1***"),
+    (r"""(?i)\b(authorization['"]?\s*[:=]\s*['"]?(?:\w+\s+)?)[^\s'",]+""", r"\1***"),
     # As a variable of a process, or an option of a command: WANDB_API_KEY=…, --hf-token …
-    (re.compile(rf"""(['"])({_NAME}=)[^'"]*\1"""), r"\1\2***\1"),  # a word of a command, quoted as a whole
-    (re.compile(rf"""\b({_NAME}=)({_VALUE})"""), r"\1***"),
-    (re.compile(rf"""((?:^|\s)--?(?:[a-z0-9]+[-_])*(?:{_KINDS})(?:=|\s+))(?!-)({_VALUE})""", re.IGNORECASE), r"\1***"),
-    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "***"),
+    (rf"""(['"])({_NAME}=)[^'"]*\1""", r"\1\2***\1"),  # a word of a command, quoted as a whole
+    (rf"""\b({_NAME}=)({_VALUE})""", r"\1***"),
+    (rf"""(?i)((?:^|\s)--?(?:[a-z0-9]+[-_])*(?:{_KINDS})(?:=|\s+))(?!-)({_VALUE})""", r"\1***"),
+    (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", "***"),
 )
 
 
@@ -68,15 +67,15 @@ def redact(text: str) -> str:
     """
     if not any(sign in text for sign in "@=:A-"):
         return text
-    text = _RUN.sub(lambda run: _hide_password(run[0]), text)
+    text = re.sub(_RUN, lambda run: _hide_password(run[0]), text)
     for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 
 def _hide_password(run: str) -> str:
     address, at, rest = run.rpartition("@")
-    return "".join([_PASSWORD.sub(r"\1:***", address), at, rest]) if at else run
+    return "".join([re.sub(_PASSWORD, r"\1:***", address), at, rest]) if at else run
 
 
 class ExitCode(IntEnum):

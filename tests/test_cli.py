@@ -34,6 +34,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
         "mock_scheduler.cli",
         "mock_scheduler.errors",
         "mock_scheduler.support",
+        "mock_scheduler.support.lazy_commands",
         "mock_scheduler.support.terminal_streams",
         "mock_scheduler.support.text",
         "mock_scheduler.support.versions",
@@ -45,6 +46,26 @@ def test_help_imports_no_more_than_the_command_line() -> None:
         *("doctor", "replay-actions", "minimise", "extract", "import", "export"),
     )
     assert [name for name in names if f"│ {name} " not in done.stdout] == []
+
+
+def test_help_is_that_of_typer_with_the_options_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the command that is run has its options read."""
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.app(["--help"], prog_name="mock-scheduler")
+    assert capsys.readouterr().out == shown
+
+
+def test_no_help_and_no_configuration_imports_torch(config_path: str) -> None:
+    """One process runs them all: an import by any of them is found."""
+    names = [info.name or (info.callback.__name__ if info.callback else "") for info in cli.app.registered_commands]
+    assert len(names) == 21
+    runs = [[name, "--help"] for name in names] + [["config", "run", "--config-path", config_path], ["version"]]
+    code = f"import sys; from mock_scheduler.cli import main; print([main(run) for run in {runs!r}]); "
+    code += "print(*{'torch', 'megatron'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == [str([0] * len(runs)), ""]
 
 
 def test_a_value_that_is_none_of_a_list_is_named_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:

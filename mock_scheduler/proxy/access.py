@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundError
 from mock_scheduler.proxy.checks import BatchReports
+from mock_scheduler.proxy.read_ahead import ReadAhead
 from mock_scheduler.proxy.routing import Route, Router, request_stand_in
 from mock_scheduler.proxy.settings import ProxySettings
 from mock_scheduler.recording.inspection.diff import compare_batches
@@ -29,41 +31,78 @@ _NUM_ROWS_SHOWN = 10
 
 
 class RecordingAccess:
-    """The proxy's way to its recording; ``reader``, ``writer`` None: this process does not read, or not write."""
+    """The proxy's way to its recording; ``reader``, ``writer`` None: this process does not read, or not write.
+
+    ``unlisted``: steps to look for beside the run; one that is absent is named by the next call, whatever it asks for.
+    """
 
     def __init__(
-        self, settings: ProxySettings, *, router: Router, reader: RecordingReader | None, writer: RecordingWriter | None
+        self,
+        settings: ProxySettings,
+        *,
+        router: Router,
+        reader: RecordingReader | None,
+        writer: RecordingWriter | None,
+        unlisted: Sequence[RolloutRequest] = (),
     ) -> None:
         self._settings = settings
         self.router = router
         self._reader = reader
         self.writer = writer
+        self._ahead = ReadAhead(settings.plan, source_of=self._readable_source, shard=settings.shard)
+        self._listing: Future[object] | None = None
+        if reader is not None and unlisted:
+            self._listing = self._ahead.run(lambda: reader.check_present(unlisted))
         self._logged: set[str] = set()
         if writer is not None:
             writer.on_written = self._on_written
 
     def load(self, request: RolloutRequest, route: Route) -> RecordedStep:
         """Load the step to answer ``request`` with, or to compare; raises as ``RecordingReader.load_step``."""
-        shard = self._settings.shard
-        if route.replayed_step is None or route.replayed_step == request.global_step:
-            step = self._reader_of(request).load_step(request, shard=shard)
-            if request.data_cursor is not None and step.info.data_cursor is None:
-                self._log_once(
-                    logging.WARNING,
-                    "[Rollout Mock] The recording has no data cursor for %s step %d: where the run's data stand is not "
-                    "compared with it, here and wherever it has none",
-                    *(request.mode, request.global_step),
-                )
-            return step
-        source = request_stand_in(request, route.replayed_step)
-        step = self._reader_of(source).load_step(source, shard=shard, is_stand_in=True)
-        self._settings.ledger.count("recording", "repeated_steps")
-        self._log(
-            logging.WARNING,
-            "[Rollout Mock] %s step %d is not recorded: step %d stands for it (rollout_mock.missing_step=%s)",
-            *(request.mode, request.global_step, route.replayed_step, self._settings.config.missing_step),
+        if self._listing is not None and self._listing.done():
+            self._listing.result()
+        source = self._source_of(request, route)
+        reader = self._reader_of(source)
+        is_stand_in = source is not request
+        step = reader.load_step(
+            source, shard=self._settings.shard, is_stand_in=is_stand_in, read=self._ahead.take(source)
         )
+        if reader.storage.is_remote:
+            self._ahead.follow(request, reader)
+        if is_stand_in:
+            self._settings.ledger.count("recording", "repeated_steps")
+            self._log(
+                logging.WARNING,
+                "[Rollout Mock] %s step %d is not recorded: step %d stands for it (rollout_mock.missing_step=%s)",
+                *(request.mode, request.global_step, source.global_step, self._settings.config.missing_step),
+            )
+        elif request.data_cursor is not None and step.info.data_cursor is None:
+            self._log_once(
+                logging.WARNING,
+                "[Rollout Mock] The recording has no data cursor for %s step %d: where the run's data stand is not "
+                "compared with it, here and wherever it has none",
+                *(request.mode, request.global_step),
+            )
         return step
+
+    def close(self) -> None:
+        """Read nothing more, and write the rest; raises any error of writing, every time."""
+        self._ahead.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def _source_of(self, request: RolloutRequest, route: Route) -> RolloutRequest:
+        """The request by which the step is loaded: ``request`` itself, unless another step stands for it."""
+        if route.replayed_step in (None, request.global_step):
+            return request
+        return request_stand_in(request, route.replayed_step)
+
+    def _readable_source(self, request: RolloutRequest) -> RolloutRequest | None:
+        """What a coming request will load, as far as that is recorded already and not by this run."""
+        route = self.router.route(request)
+        source = self._source_of(request, route)
+        is_read = route.is_verified or not route.is_live
+        return source if is_read and not self.router.is_own(source) else None
 
     def last_trained(self, request: RolloutRequest | None) -> StepInfo | None:
         """What was recorded with the last training step before ``request``; None where there is none."""

@@ -2,7 +2,9 @@
 
 Contract: everything that can be refused is refused here, before any rollout and any model: the arguments, the
 recording's contract, and steps of the plan that are absent, damaged or another run's. One rank reads every bit of the
-steps to replay; the other ranks read the same files later, and here only their headers.
+steps to replay; the other ranks read the same files later, and here only their headers. Of a plan of more than
+``MOST_CHECKED`` steps this holds for both of its ends: the steps between are looked for beside the run, and each is
+verified when it is read.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ from mock_scheduler.proxy.async_scheduler import AsyncProxyScheduler
 from mock_scheduler.proxy.checks import as_contract, as_names, as_plan, check_make_real, check_run_id, share_of
 from mock_scheduler.proxy.core import ProxyCore
 from mock_scheduler.proxy.in_actor import settle_in_actor
-from mock_scheduler.proxy.routing import RequestKey, Router, modes_to_prepare, request_key, request_stand_in
+from mock_scheduler.proxy.routing import (
+    RequestKey,
+    Router,
+    modes_to_prepare,
+    needs_listing,
+    request_key,
+    request_stand_in,
+)
 from mock_scheduler.proxy.settings import BuildOptions, ProxySettings
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.contract import Contract, check_contract
-from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.recording.reading.reader import MOST_CHECKED, RecordingReader
 from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
@@ -167,14 +176,21 @@ def open_access(settings: ProxySettings) -> RecordingAccess:
         StepExistsError, CorruptRecordingError, RecordingError: as the recording raises them.
     """
     # The plan first: it costs nothing, and opening a remote recording does.
-    for request in settings.plan:
+    for request in settings.plan if settings.shard is not None else ():
         share_of(request, settings.shard)
     reader = _open_reader(settings)
-    router = Router(settings.config, settings.plan, {} if reader is None else reader.steps())
-    if reader is not None:
-        _check_plan(settings, reader, router)
+    router = Router(settings.config, settings.plan, _list_steps(settings, reader))
+    unlisted = () if reader is None else _check_plan(settings, reader, router)
     writer = _open_writer(settings, reader, router)
-    return RecordingAccess(settings, router=router, reader=reader, writer=writer)
+    return RecordingAccess(settings, router=router, reader=reader, writer=writer, unlisted=unlisted)
+
+
+def _list_steps(settings: ProxySettings, reader: RecordingReader | None) -> Mapping[str, Sequence[int]]:
+    """The steps present, where a route depends on them: a listing takes as long as the recording is."""
+    modes = modes_to_prepare(settings.config, settings.plan)
+    if reader is None or not (settings.is_restarted or needs_listing(settings.config, modes)):
+        return {}
+    return reader.steps()
 
 
 def _open_reader(settings: ProxySettings) -> RecordingReader | None:
@@ -198,8 +214,9 @@ def _open_reader(settings: ProxySettings) -> RecordingReader | None:
     return reader
 
 
-def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router) -> None:
-    """Check that each step to be read is present and belongs to its request."""
+def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router) -> Sequence[RolloutRequest]:
+    """Check that each step to be read is present and belongs to its request; returns those of a plan too long for it,
+    whose presence is still to be checked."""
     wanted: dict[RequestKey, RolloutRequest] = {}
     stand_ins: dict[RequestKey, RolloutRequest] = {}
     for request in settings.plan:
@@ -220,19 +237,21 @@ def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router
         shard=settings.shard,
     )
     elapsed_s = time.perf_counter() - started_s
+    num_steps = len(wanted) + len(stand_ins)
     if settings.is_logging and elapsed_s > _SLOW_CHECK_S:
         logger.info(
             "[Rollout Mock] Verified %d recorded steps (%s) in %.1f s",
-            *(len(wanted) + len(stand_ins), format_megabytes(size_bytes), elapsed_s),
+            *(min(num_steps, MOST_CHECKED), format_megabytes(size_bytes), elapsed_s),
         )
+    return [*wanted.values(), *stand_ins.values()] if num_steps > MOST_CHECKED else ()
 
 
 def _open_writer(settings: ProxySettings, reader: RecordingReader | None, router: Router) -> RecordingWriter | None:
     # Other ranks must not look into the folder: the writer may already have made it a recording.
     modes = modes_to_prepare(settings.config, settings.plan)
-    recorded = [request for request in settings.plan if router.route(request).is_recorded]
     if not settings.is_writer or not modes & {"dump", "cache"}:
         return None
+    recorded = [request for request in settings.plan if router.route(request).is_recorded]
     if settings.plan and not recorded:
         if "dump" in modes and settings.is_logging:
             logger.warning(

@@ -217,9 +217,8 @@ class ProxyCore:
             yield from self._real.call("close")
 
     def close_writer(self) -> Flow[None]:
-        """Write the rest; raises any error of writing, every time."""
-        if self._access.writer is not None:
-            yield Work(self._access.writer.close)
+        """Write the rest and end the threads; raises any error of writing, every time."""
+        yield Work(self._access.close)
 
     def _refuse_where_closed(self, name: str) -> None:
         if self._is_closed:

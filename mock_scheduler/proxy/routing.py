@@ -8,6 +8,7 @@ recorded steps is taken once, so no rank is led by steps that another one writes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -57,7 +58,14 @@ class Outlook(Enum):
 
 def modes_to_prepare(config: RolloutMockConfig, plan: Sequence[RolloutRequest]) -> frozenset[RolloutMode]:
     """List the modes of the run's plan, or without a plan all modes allowed by the configuration."""
-    return frozenset(_mode_of(config, request) for request in plan) if plan else config.modes_in_use
+    if not plan or not config.schedule:
+        return config.modes_in_use
+    return frozenset(_mode_of(config, request) for request in plan)
+
+
+def needs_listing(config: RolloutMockConfig, modes: frozenset[RolloutMode]) -> bool:
+    """Whether the steps present decide any route in these modes."""
+    return "cache" in modes or ("mock" in modes and config.missing_step != "error")
 
 
 def request_key(request: RolloutRequest) -> RequestKey:
@@ -70,7 +78,10 @@ def _mode_of(config: RolloutMockConfig, request: RolloutRequest) -> RolloutMode:
 
 
 class Router:
-    """Decides how requests are answered, from the steps ``present`` in each folder when the proxy was built."""
+    """Decides how requests are answered, from the steps ``present`` in each folder when the proxy was built.
+
+    ``present`` may be empty where no route depends on it (``needs_listing``).
+    """
 
     def __init__(
         self, config: RolloutMockConfig, plan: Sequence[RolloutRequest], present: Mapping[str, Sequence[int]]
@@ -97,7 +108,7 @@ class Router:
         if mode == "mock":
             return Route(mode=mode, replayed_step=self._replayed_step(request))
         # Present when the run began: a step that this run records is played.
-        if mode == "cache" and request.global_step in self._present_steps(request):
+        if mode == "cache" and _holds(self._present_steps(request), request.global_step):
             return Route(mode=mode, replayed_step=request.global_step)
         is_recorded = mode in ("dump", "cache") and self._config.records_step(request.global_step)
         return Route(mode=mode, is_recorded=is_recorded)
@@ -139,7 +150,7 @@ class Router:
     def _steps_to_record(self, plan: Sequence[RolloutRequest]) -> dict[str, list[int]]:
         """List by folder the steps that this run will add to the recording."""
         planned: dict[str, list[int]] = {}
-        for request in plan:
+        for request in plan if self._modes & {"dump", "cache"} else ():
             if _mode_of(self._config, request) != "mock" and self.route(request).is_recorded:
                 planned.setdefault(step_folder(request.mode, request.scheduler_id), []).append(request.global_step)
         return planned
@@ -150,11 +161,14 @@ class Router:
         A step recorded earlier in this run counts, by the plan, like one present at its beginning.
         """
         step, folder = request.global_step, step_folder(request.mode, request.scheduler_id)
+        present = self._present_steps(request)
         own = [other for other in self._planned.get(folder, ()) if other < step]
-        return choose_recorded_step(step, [*self._present_steps(request), *own], self._config.missing_step)
+        return choose_recorded_step(step, sorted([*present, *own]) if own else present, self._config.missing_step)
 
     def _read_plan(self, plan: Sequence[RolloutRequest]) -> Outlook:
         """Note the outlook after each planned request but the last; returns the outlook of the whole plan."""
+        if self._modes == {"mock"} or self._modes <= _LIVE_MODES:  # the same after each of 100,000
+            return self._outlook_of_modes()
         # Backwards: the outlook after a request is made of the answers to all later ones.
         later: set[bool] = set()
         for request in reversed(plan):
@@ -183,17 +197,23 @@ MissingStep: TypeAlias = Literal["error", "repeat", "repeat_last"]
 
 
 def choose_recorded_step(step: int, present: Sequence[int], missing_step: MissingStep) -> int:
-    """Choose the recorded step to replay as ``step``, out of the steps ``present`` in its folder.
+    """Choose the recorded step to replay as ``step``, out of the steps ``present`` in its folder, in ascending order.
 
     Returns ``step`` itself where it is recorded, and where nothing may stand in for it: loading it then raises
     ``StepNotFoundError``. ``repeat`` takes the nearest step before it, else the first one; ``repeat_last`` the last.
     """
-    if missing_step == "error" or step in present or not present:
-        return step
     # An empty recording has nothing to stand in: loading the step itself says so, with the folder.
+    if missing_step == "error" or not present or _holds(present, step):
+        return step
     if missing_step == "repeat_last":
-        return max(present)
-    return max((other for other in present if other < step), default=min(present))
+        return present[-1]
+    return present[max(bisect_left(present, step) - 1, 0)]
+
+
+def _holds(present: Sequence[int], step: int) -> bool:
+    """Whether the step is among these, which are in ascending order: a long run asks for each of its steps."""
+    index = bisect_left(present, step)
+    return index < len(present) and present[index] == step
 
 
 def request_stand_in(request: RolloutRequest, step: int) -> RolloutRequest:

@@ -22,8 +22,9 @@ class BuildOptions(TypedDict, total=False):
 
     Attributes:
         plan: every request to come, in order. With it absent steps, present steps and a wrong contract are refused
-            before any rollout, and calls need not be held where the next answer is known. Without it every mode of the
-            configuration is prepared for.
+            before any rollout, and calls need not be held where the next answer is known. Of more than 256 steps to
+            replay, those between the first and the last 128 are looked for beside the run: an absent one is named by
+            the next call. Without a plan every mode of the configuration is prepared for.
         is_writer: True on exactly one rank, or one rank of each row shard: it writes, and verifies every bit of the
             steps to replay. It logs, too; of several shards only shard 0.
         provenance: added to the recording's provenance, for example the determinism settings as read back.

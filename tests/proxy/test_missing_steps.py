@@ -15,9 +15,9 @@ from mock_scheduler.scheduler import RolloutRequest
         (3, [1, 3], "error", 3),
         (2, [1, 3], "error", 2),  # loading it raises
         (2, [1, 3], "repeat", 1),
-        (9, [3, 1], "repeat", 3),
-        (0, [3, 1], "repeat", 1),
-        (2, [3, 1], "repeat_last", 3),
+        (9, [1, 3], "repeat", 3),
+        (0, [1, 3], "repeat", 1),
+        (2, [1, 3], "repeat_last", 3),
         (2, [], "repeat", 2),  # loading it raises
         (2, [], "repeat_last", 2),
     ],

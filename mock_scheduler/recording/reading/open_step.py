@@ -60,6 +60,13 @@ class OpenStep:
         """Counts bytes read so far, of all its files."""
         return sum(file.num_bytes_read for file in self._files.values())
 
+    def size_of(self, shard: RowShard | None) -> int:
+        """Bytes of the files, decompressed, that ``load`` of this part reads from; opens them."""
+        indices = range(len(self._parts))
+        if shard is not None and self.is_recorded_as(shard):
+            indices = range(shard.index, shard.index + 1)
+        return sum(self._file(index).size_bytes for index in indices)
+
     def info_of(self, shard: RowShard | None) -> StepInfo:
         """The description of one process's part where it was recorded as such; else that of the step."""
         if shard is None or not self.is_recorded_as(shard):

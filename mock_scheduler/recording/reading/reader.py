@@ -8,7 +8,8 @@ training may lie between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
@@ -31,6 +32,12 @@ from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from mock_scheduler.support.digests import canonical_json
 
+#: How many steps of a plan are checked before a run begins: all of a shorter plan, half of them from either end of a
+#: longer one, so that a run over 100,000 steps begins as soon as one over 1,000.
+MOST_CHECKED = 256
+#: How many are read at once from where each answer takes a round trip; each is in memory as a whole.
+_NUM_READERS = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedStep:
@@ -45,6 +52,14 @@ class RecordedStep:
     is_as_recorded: bool = True
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadStep:
+    """A step that was read before it is asked for, for one call of ``load_step``."""
+
+    step: OpenStep
+    batch: RolloutBatch
+
+
 class RecordingReader:
     """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` (a folder or URL) holds none."""
 
@@ -55,6 +70,9 @@ class RecordingReader:
         self.storage = open_storage(dump_dir)
         self.manifest = load_manifest(self.storage)
         self._verified: set[tuple[str, str, RowShard | None]] = set()
+        #: Step, as in ``request_name`` -> where it lay when it was listed.
+        self._located: dict[str, str] = {}
+        self._is_unlisted = False
 
     def steps(self) -> dict[str, list[int]]:
         """Returns the folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
@@ -70,28 +88,43 @@ class RecordingReader:
         Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
         damaged header, ``RecordingError`` where the file holds another step than its name says.
         """
-        name = find_step(self.storage, request_name(request))
-        if name is None:
-            raise StepNotFoundError(self._missing_text([request]))
-        return self._open(name, request)
+        for name in self._possible_names(request):
+            try:
+                step = open_step(self.storage, name)
+            except FileNotFoundError:  # removed since it was found
+                continue
+            self._check_place(step, request)
+            return step
+        raise StepNotFoundError(self._missing_text([request]))
+
+    def read_step(self, request: RolloutRequest, *, shard: RowShard | None = None, max_bytes: int) -> ReadStep | None:
+        """The step for ``request``, or one process's part of it, read whatever the run will ask for.
+
+        None where its files have more than ``max_bytes``. Raises as ``open_step`` and ``StepFile.load``.
+        """
+        step = self.open_step(request)
+        return None if step.size_of(shard) > max_bytes else self._read(step, shard)
 
     def load_step(
-        self, request: RolloutRequest, *, shard: RowShard | None = None, is_stand_in: bool = False
+        self,
+        request: RolloutRequest,
+        *,
+        shard: RowShard | None = None,
+        is_stand_in: bool = False,
+        read: ReadStep | None = None,
     ) -> RecordedStep:
         """The recorded answer to ``request``, or one process's part of it; its tensors are private views.
 
         ``is_stand_in``: it stands for another step, so it may be of another policy version and data cursor.
-        Raises as ``open_step`` and ``StepFile.load``, and ``RecordingError`` where the step holds another number of
-        trajectories or other prompts, or was recorded with another policy version or at another data cursor.
+        ``read``: the step as ``read_step`` gave it for this request and ``shard``, else it is read now. Raises as
+        ``open_step`` and ``StepFile.load``, and ``RecordingError`` where the step holds another number of trajectories
+        or other prompts, or was recorded with another policy version or at another data cursor.
         """
-        step = self.open_step(request)
+        step = self.open_step(request) if read is None else read.step
         _check_answer(step, request, is_stand_in=is_stand_in)
-        # With the digest: a file that was replaced since is verified again.
-        key = (step.path, step.digest, shard)
-        batch = step.load(shard, verify=key not in self._verified)
-        self._verified.add(key)
+        read = read or self._read(step, shard)
         return RecordedStep(
-            path=step.path, batch=batch, info=step.info_of(shard), is_as_recorded=step.is_recorded_as(shard)
+            path=step.path, batch=read.batch, info=step.info_of(shard), is_as_recorded=step.is_recorded_as(shard)
         )
 
     def check_plan(
@@ -105,40 +138,66 @@ class RecordingReader:
         """Check that every step that will be asked for is there, and by its header whole and the one asked for.
 
         ``stand_ins``: further steps in the place of others, as in ``load_step``. ``verify``: check every digest too, of
-        all rows or of the part ``shard``. Returns the number of bytes read. Raises ``StepNotFoundError`` listing all
-        absent ones, and else as ``load_step``.
+        all rows or of the part ``shard``. Of more than ``MOST_CHECKED`` steps only the first and the last ones are
+        checked: give all of them to ``check_present`` then, which may be called beside the run. Returns the number of
+        bytes read. Raises ``StepNotFoundError`` listing all absent ones, and else as ``load_step``.
         """
-        requests = [*plan, *stand_ins]
-        names = self._locate(requests)
-        missing = [request for request in requests if request_name(request) not in names]
-        if missing:
-            raise StepNotFoundError(self._missing_text(missing))
-        num_bytes = 0
-        for index, request in enumerate(requests):
-            step = self._open(names[request_name(request)], request)
-            # Stand-ins come after the plan; they may be of another policy version and data cursor.
-            _check_answer(step, request, is_stand_in=index >= len(plan))
+        # Stand-ins come after the plan; they may be of another policy version and data cursor.
+        checked = [(request, index >= len(plan)) for index, request in enumerate([*plan, *stand_ins])]
+        if len(checked) > MOST_CHECKED:
+            self._is_unlisted = True
+            checked = [*checked[: MOST_CHECKED // 2], *checked[-(MOST_CHECKED // 2) :]]
+        else:
+            self.check_present([request for request, _ in checked])
+
+        def check(item: tuple[RolloutRequest, bool]) -> int:
+            request, is_stand_in = item
+            step = self.open_step(request)
+            _check_answer(step, request, is_stand_in=is_stand_in)
             if verify and shard is None:
                 step.verify()
             elif verify:
                 step.load(shard)
-            num_bytes += step.num_bytes_read
-        return num_bytes
+            return step.num_bytes_read
 
-    def _locate(self, plan: Sequence[RolloutRequest]) -> dict[str, str]:
-        """Step, as in ``request_name`` -> where it lies; with one listing per folder, however long the plan."""
-        folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in plan)
+        if not self.storage.is_remote:
+            return sum(map(check, checked))
+        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="rollout-check") as pool:
+            return sum(pool.map(check, checked))
+
+    def check_present(self, requests: Sequence[RolloutRequest]) -> None:
+        """Look, with one listing per folder, whether all steps are there, each in one form; remember where they lie.
+
+        Raises ``StepNotFoundError`` listing all absent ones, and ``RecordingError`` where a step lies in two forms.
+        """
+        folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in requests)
         present = self.storage.list_names("")
-        located = {folder: locate_steps(self.storage, folder) for folder in folders if folder in present}
-        return {
-            f"{folder}/{step_stem(step)}": name for folder, steps in located.items() for step, name in steps.items()
-        }
+        for folder in folders:
+            located = locate_steps(self.storage, folder) if folder in present else {}
+            self._located.update({f"{folder}/{step_stem(step)}": name for step, name in located.items()})
+        missing = [request for request in requests if request_name(request) not in self._located]
+        if missing:
+            raise StepNotFoundError(self._missing_text(missing))
 
-    def _open(self, name: str, request: RolloutRequest) -> OpenStep:
-        try:
-            step = open_step(self.storage, name)
-        except FileNotFoundError as error:  # removed since it was found
-            raise StepNotFoundError(self._missing_text([request])) from error
+    def _possible_names(self, request: RolloutRequest) -> Iterator[str]:
+        """Gives where the step was when it was listed, and then where it is now."""
+        step = request_name(request)
+        if step in self._located:
+            yield self._located[step]
+        elif self._is_unlisted and self.storage.is_remote:
+            yield file_name(step)  # as most lie; the listing to come finds those that lie there in two forms
+        found = find_step(self.storage, step)
+        if found is not None:
+            yield found
+
+    def _read(self, step: OpenStep, shard: RowShard | None) -> ReadStep:
+        # With the digest: a file that was replaced since is verified again.
+        key = (step.path, step.digest, shard)
+        batch = step.load(shard, verify=key not in self._verified)
+        self._verified.add(key)
+        return ReadStep(step=step, batch=batch)
+
+    def _check_place(self, step: OpenStep, request: RolloutRequest) -> None:
         info = step.info
         values = (
             ("step", info.step, request.global_step),
@@ -152,7 +211,6 @@ class RecordingReader:
                 f"[Rollout Mock] {step.path} holds another step than its name says: {', '.join(wrong)}. "
                 "It was renamed, moved or copied from another recording: restore it or record again."
             )
-        return step
 
     def _missing_text(self, missing: Sequence[RolloutRequest]) -> str:
         by_folder: dict[str, list[int]] = {}

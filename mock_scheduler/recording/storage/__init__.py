@@ -28,6 +28,10 @@ class Storage(Protocol):
     def location(self) -> str:
         """Returns the location as the user spelled it."""
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether each question to it costs a round trip, so that several are asked at once and ahead of time."""
+
     def path(self, name: str) -> str:
         """Returns the full path or URL of a file, for messages."""
 

@@ -55,6 +55,11 @@ class LocalStorage:
         """Returns the location as the user spelled it."""
         return self._location
 
+    @property
+    def is_remote(self) -> bool:
+        """False: the system itself reads ahead, and keeps what was read."""
+        return False
+
     def path(self, name: str) -> str:
         """Returns the path of a file, beginning with the folder as the user spelled it."""
         return os.path.join(self._root, name) if name else self._root

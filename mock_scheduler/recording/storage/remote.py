@@ -51,6 +51,8 @@ _WRAPPERS = frozenset(
         *("generic", "libarchive", "reference", "simplecache", "tar", "zip"),
     )
 )
+#: What opening an object reads of it: most steps as a whole, so that they cost one round trip.
+_FIRST_BYTES = 2**20
 _NUM_ATTEMPTS = 5  # of a write that the store refuses because another one to the same name is going on
 
 
@@ -67,6 +69,11 @@ class FsspecStorage:
     def location(self) -> str:
         """Returns the location as the user spelled it, without a password in it."""
         return redact(self._location)
+
+    @property
+    def is_remote(self) -> bool:
+        """True."""
+        return True
 
     def path(self, name: str) -> str:
         """Returns the URL of a file, without a password in it: for messages."""
@@ -95,7 +102,7 @@ class FsspecStorage:
         """Returns an object, read by range; decompressed in memory where it ends in ``.zst``."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
-            source = _ObjectSource(self, name, size_bytes=self._size(url))
+            source = self._open_object(name, url)
             if not name.endswith(COMPRESSED_ENDING):
                 return source
             if source.size_bytes > MAX_DECOMPRESSED_BYTES:
@@ -103,6 +110,17 @@ class FsspecStorage:
             # In one request, since each costs a round trip.
             whole = MemorySource(source.read(0, source.size_bytes), path=url)
             return open_compressed(whole, path=url)
+
+    def _open_object(self, name: str, url: str) -> ByteSource:
+        try:
+            first = bytearray(self._files.cat_file(url, start=0, end=_FIRST_BYTES))
+        except FileNotFoundError:
+            raise
+        except _client_errors():  # an empty object has no first byte, and some stores say so
+            first = bytearray()
+        if 0 < len(first) < _FIRST_BYTES:
+            return MemorySource(first, path=url)
+        return _ObjectSource(self, name, size_bytes=self._size(url), first=memoryview(first))
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
         """Returns a small object as a whole."""
@@ -294,12 +312,13 @@ def _required_arguments(kind: type[fsspec.AbstractFileSystem]) -> list[str]:
 
 
 class _ObjectSource:
-    """An object; each range is one request."""
+    """An object, whose ``first`` bytes are here already; each range of others is one request."""
 
-    def __init__(self, storage: FsspecStorage, name: str, *, size_bytes: int) -> None:
+    def __init__(self, storage: FsspecStorage, name: str, *, size_bytes: int, first: memoryview) -> None:
         self._storage = storage
         self._name = name
         self._size_bytes = size_bytes
+        self._first = first
 
     @property
     def size_bytes(self) -> int:
@@ -309,6 +328,8 @@ class _ObjectSource:
     def read(self, start: int, stop: int) -> memoryview:
         """Returns bytes ``start`` to ``stop``, fetched now."""
         check_range(start, stop, self._size_bytes, path=self._storage.path(self._name))
+        if stop <= len(self._first):
+            return memoryview(bytearray(self._first[start:stop]))
         return self._storage.read_range(self._name, start, stop)
 
 
