@@ -13,7 +13,7 @@ determinism), with its own error as the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -152,9 +152,10 @@ class AlignmentRunner:
     def _compare_first(self, baseline: RunSummary, item: CandidateState) -> Verdict:
         """Compare to the last bit, or by theory where that is what a reference in another order will be held to."""
         if self._may_be_vouched_for(item) and item.why_not_emulated(baseline) is None:
-            by_theory = self._compare(baseline, item, self._bounds_of(baseline, item))
-            if by_theory.kind is not VerdictKind.IDENTICAL:
-                return by_theory
+            with suppress(TraceError):  # a damaged file is a reason of the comparison below
+                by_theory = self._compare(baseline, item, self._bounds_of(baseline, item))
+                if by_theory.kind is not VerdictKind.IDENTICAL:
+                    return by_theory
         # Equal bits settle it, and no noise has to be measured for it.
         return self._compare(baseline, item, EXACT)
 
