@@ -174,19 +174,16 @@ class AlignmentRunner:
         references = self._plan_references(noisy, baseline)
         outcomes = self._run_proofs("emulation", references)
         emulated = {run.name: self.store.summarise(run, outcomes[run.name]) for run in references}
-        kept: list[CandidateState] = []
         for item in noisy:
             if item.emulated_run is not None and self._may_be_vouched_for(item):
                 self._compare_with_emulated(baseline, item, emulated[item.emulated_run.name])
-                if is_vouched_for(item.direct, item.emulated):
-                    kept.append(item)
-        unproved = [item for item in noisy if item not in kept]
-        self._measure_noise(unproved)
-        for item in unproved:
-            # Without measured noise the bounds are still those of theory, which some were compared by.
-            if item.precision in self._noise or item.direct is None or not isinstance(item.direct.bounds, StatedBounds):
+        self._measure_noise([item for item in noisy if not is_vouched_for(item.direct, item.emulated)])
+        for item in noisy:
+            # Noise that another candidate needed is there for all. Without it the bounds are still those of theory.
+            has_theory = item.direct is not None and isinstance(item.direct.bounds, StatedBounds)
+            if item.precision in self._noise or not has_theory:
                 item.direct = self._compare(baseline, item, self._bounds_of(baseline, item))
-            if item.emulated_run is not None and (item.emulated is None or not item.run.must_equal_reference):
+            if item.emulated_run is not None and item.emulated is None:
                 self._compare_with_emulated(baseline, item, emulated[item.emulated_run.name])
         for item in self._candidates:
             item.judge()
