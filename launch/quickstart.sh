@@ -9,7 +9,8 @@ bash launch/setup_venv.sh
 
 output="${MOCK_SCHEDULER_OUTPUT:-./output}/quickstart-align"
 status=0
-.venv/bin/mock-scheduler align quickstart --output-dir "$output" --overwrite "$@" || status=$?
+# Two runs at a time: while one waits for its ranks or is compared, another computes.
+.venv/bin/mock-scheduler align quickstart --output-dir "$output" --overwrite align.at_once=2 "$@" || status=$?
 
 if [[ -f "$output/recording/recording.json" ]]; then
     echo

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.alignment.plan.plan import plan_alignment
+from mock_scheduler.alignment.plan.planned_run import AlignPlan
 from mock_scheduler.alignment.prove.alignment import AlignmentRunner
 from mock_scheduler.alignment.prove.proof_runs import order_reductions
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.alignment.runs.run_cache import RunCache
-from mock_scheduler.alignment.runs.run_store import RunStore, open_folder
+from mock_scheduler.alignment.runs.run_store import RunStore, open_folder, say_taken_again
 from mock_scheduler.api.compare import Verdict
+from mock_scheduler.api.stored_answer import find_answer, save_answer
 from mock_scheduler.config.loading import locate_config
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.pages import render_summary
 from mock_scheduler.errors import ExitCode
-from mock_scheduler.program import RunConfig, check_stored_code, find_program
+from mock_scheduler.program import ConfigLoader, RunConfig, check_stored_code, find_program
 from mock_scheduler.report.alignment.builder import build_view
 from mock_scheduler.report.alignment.ci import write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
@@ -36,6 +39,7 @@ from mock_scheduler.verdict.results import AlignmentResult, CandidateResult, Com
 from mock_scheduler.verdict.wording.verdicts import describe_proved_by
 
 PAGE_FILE = "align.html"
+_REPORTS = (ALIGN_FILE, PAGE_FILE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,60 +154,112 @@ def align(
     """
     name, folder = locate_config(config_name, config_path)
     return run_alignment(
-        name,
-        Path(folder),
-        overrides,
-        output_dir=None if output_dir is None else Path(output_dir),
-        recording_dir=None if recording is None else Path(recording),
-        overwrite=overwrite,
-        console=Console(file=io.StringIO()) if is_quiet else Console(),
-        run_stored_code=run_stored_code,
+        AlignmentOrder(
+            config_name=name,
+            config_path=Path(folder),
+            overrides=overrides,
+            output_dir=None if output_dir is None else Path(output_dir),
+            recording_dir=None if recording is None else Path(recording),
+            overwrite=overwrite,
+            console=Console(file=io.StringIO()) if is_quiet else Console(),
+            run_stored_code=run_stored_code,
+        )
     )
 
 
-def run_alignment(
-    config_name: str,
-    config_path: Path,
-    overrides: Sequence[str],
-    *,
-    output_dir: Path | None,
-    recording_dir: Path | None,
-    overwrite: bool,
-    console: Console,
-    make_launch: MakeLaunch = make_process_launch,
-    run_stored_code: bool = False,
-    takes_foreign: bool | None = None,
-) -> Alignment:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignmentOrder:
+    """Asks for an alignment. Arguments are as in ``align``.
+
+    Attributes:
+        console: shows the progress.
+        make_launch: makes what starts the runs.
+        takes_foreign: finished runs of another user are taken again too; ``None`` is ``run_stored_code``.
+    """
+
+    config_name: str
+    config_path: Path
+    overrides: Sequence[str]
+    output_dir: Path | None
+    recording_dir: Path | None
+    overwrite: bool
+    console: Console
+    make_launch: MakeLaunch = make_process_launch
+    run_stored_code: bool = False
+    takes_foreign: bool | None = None
+
+
+def run_alignment(order: AlignmentOrder) -> Alignment:
     """Plan, run and prove; ``align.json`` is saved anew after every stage, so an interrupt loses nothing.
 
-    Arguments and errors are as in ``align``. ``takes_foreign``: finished runs of another user are taken again too;
-    ``None`` is ``run_stored_code``.
+    Raises as ``align`` does.
     """
-    takes_foreign = run_stored_code if takes_foreign is None else takes_foreign
-    told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
+    with _opened(order) as opened:
+        return opened.carry_out()
+
+
+def view_alignment(order: AlignmentOrder) -> AlignmentView:
+    """As ``run_alignment``, but compares nothing where that would only repeat a finished alignment."""
+    with _opened(order) as opened:
+        found = opened.find_answer()
+        return opened.carry_out().view if found is None else found
+
+
+@contextmanager
+def _opened(order: AlignmentOrder) -> Iterator[_Opened]:
+    """Plans an alignment, and claims its folder."""
+    config_name, config_path = order.config_name, order.config_path
+    told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=order.run_stored_code)
     if told:
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        order.console.print(told, markup=False, highlight=False, soft_wrap=True)
     program = find_program(config_name, config_path)
     load = program.build_loader(config_name, config_path)
+    config = load(order.overrides)
     plan = plan_alignment(
         load,
         program=program,
-        overrides=overrides,
-        output_dir=output_dir,
-        recording_dir=recording_dir,
-        trace_kinds=_further_kinds(load(overrides)),
+        overrides=order.overrides,
+        output_dir=order.output_dir,
+        recording_dir=order.recording_dir,
+        trace_kinds=_further_kinds(config),
     )
     plan = order_reductions(plan, load=load)
-    reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
+    takes_foreign = order.run_stored_code if order.takes_foreign is None else order.takes_foreign
     with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
-        open_folder(plan.output_dir, fresh=overwrite)
+        open_folder(plan.output_dir, fresh=order.overwrite)
+        cache = RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign)
+        name = _name_alignment(config_name, config)
+        yield _Opened(order=order, plan=plan, load=load, cache=cache, name=name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Opened:
+    """An alignment that was planned, in its folder."""
+
+    order: AlignmentOrder
+    plan: AlignPlan
+    load: ConfigLoader
+    cache: RunCache
+    name: str
+
+    def find_answer(self) -> AlignmentView | None:
+        view = find_answer(self.plan, self.cache, config_name=self.name, reports=_REPORTS)
+        if view is not None:
+            for run in self.plan.runs:
+                say_taken_again(run, self.order.console)
+            self.order.console.print("every comparison is taken again too: no file has changed since")
+        return view
+
+    def carry_out(self) -> Alignment:
+        plan, console = self.plan, self.order.console
+        reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
         runner = AlignmentRunner(
             plan=plan,
-            config_name=_name_alignment(config_name, load(overrides)),
-            load=load,
+            config_name=self.name,
+            load=self.load,
             store=RunStore(
-                launch=make_launch(config_name, config_path),
-                cache=RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign),
+                launch=self.order.make_launch(self.order.config_name, self.order.config_path),
+                cache=self.cache,
                 console=console,
                 at_once=plan.baseline.config.align.at_once,
             ),
@@ -214,7 +270,10 @@ def run_alignment(
         view = reports.view
         assert view is not None  # a result that has ended was saved
         write_alignment_page(view, plan.output_dir / PAGE_FILE)
-    return Alignment(result=result, view=view)
+        # Without it the same question is answered by comparing again. A figure that is not finite is in no document.
+        with suppress(OSError, ValueError):
+            save_answer(plan, view, config_name=self.name, reports=_REPORTS)
+        return Alignment(result=result, view=view)
 
 
 def _name_alignment(config_name: str, config: RunConfig) -> str:

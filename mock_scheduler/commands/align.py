@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
+from mock_scheduler.api.align import PAGE_FILE, AlignmentOrder, view_alignment
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
-from mock_scheduler.errors import ConfigError
-from mock_scheduler.report.alignment.ci import alignment_summary
+from mock_scheduler.errors import ConfigError, UnwrittenError
+from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
+from mock_scheduler.report.alignment.page import write_alignment_page
 from mock_scheduler.report.alignment.terminal import print_report
+from mock_scheduler.report.alignment.view import AlignmentView
+from mock_scheduler.support.files import save_text
+from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
 
 JUNIT_FILE = "align.junit.xml"
@@ -61,26 +65,28 @@ def run_align(
     """
     console = console or build_console()
     _check_writable(options)
-    alignment = run_alignment(
-        config_name,
-        config_path,
-        overrides,
-        output_dir=options.output_dir,
-        recording_dir=options.recording_dir,
-        overwrite=options.overwrite,
-        console=console,
-        make_launch=make_launch,
-        run_stored_code=options.run_stored_code,
-        takes_foreign=options.takes_foreign,
+    view = view_alignment(
+        AlignmentOrder(
+            config_name=config_name,
+            config_path=config_path,
+            overrides=overrides,
+            output_dir=options.output_dir,
+            recording_dir=options.recording_dir,
+            overwrite=options.overwrite,
+            console=console,
+            make_launch=make_launch,
+            run_stored_code=options.run_stored_code,
+            takes_foreign=options.takes_foreign,
+        )
     )
-    files = _write_copies(alignment, options)
+    files = _write_copies(view, options)
     if options.is_ci:
-        summary = alignment_summary(alignment.view, files=files)
+        summary = alignment_summary(view, files=files)
         for line in summary.split("\n"):
             console.print(line, highlight=False, soft_wrap=True)
     else:
-        print_report(alignment.view, console, files=files)
-    return int(alignment.exit_code)
+        print_report(view, console, files=files)
+    return view.exit_code
 
 
 def _check_writable(options: AlignOptions) -> None:
@@ -95,23 +101,29 @@ def _check_writable(options: AlignOptions) -> None:
             )
 
 
-def _write_copies(alignment: Alignment, options: AlignOptions) -> dict[str, Path]:
+def _write_copies(view: AlignmentView, options: AlignOptions) -> dict[str, Path]:
     """Write the reports beside result and page; returns where everything lies."""
-    folder = alignment.output_dir
-    recording_dir = alignment.result.recording_dir
+    folder = Path(view.output_dir)
     files = {
         "page": folder / PAGE_FILE,
         "result": folder / ALIGN_FILE,
-        **({} if recording_dir is None else {"recording": options.recording_dir or recording_dir}),
+        **({"recording": options.recording_dir or Path(view.recording_dir)} if view.recording_dir else {}),
         "runs": folder / "{name}" / LOG_FILE,
     }
     if options.html_path is not None:
         files["HTML copy"] = options.html_path
-        alignment.save_html(options.html_path)
+        write_alignment_page(view, options.html_path)
     if options.json_path is not None:
         files["JSON copy"] = options.json_path
-        alignment.save_json(options.json_path)
+        _copy(folder / ALIGN_FILE, options.json_path)
     if options.is_ci:
         files["junit"] = folder / JUNIT_FILE
-        alignment.save_junit(files["junit"])
+        write_junit(view, files["junit"])
     return files
+
+
+def _copy(path: Path, copy: Path) -> None:
+    try:
+        save_text(copy, read_text(path))
+    except OSError as error:
+        raise UnwrittenError(f"{copy} cannot be written: {error.strerror or error}") from error

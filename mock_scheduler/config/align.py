@@ -66,14 +66,16 @@ class ProofsConfig(ConfigSection):
 
     ``emulate``: a reference in one process, adding in the candidate's order. ``equal_inputs``: of a candidate that may
     round elsewhere too, further runs of one step, which judge its first differences from a reference in its order by
-    one kernel's rounding. ``num_perturbations``: runs with weights perturbed by one unit roundoff, to measure the noise
-    of every tensor; 0: none. ``referee``: both sides again in float64, ``auto`` where the verdict is suspect or
-    diverged. ``localise``: further runs to narrow a divergence down to step, tensor and module. ``consequence``: the
-    effect of a difference on clipping, KL and update.
+    one kernel's rounding. ``noise``: ``auto`` measures the noise of every tensor where a candidate is not proved by
+    ``emulate``, ``always`` for every candidate without the baseline's bits. ``num_perturbations``: runs with weights
+    perturbed by one unit roundoff, to measure it; 0: none. ``referee``: both sides again in float64, ``auto`` where the
+    verdict is suspect or diverged. ``localise``: further runs to narrow a divergence down to step, tensor and module.
+    ``consequence``: the effect of a difference on clipping, KL and update.
     """
 
     emulate: bool = True
     equal_inputs: bool = True
+    noise: Literal["auto", "always"] = "auto"
     num_perturbations: NonNegativeInt = 5
     referee: Literal["auto", "always", "never"] = "auto"
     localise: bool = True

@@ -57,6 +57,21 @@ def breaks_law(verdict: Verdict) -> bool:
     return verdict.kind is VerdictKind.DIVERGED and _breaks_invariant(verdict.first)
 
 
+def is_vouched_for(direct: Verdict | None, emulated: Verdict | None) -> bool:
+    """Whether a candidate has the bits of its reference, which is within theory: no noise has to be measured for it.
+
+    The bounds of theory are as narrow as rounding in the first update, and in each later one as wide as the weights are
+    apart before it; where any of them is exceeded, only noise tells whether the reference is one.
+
+    Args:
+        direct: The comparison with the baseline, by theory.
+        emulated: The comparison with the reference in the candidate's order.
+    """
+    if direct is None or emulated is None or emulated.kind is not VerdictKind.IDENTICAL:
+        return False
+    return direct.kind is VerdictKind.SUSPECT and isinstance(direct.why, Uncalibrated)
+
+
 def withdraw(verdict: Verdict, repeated: TensorComparison | None) -> Verdict:
     """The verdict on a candidate of which two runs were compared; unverified where they differ.
 
@@ -148,9 +163,11 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
 
 
 def _equal_to_reference(direct: Verdict, noise: Outcome, referee: Outcome) -> Verdict:
-    # The reference replaces the baseline, so it must itself be one: within its noise, or the same in float64.
+    # The reference replaces the baseline, so it must itself be one: within its noise, or theory, or equal in float64.
     if noise == "proved":
         return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="noise"), first=None)
+    if isinstance(direct.why, Uncalibrated):
+        return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="theory"), first=None)
     if referee == "proved":
         return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="referee"), first=None)
     return replace(direct, kind=VerdictKind.SUSPECT, why=EqualToReference(vouched_by=None))

@@ -19,6 +19,7 @@ from mock_scheduler.verdict.reasons import (
     NotTried,
     NotTriedCause,
     ProofName,
+    Uncalibrated,
 )
 from mock_scheduler.verdict.verdict import (
     WITHOUT_COMPARISON,
@@ -190,6 +191,10 @@ def _judge_noise(evidence: Evidence) -> Proof:
     direct = evidence.direct
     if evidence.is_same_order and evidence.must_be_exact and direct.kind is not VerdictKind.IDENTICAL:
         return Proof(name="noise", outcome="not tried", facts=NotTried(cause=NotTriedCause.NOTHING_MAY_ROUND))
+    emulated = evidence.emulated
+    is_proved = emulated is not None and emulated.kind is VerdictKind.IDENTICAL
+    if is_proved and isinstance(direct.why, Uncalibrated) and not evidence.rounds_in:
+        return Proof(name="noise", outcome="not tried", facts=STRONGER_PROOF)
     return _proof("noise", _BY_KIND[direct.kind], direct)
 
 

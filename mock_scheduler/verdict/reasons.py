@@ -244,10 +244,11 @@ class RefutedBy:
 class EqualToReference:
     """Bits equal those of the reference in the candidate's order; ``vouched_by``: shows that it is a reference.
 
-    ``None``: nothing does, as the reference is itself not within the noise of the baseline.
+    ``theory``: it is within the bounds of theory, and no noise was measured. ``None``: nothing does, as the reference
+    is itself not within the noise of the baseline.
     """
 
-    vouched_by: Literal["noise", "referee"] | None
+    vouched_by: Literal["noise", "theory", "referee"] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

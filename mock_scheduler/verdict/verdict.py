@@ -4,9 +4,10 @@
 bit-equal to a reference in its order of sums. ``rounding``: nothing is beyond its bound. ``suspect``: nothing is, but
 a test found a slope, a place or a drift that noise does not make; or only estimated bounds are exceeded; or sketches
 cannot tell on which side of its bound a tensor is; or a difference beyond its bound is gone in float64, or equals that
-of a reference for which neither noise nor float64 vouches. ``diverged``: something is beyond its bound, or missing on
-one side, or replicas disagree. ``incomparable``: the required kinds were not compared, the two runs were told to trace
-different things, or neither is a reference. ``unverified``: the runs could not show that they are deterministic.
+of a reference for which neither noise nor theory nor float64 vouches. ``diverged``: something is beyond its bound, or
+missing on one side, or replicas disagree. ``incomparable``: the required kinds were not compared, the two runs were
+told to trace different things, or neither is a reference. ``unverified``: the runs could not show that they are
+deterministic.
 ``direct_verdict.decide`` makes the kind from differences; ``final_verdict.judge`` changes it by proofs.
 
 An alignment tries the proofs strongest first and stops where one decides. ``replicas``: copies within the candidate's

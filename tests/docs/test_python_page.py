@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from functools import partial
+from dataclasses import replace
 from importlib.metadata import entry_points
 from inspect import signature
 from pathlib import Path
@@ -52,8 +52,10 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     record(folder / "recording", (0, 1))
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "my_change.yaml").write_text(MY_CHANGE)
-    launched = partial(alignments.run_alignment, make_launch=FakeLauncher().make)
-    monkeypatch.setattr(alignments, "run_alignment", launched)
+    run_alignment = alignments.run_alignment
+    monkeypatch.setattr(
+        alignments, "run_alignment", lambda order: run_alignment(replace(order, make_launch=FakeLauncher().make))
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

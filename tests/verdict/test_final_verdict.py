@@ -25,7 +25,7 @@ from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict
 from mock_scheduler.verdict.direct_verdict import decide
 from mock_scheduler.verdict.divergences import Divergence, from_conflict, from_finding, from_tensor
-from mock_scheduler.verdict.final_verdict import breaks_law, judge, withdraw
+from mock_scheduler.verdict.final_verdict import breaks_law, is_vouched_for, judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, complete_ladder
 from mock_scheduler.verdict.reasons import (
     PROOF_NAMES,
@@ -41,6 +41,7 @@ from mock_scheduler.verdict.reasons import (
     RoundingOfPrecision,
     RunFailed,
     StaysInFloat64,
+    Uncalibrated,
     WithinBounds,
 )
 from mock_scheduler.verdict.verdict import EqualInputsFacts, OwnChanges, Verdict, VerdictKind
@@ -206,6 +207,31 @@ def test_float64_vouches_for_a_reference_outside_the_noise() -> None:
     verdict = judge(replace(LAYOUT, direct=DIVERGED, emulated=IDENTICAL, wide=shrunk))
     assert (verdict.kind, verdict.first) == (VerdictKind.EMULATED, None)
     assert verdict.why == EqualToReference(vouched_by="referee")
+
+
+UNCALIBRATED = replace(compared(VerdictKind.SUSPECT, relative=1e-7), why=Uncalibrated())
+
+
+def test_theory_vouches_for_a_reference_so_that_no_noise_has_to_be_measured() -> None:
+    assert is_vouched_for(UNCALIBRATED, IDENTICAL)
+    verdict, found = outcomes(replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL))
+    assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.EMULATED, "proved", "not tried")
+    assert judge(replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL)).why == EqualToReference(vouched_by="theory")
+
+
+@pytest.mark.parametrize(
+    ("direct", "emulated"),
+    [
+        (DIVERGED, IDENTICAL),  # candidate and reference share a fault
+        (replace(UNCALIBRATED, why=BeyondBounds(is_estimated=True)), IDENTICAL),  # or may share one
+        (UNCALIBRATED, DIVERGED),  # the candidate alone has one
+        (UNCALIBRATED, SUSPECT),
+        (UNCALIBRATED, None),
+        (None, IDENTICAL),
+    ],
+)
+def test_theory_vouches_for_nothing_else(direct: Verdict | None, emulated: Verdict | None) -> None:
+    assert not is_vouched_for(direct, emulated)
 
 
 def test_another_kernel_may_round_so_that_noise_decides() -> None:

@@ -1,8 +1,9 @@
 """Carries an alignment out: baseline, candidates, and the proofs of each, from the strongest possible one.
 
 The runs of a stage start together, several at a time where the user wants that: the baseline; all candidates; a further
-run of each candidate whose ranks failed, with their collectives; then the proofs for candidates without equal bits
-(perturbed baselines, references in their order of sums); then the referee's runs for suspect and diverged ones; then,
+run of each candidate whose ranks failed, with their collectives; then references in the order of sums of
+candidates without equal bits; then perturbed baselines, where such a reference does not prove a candidate, or does not
+count as one by theory; then the referee's runs for suspect and diverged ones; then,
 one candidate after another, the runs to localise a divergence.
 
 A failed baseline ends it; a failed candidate is ``incomparable`` (``unverified`` where it could not show its
@@ -12,7 +13,7 @@ determinism), with its own error as the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from rich.text import Text
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
 from mock_scheduler.alignment.prove.proof_runs import (
+    has_other_precision,
     is_one_run,
     plan_emulated,
     plan_in_precision,
@@ -28,7 +30,7 @@ from mock_scheduler.alignment.prove.proof_runs import (
     plan_wide,
 )
 from mock_scheduler.alignment.runs.execution import Outcome, failed_run_error
-from mock_scheduler.alignment.runs.run_store import RunStore
+from mock_scheduler.alignment.runs.run_store import Purpose, RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, OtherCodeBounds, StatedBounds, WideBounds
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
@@ -45,7 +47,7 @@ from mock_scheduler.trace.replicas import ReplicaConflict
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
-from mock_scheduler.verdict.final_verdict import breaks_law
+from mock_scheduler.verdict.final_verdict import breaks_law, is_vouched_for
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, Verdict, VerdictKind
@@ -68,6 +70,7 @@ class AlignmentRunner:
     console: Console
     _candidates: list[CandidateState] = field(default_factory=list)
     _noise: dict[str, NoiseBounds] = field(default_factory=dict)
+    _saved: AlignmentResult | None = None
 
     def run(self) -> AlignmentResult:
         """Go through every stage; raises ``AlignmentError`` with the exit code of a failed baseline."""
@@ -111,8 +114,7 @@ class AlignmentRunner:
                 item.start = load_start(summary.output_dir)
             except TraceError as error:
                 self._warn(f"{item.run.name}: what it started from is not known: {error}")
-            # Equal bits settle it, and no noise has to be measured for it.
-            item.direct = self._compare(baseline, item, EXACT)
+            item.direct = self._compare_first(baseline, item)
             return
         kind = VerdictKind.UNVERIFIED if summary.exit_code == ExitCode.UNVERIFIED else VerdictKind.INCOMPARABLE
         item.direct = Verdict(kind=kind, why=RunFailed(exit_code=summary.exit_code, error=summary.message))
@@ -147,29 +149,57 @@ class AlignmentRunner:
                 selection=Selection(has_other_calls=item.run.changes.has_other_calls),
             )
 
+    def _compare_first(self, baseline: RunSummary, item: CandidateState) -> Verdict:
+        """Compare to the last bit, or by theory where that is what a reference in another order will be held to."""
+        if self._may_be_vouched_for(item) and item.why_not_emulated(baseline) is None:
+            with suppress(TraceError):  # a damaged file is a reason of the comparison below
+                by_theory = self._compare(baseline, item, self._bounds_of(baseline, item))
+                if by_theory.kind is not VerdictKind.IDENTICAL:
+                    return by_theory
+        # Equal bits settle it, and no noise has to be measured for it.
+        return self._compare(baseline, item, EXACT)
+
+    def _may_be_vouched_for(self, item: CandidateState) -> bool:
+        """Whether a reference with the candidate's bits needs no measured noise, if it is within theory."""
+        return (
+            self.plan.baseline.config.align.proofs.noise == "auto"
+            and item.run.must_equal_reference
+            and not has_other_precision(self.plan.baseline, item.run)
+        )
+
     def _prove(self, baseline: RunSummary) -> None:
         """Make the further runs of candidates without a settled verdict, and judge all."""
         # Where no bit may move, nothing excuses a difference, so that no run could help.
         noisy = [item for item in self._candidates if item.is_open and not item.must_equal_baseline]
-        outcomes = self._run_proofs(noisy, baseline) if noisy else {}
+        references = self._plan_references(noisy, baseline)
+        outcomes = self._run_proofs("emulation", references)
+        emulated = {run.name: self.store.summarise(run, outcomes[run.name]) for run in references}
         for item in noisy:
-            item.direct = self._compare(baseline, item, self._bounds_of(baseline, item))
-            if item.emulated_run is not None:
-                self._compare_with_emulated(baseline, item, outcomes[item.emulated_run.name])
+            if item.emulated_run is not None and self._may_be_vouched_for(item):
+                self._compare_with_emulated(baseline, item, emulated[item.emulated_run.name])
+        self._measure_noise([item for item in noisy if not is_vouched_for(item.direct, item.emulated)])
+        for item in noisy:
+            # Noise that another candidate needed is there for all. Without it the bounds are still those of theory.
+            has_theory = item.direct is not None and isinstance(item.direct.bounds, StatedBounds)
+            if item.precision in self._noise or not has_theory:
+                item.direct = self._compare(baseline, item, self._bounds_of(baseline, item))
+            if item.emulated_run is not None and item.emulated is None:
+                self._compare_with_emulated(baseline, item, emulated[item.emulated_run.name])
         for item in self._candidates:
             item.judge()
 
-    def _run_proofs(self, noisy: Sequence[CandidateState], baseline: RunSummary) -> dict[str, Outcome]:
-        """Make the perturbed baselines, for the noise, and the references of noisy candidates."""
+    def _run_proofs(self, purpose: Purpose, runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
+        outcomes = self.store.execute(runs)
+        self.store.count(purpose, sum(_seconds(outcomes[run.name]) for run in runs))
+        return outcomes
+
+    def _measure_noise(self, noisy: Sequence[CandidateState]) -> None:
+        """Make the perturbed baselines of every precision of these candidates, and measure the noise."""
         groups = [self._plan_noise(precision) for precision in dict.fromkeys(item.precision for item in noisy)]
-        references = self._plan_references(noisy, baseline)
         measured = [run for group in groups for run in group if run is not self.plan.baseline]
-        outcomes = self.store.execute([*measured, *references])
-        self.store.count("noise", sum(_seconds(outcomes[run.name]) for run in measured))
-        self.store.count("emulation", sum(_seconds(outcomes[run.name]) for run in references))
+        outcomes = self._run_proofs("noise", measured)
         for unmoved, *perturbed in groups:
             self._measure(unmoved, perturbed, outcomes)
-        return outcomes
 
     def _plan_noise(self, precision: str) -> list[PlannedRun]:
         """Plan the baseline in a precision, and its perturbed runs: its noise is the rounding of this precision."""
@@ -229,11 +259,11 @@ class AlignmentRunner:
             otherwise = OtherCodeBounds(inner=otherwise)
         return StatedBounds(tolerance=self.plan.tolerance, otherwise=otherwise)
 
-    def _compare_with_emulated(self, baseline: RunSummary, item: CandidateState, outcome: Outcome) -> None:
+    def _compare_with_emulated(
+        self, baseline: RunSummary, item: CandidateState, reference: RunSummary | RunFailure
+    ) -> None:
         """Compare with the reference to the last bit, or by bounds where the candidate may round elsewhere too."""
-        assert item.emulated_run is not None
         assert item.summary is not None
-        reference = self.store.summarise(item.emulated_run, outcome)
         if isinstance(reference, RunFailure):
             item.not_emulated = NotTried(cause=NotTriedCause.RUN_FAILED, error=reference.message)
             return
@@ -376,7 +406,7 @@ class AlignmentRunner:
                         item.judge()
                     except (AlignmentError, ConfigError, TraceError) as error:
                         self._warn(f"{item.run.name} is not localised: {error}")
-            self._save(baseline)
+                self._save(baseline)
 
     def _showing(self, run: PlannedRun, what: str) -> AbstractContextManager[object]:
         return self.console.status(Text(f"{run.name}: {what}"))
@@ -385,6 +415,12 @@ class AlignmentRunner:
     def _own_noise(self) -> NoiseBounds | None:
         """Returns the noise in the baseline's precision; without it that of another one."""
         return self._noise.get(self.plan.baseline.config.precision) or next(iter(self._noise.values()), None)
+
+    @property
+    def _theory(self) -> Bounds | None:
+        """Returns the bounds of theory of the first candidate that was compared by them."""
+        bounds = (item.verdict.bounds for item in self._candidates)
+        return next((item.otherwise for item in bounds if isinstance(item, StatedBounds)), None)
 
     def _warn(self, text: str) -> None:
         for line in printable_message(f"  {text}").split("\n"):
@@ -395,13 +431,16 @@ class AlignmentRunner:
             config_name=self.config_name,
             output_dir=self.plan.output_dir,
             recording_dir=self.plan.recording_dir,
-            bounds=StatedBounds(tolerance=self.plan.tolerance, otherwise=self._own_noise or EXACT),
+            bounds=StatedBounds(tolerance=self.plan.tolerance, otherwise=self._own_noise or self._theory or EXACT),
             baseline=baseline,
             module=self.plan.baseline.own_module,
             candidates=tuple(item.to_result() for item in self._candidates),
             times=self.store.times() if has_ended else None,
         )
-        self.save(result)
+        # Many stages find nothing to do, and the file grows with the number of candidates.
+        if result != self._saved:
+            self.save(result)
+            self._saved = result
         return result
 
 

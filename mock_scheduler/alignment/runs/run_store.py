@@ -92,11 +92,11 @@ class RunStore:
             found = self.cache.find(run)
             if isinstance(found, Reusable):
                 outcomes[run.name] = found.elapsed_s
-                self._say(run, "taken again from an earlier alignment")
+                say_taken_again(run, self.console)
                 on_done(run, found.elapsed_s)
                 continue
             if found.was_there:
-                self._say(run, f"run anew: {found.reason}")
+                _say(run, f"run anew: {found.reason}", self.console)
             self.cache.clear(run)
             due.append(run)
 
@@ -175,5 +175,11 @@ class RunStore:
         seconds = {f"{purpose}_s": self._seconds.get(purpose, 0.0) for purpose in _PURPOSES}
         return AlignmentTimes(**seconds, total_s=time.perf_counter() - self._started_s)
 
-    def _say(self, run: PlannedRun, what: str) -> None:
-        self.console.print(Text.assemble((run.name, "bold"), f"  {run.layout}  {what}"))
+
+def say_taken_again(run: PlannedRun, console: Console) -> None:
+    """Prints that a finished run is taken again."""
+    _say(run, "taken again from an earlier alignment", console)
+
+
+def _say(run: PlannedRun, what: str, console: Console) -> None:
+    console.print(Text.assemble((run.name, "bold"), f"  {run.layout}  {what}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from mock_scheduler.comparison.measure.distance import count_non_finite
 from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
 from mock_scheduler.comparison.tensors import TensorDifference
+from mock_scheduler.comparison.thresholds import CHUNK_ELEMENTS
 from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, TraceKey
@@ -74,6 +76,8 @@ class TracePair:
         Raises:
             TraceError: A file is damaged, or tokens of the baseline are missing.
         """
+        if self._is_small(key):
+            return self.readers[0].merge(key), self.readers[1].merge(key, may_lack_tokens=True)
         # One thread for each side: reading waits for the disk, and the two files are independent.
         theirs = self._executor.submit(self.readers[1].merge, key, may_lack_tokens=True)
         try:
@@ -82,6 +86,11 @@ class TracePair:
             # Waited for even where the baseline failed: the reader must not be in use when it is closed.
             other = theirs.result()
         return ours, other
+
+    def _is_small(self, key: TraceKey) -> bool:
+        """Whether to wake a thread would take longer than to read both sides."""
+        _, shape = self.readers[0].dtype_and_shape(key)
+        return math.prod(shape) <= CHUNK_ELEMENTS
 
     def check_digests(self, key: TraceKey) -> None:
         """Checks the SHA-256 of every piece of a tensor, of both sides.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mock_scheduler.trace.full.pieces import Piece, check_size
 from mock_scheduler.trace.rows import DensePlaces, is_virtual, unite_footers
 
 _NUM_NAMED = 20
+_NUM_KEPT = 64  # opened steps: headers alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +56,28 @@ def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
-    return {step: _open_step(folder, trace_dir) for step, folder in steps}
+    return {step: _open_unchanged(folder, trace_dir, _look_at(folder)) for step, folder in steps}
 
 
-def _open_step(folder: Path, trace_dir: Path) -> OpenedStep:
-    paths = sorted(folder.iterdir())
+#: A file as the system knows it: whoever changes its content changes one of these numbers.
+_FileState = tuple[Path, tuple[int, ...]]
+
+
+def _look_at(folder: Path) -> tuple[_FileState, ...]:
+    try:
+        states = [(path, path.lstat()) for path in sorted(folder.iterdir())]
+    except OSError as error:
+        raise TraceError(f"{folder}: cannot be looked into: {error.strerror or error}") from error
+    return tuple((path, (is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states)
+
+
+@lru_cache(maxsize=_NUM_KEPT)
+def _open_unchanged(folder: Path, trace_dir: Path, files: tuple[_FileState, ...]) -> OpenedStep:
+    """Opens a step, or gives it again: an alignment compares its baseline with every run, and parsing is dear."""
+    return _open_step(folder, trace_dir, [path for path, _ in files])
+
+
+def _open_step(folder: Path, trace_dir: Path, paths: Sequence[Path]) -> OpenedStep:
     for path in paths:
         if OLD_RANK_FILE.fullmatch(path.name):
             raise TraceError(f"{path}: {another_release('format version 2 or less', FORMAT_VERSION)}")

@@ -274,6 +274,8 @@ def _describe_equal(verdict: Verdict, why: EqualToReference) -> str:
     emulation, noise = _describe_named(verdict, "emulation"), _describe_named(verdict, "noise")
     if why.vouched_by == "noise":
         return f"{emulation}; {noise}"
+    if why.vouched_by == "theory":
+        return f"{emulation}; that reference is within bounds of theory around the baseline"
     if why.vouched_by == "referee":
         return f"{emulation}; {_describe_named(verdict, 'referee')}; {_AGAINST}{noise}"
     return f"{emulation}, but that reference is itself not within the noise of the baseline: {noise}"
