@@ -2,7 +2,7 @@
 
 Contract: everything that can be refused is refused here, before any rollout and any model: the arguments, the
 recording's contract, and steps of the plan that are absent, damaged or another run's. One rank reads every bit of the
-steps to replay; the other ranks read the same files later, and here only their headers.
+steps to replay; the other ranks read the same files later, and here only their names.
 """
 
 from __future__ import annotations
@@ -218,6 +218,8 @@ def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router
         stand_ins=list(stand_ins.values()),
         verify=settings.is_writer,
         shard=settings.shard,
+        # A thousand ranks that read every header of a long plan would storm a folder that they share.
+        has_headers=settings.is_writer,
     )
     elapsed_s = time.perf_counter() - started_s
     if settings.is_logging and elapsed_s > _SLOW_CHECK_S:

@@ -4,11 +4,15 @@ Contract: nothing is invented. An absent, damaged or misplaced step, one of anot
 is an error naming it. The first load of rows verifies every digest of theirs; later loads of them by the same
 reader verify the header only. Steps verified by a check of the plan are verified again by the first load, since a
 training may lie between.
+
+Of a thousand processes each asks for little: a plan takes one listing of a folder however long it is, its steps are
+then opened by the names that were listed, and all but one process may leave their headers to be read with the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mock_scheduler.batch import RolloutBatch
@@ -55,6 +59,8 @@ class RecordingReader:
         self.storage = open_storage(dump_dir)
         self.manifest = load_manifest(self.storage)
         self._verified: set[tuple[str, str, RowShard | None]] = set()
+        #: Step of the plan, as in ``request_name`` -> where it lay when the plan was checked.
+        self._planned: dict[str, str] = {}
 
     def steps(self) -> dict[str, list[int]]:
         """Returns the folder name (``train``, ``val``, ``train.{scheduler_id}``) -> steps present."""
@@ -70,6 +76,10 @@ class RecordingReader:
         Raises ``StepNotFoundError`` with the steps present and the likely causes, ``CorruptRecordingError`` for a
         damaged header, ``RecordingError`` where the file holds another step than its name says.
         """
+        planned = self._planned.get(request_name(request))
+        if planned is not None:
+            with suppress(StepNotFoundError):  # it may have taken another form since
+                return self._open(planned, request)
         name = find_step(self.storage, request_name(request))
         if name is None:
             raise StepNotFoundError(self._missing_text([request]))
@@ -101,20 +111,23 @@ class RecordingReader:
         stand_ins: Sequence[RolloutRequest] = (),
         verify: bool = False,
         shard: RowShard | None = None,
+        has_headers: bool = True,
     ) -> int:
         """Check that every step that will be asked for is there, and by its header whole and the one asked for.
 
         ``stand_ins``: further steps in the place of others, as in ``load_step``. ``verify``: check every digest too, of
-        all rows or of the part ``shard``. Returns the number of bytes read. Raises ``StepNotFoundError`` listing all
-        absent ones, and else as ``load_step``.
+        all rows or of the part ``shard``. ``has_headers`` False: look at names alone, for a process beside which
+        another one reads the same files; a load reads and checks the header anyway. Returns the number of bytes read.
+        Raises ``StepNotFoundError`` listing all absent ones, and else as ``load_step``.
         """
         requests = [*plan, *stand_ins]
         names = self._locate(requests)
         missing = [request for request in requests if request_name(request) not in names]
         if missing:
             raise StepNotFoundError(self._missing_text(missing))
+        self._planned = names
         num_bytes = 0
-        for index, request in enumerate(requests):
+        for index, request in enumerate(requests if has_headers else ()):
             step = self._open(names[request_name(request)], request)
             # Stand-ins come after the plan; they may be of another policy version and data cursor.
             _check_answer(step, request, is_stand_in=index >= len(plan))
