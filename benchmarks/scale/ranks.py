@@ -162,6 +162,11 @@ class Model:
         return sum(math.prod(weight.shape) for _, weight in self.weights())
 
 
+def small_model(num_layers: int) -> Model:
+    """Gives a model of 8 MB tensors at most, for what grows with the number of layers."""
+    return Model(hidden=1024, ffn=2048, kv_width=256, vocab=4096, num_layers=num_layers)
+
+
 def write_large_model(path: Path, model: Model) -> None:
     """Writes the gradients of a model in bfloat16, as 64 ranks of tp8 × pp8 hold them, one rank at a time."""
     for rank in range(MODEL_RANKS):

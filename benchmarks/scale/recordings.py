@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,7 +101,7 @@ def reader_of(
         yield lambda index: len(scheduler.get_batch(plan[index]))
 
 
-def count_requests(folder: Path, ranks: list[int], num_ranks: int, *, is_sharded: bool) -> list[Requests]:
+def count_requests(folder: Path, ranks: Sequence[int], num_ranks: int, *, is_sharded: bool) -> list[Requests]:
     """Counts what some of ``num_ranks`` ranks ask for that replay one recording, in a folder and in an object store.
 
     is_sharded: each rank reads its own rows; else each reads all of them, and rank 0 alone checks every bit.

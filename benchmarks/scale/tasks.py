@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.scale.ranks import small_model, write_large_model
 from benchmarks.scale.recordings import import_batches, replay, write_batches, write_recording
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
 from mock_scheduler.comparison.walk.traces import compare_traces
@@ -150,6 +150,7 @@ _TASKS: Mapping[str, Callable[[Path], str]] = {
     "import": import_batches,
 }
 _PREPARATIONS: Mapping[str, Callable[[Path, int], None]] = {
+    "write trace": lambda folder, num_layers: write_large_model(folder, small_model(num_layers)),
     "write recording": write_recording,
     "write batches": write_batches,
 }
@@ -168,5 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory():
-        main()
+    main()
