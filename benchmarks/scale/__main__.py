@@ -19,12 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -38,8 +38,10 @@ from benchmarks.scale.ranks import (
     write_ranges,
 )
 from benchmarks.scale.recordings import count_requests
-from benchmarks.scale.tasks import Figures
+from benchmarks.scale.tasks import Figures, run_task
 from mock_scheduler.support.text import format_bytes
+
+T = TypeVar("T")
 
 PARTS = ("ranks", "sketches", "large", "curves", "recordings")
 _RANKS = (64, 256, 1024, 8192)
@@ -89,13 +91,15 @@ def main() -> None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def run(task: str, folder: Path, *arguments: str) -> Figures:
-    """Runs a task in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.scale.tasks", task, str(folder), *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise SystemExit(f"{task} of {folder} failed: {finished.stderr[-2000:]}")
-    return Figures(**json.loads(finished.stdout.splitlines()[-1]))
+def run(task: str, folder: Path, size: int = 0) -> Figures:
+    """Runs a task in a process of its own: memory that one has had would count for the next."""
+    return in_child(run_task, task, folder, size)
+
+
+def in_child(function: Callable[..., T], *arguments: object, **options: object) -> T:
+    """Calls a function in a forked process; this one has imported all, and computes nothing before or after."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, arguments, options)
 
 
 def measure_ranks(root: Path, sizes: Sequence[int], *, is_sketch: bool = False) -> list[Row]:
@@ -104,7 +108,7 @@ def measure_ranks(root: Path, sizes: Sequence[int], *, is_sketch: bool = False) 
     found = []
     for num_ranks in sizes:
         folder = root / f"{num_ranks}"
-        write_many_ranks(folder, num_ranks=num_ranks, is_sketch=is_sketch)
+        in_child(write_many_ranks, folder, num_ranks=num_ranks, is_sketch=is_sketch)
         for task in tasks:
             found.append(
                 Row(part="sketches" if is_sketch else "ranks", task=task, size=num_ranks, figures=run(task, folder))
@@ -117,24 +121,17 @@ def measure_large(root: Path, num_layers: int) -> list[Row]:
     model = Model(num_layers=num_layers)
     rows, columns = _NUM_CUT_ROWS, _NUM_CUT_COLUMNS
     expert, vocabulary = "decoder.layers.0.mlp.experts.linear_fc1.weight", "embedding.word_embeddings.weight"
-    cases: Sequence[tuple[str, int, Callable[[Path], None]]] = (
-        (
-            "ranges",
-            _NUM_PARAMETERS,
-            lambda path: write_ranges(path, num_parameters=_NUM_PARAMETERS, numel=_PARAMETER_NUMEL),
-        ),
-        ("expert", rows * columns, lambda path: write_cut_tensor(path, expert, (rows, columns))),
-        (
-            "vocabulary",
-            (rows - 37) * columns,
-            lambda path: write_cut_tensor(path, vocabulary, (rows - 37, columns), padded_rows=37),
-        ),
-        ("model", model.num_parameters, lambda path: write_large_model(path, model)),
+    cut = (rows - 37, columns)
+    cases: Sequence[tuple[str, int, Callable[..., None], dict[str, object]]] = (
+        ("ranges", _NUM_PARAMETERS, write_ranges, {"num_parameters": _NUM_PARAMETERS, "numel": _PARAMETER_NUMEL}),
+        ("expert", rows * columns, write_cut_tensor, {"name": expert, "shape": (rows, columns)}),
+        ("vocabulary", math.prod(cut), write_cut_tensor, {"name": vocabulary, "shape": cut, "padded_rows": 37}),
+        ("model", model.num_parameters, write_large_model, {"model": model}),
     )
     found = []
-    for name, size, write in cases:
+    for name, size, write, options in cases:
         folder = root / name
-        write(folder)
+        in_child(write, folder, **options)
         found += [Row(part="large", task=f"{task} {name}", size=size, figures=run(task, folder)) for task in _READING]
     return found
 
@@ -148,15 +145,15 @@ def measure_curves(root: Path) -> list[Row]:
     for num_layers in _CURVE_LAYERS:
         folder = root / f"trace-{num_layers}"
         model = small_model(num_layers)
-        written = run("write trace", folder, str(model.num_layers))
+        written = run("write trace", folder, model.num_layers)
         found += [
             Row(part="curves", task="trace", size=model.num_parameters, figures=written),
             Row(part="curves", task="compare", size=model.num_parameters, figures=run("compare", folder)),
         ]
     for num_rows in _CURVE_ROWS:
         folder = root / f"rows-{num_rows}"
-        run("write recording", folder / "recording", str(num_rows))
-        run("write batches", folder, str(num_rows))
+        run("write recording", folder / "recording", num_rows)
+        run("write batches", folder, num_rows)
         found += [
             Row(part="curves", task="replay", size=num_rows, figures=run("replay", folder / "recording")),
             Row(part="curves", task="import", size=num_rows, figures=run("import", folder)),

@@ -1,18 +1,14 @@
-"""Runs one task in a process of its own and prints its figures as a line of JSON: ``python -m benchmarks.scale.tasks``.
-
-A process of its own, since memory that one task has had, and modules that it loaded, would count for the next.
-"""
+"""The tasks that are measured, and what each of them takes; each is run in a process of its own."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.scale.ranks import small_model, write_large_model
@@ -156,17 +152,11 @@ _PREPARATIONS: Mapping[str, Callable[[Path, int], None]] = {
 }
 
 
-def main() -> None:
-    """Runs the task that is named, in the folder that is named."""
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    if name in _PREPARATIONS:
-        with watch(folder) as figures:
-            _PREPARATIONS[name](folder, int(sys.argv[3]))
-    else:
-        with watch(folder) as figures:
+def run_task(name: str, folder: Path, size: int = 0) -> Figures:
+    """Runs a task in a folder and gives what it took; ``size``: of what it writes."""
+    with watch(folder) as figures:
+        if name in _PREPARATIONS:
+            _PREPARATIONS[name](folder, size)
+        else:
             figures.note = _TASKS[name](folder)
-    print(json.dumps(asdict(figures)))
-
-
-if __name__ == "__main__":
-    main()
+    return figures
