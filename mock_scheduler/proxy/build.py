@@ -2,7 +2,7 @@
 
 Contract: everything that can be refused is refused here, before any rollout and any model: the arguments, the
 recording's contract, and steps of the plan that are absent, damaged or another run's. One rank reads every bit of the
-steps to replay; the other ranks read the same files later, and here only their headers. Of a plan of more than
+steps to replay; the other ranks read the same files later, and here only their names. Of a plan of more than
 ``MOST_CHECKED`` steps this holds for both of its ends: the steps between are looked for beside the run, and each is
 verified when it is read.
 """
@@ -235,6 +235,8 @@ def _check_plan(settings: ProxySettings, reader: RecordingReader, router: Router
         stand_ins=list(stand_ins.values()),
         verify=settings.is_writer,
         shard=settings.shard,
+        # A thousand ranks that read every header of a long plan would storm a folder that they share.
+        has_headers=settings.is_writer,
     )
     elapsed_s = time.perf_counter() - started_s
     num_steps = len(wanted) + len(stand_ins)

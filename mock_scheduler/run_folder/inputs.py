@@ -36,6 +36,8 @@ from mock_scheduler.support.run_files import (
 )
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.full.files import find_steps
+from mock_scheduler.trace.full.opening import check_ranks
+from mock_scheduler.trace.sketch.opening import check_sketch_ranks
 
 InputKind = Literal["run", "trace", "metrics", "recording"]
 
@@ -223,7 +225,7 @@ def _open(path: Path, kind: InputKind) -> OpenedInput:
         parent = path.resolve().parent / CONFIG_FILE
         stored = load_stored_config(parent) if name == TRACE_FOLDER and parent.is_file() else None
         name = path.resolve().parent.name if name == TRACE_FOLDER else name
-    level = trace_level(path) if kind == "trace" else None
+    level = _check_trace(path) if kind == "trace" else None
     path = _own(path, METRICS_FILE) if kind == "metrics" and path.is_dir() else path
     return OpenedInput(side=ComparedInput(name=name, path=path, kind=kind, level=level), stored=stored)
 
@@ -244,9 +246,19 @@ def _open_run(folder: Path, name: str) -> OpenedInput:
             f"{folder} has no trace (its run had trace.level={stored.trace_level}), and a comparison of gradients and "
             "parameters needs one; run it again with trace.level=full"
         )
-    level = trace_level(_own(folder, TRACE_FOLDER))
+    level = _check_trace(_own(folder, TRACE_FOLDER))
     side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary)
     return OpenedInput(side=side, stored=stored)
+
+
+def _check_trace(trace_dir: Path) -> Literal["full", "sketch"]:
+    """Returns the level of a trace; raises ``TraceError`` where ranks have no file, however many others have one."""
+    level = trace_level(trace_dir)
+    if level == "full":
+        check_ranks(trace_dir)
+    else:
+        check_sketch_ranks(trace_dir)
+    return level
 
 
 def _describe_kinds(opened: Sequence[OpenedInput]) -> str:

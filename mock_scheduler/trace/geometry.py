@@ -318,7 +318,7 @@ def count_cells(shape: Sequence[int], specs: Sequence[ShardSpec]) -> Coverage:
     counts = np.zeros([len(cells) - 1 for cells in edges], dtype=np.int64)
     for by_dim in spans:
         # A shard's own cells and no others are touched.
-        held = [np.flatnonzero(_held_cells(*ends, cells)) for ends, cells in zip(by_dim, edges, strict=True)]
+        held = [_held_cells(*ends, cells) for ends, cells in zip(by_dim, edges, strict=True)]
         counts[np.ix_(*held)] += 1
     return Coverage(edges=edges, counts=counts)
 
@@ -422,11 +422,12 @@ def _spans(spec: ShardSpec, dim: int) -> _Bounds:
 
 
 def _held_cells(starts: _Integers, stops: _Integers, edges: _Integers) -> _Integers:
-    """Marks each cell of one dimension: 1 where it lies in a block, else 0."""
-    changes = np.zeros(len(edges), dtype=np.int64)
-    np.add.at(changes, np.searchsorted(edges, starts), 1)
-    np.add.at(changes, np.searchsorted(edges, stops), -1)
-    return np.cumsum(changes)[:-1]
+    """Gives the cells of one dimension in blocks that share no index: their positions, block after block."""
+    lows, highs = np.searchsorted(edges, starts), np.searchsorted(edges, stops)
+    sizes = highs - lows
+    # Position within its block, and where that begins: as many steps as the shard has cells.
+    inside: _Integers = np.arange(sizes.sum(), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return inside + np.repeat(lows, sizes)
 
 
 def _bounds_of(rectangles: Sequence[Rectangle]) -> _Bounds:

@@ -17,7 +17,7 @@ from mock_scheduler.trace.entries import (
     virtual_start,
 )
 from mock_scheduler.trace.full.header import check_footer, footer_as_json, parse_footer
-from mock_scheduler.trace.full.pieces import RankStep
+from mock_scheduler.trace.full.pieces import RankStep, Shared
 from mock_scheduler.trace.rows import MAX_ROWS, DensePlaces, check_rows, open_gaps, spread_tokens, unite_footers
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 from tests.trace.builders import ROWS
@@ -51,12 +51,12 @@ def test_rows_without_starts_are_found_and_stored_as_ever() -> None:
     assert (ROWS.first_places, ROWS.num_places) == ((0, 3, 5), 9)
     stored = footer_as_json(StepFooter(rows=ROWS))
     assert stored["rows"] == {"identities": list(ROWS.identities), "lengths": list(ROWS.lengths)}
-    assert parse_footer(stored).rows == ROWS
+    assert parse_footer(stored, Shared()).rows == ROWS
 
 
 def test_rows_with_starts_are_stored_and_read_back() -> None:
     one = footer(("b", 2), ("a", 3), updates=((1,), (0, 1)))
-    assert parse_footer(footer_as_json(one)) == one
+    assert parse_footer(footer_as_json(one), Shared()) == one
 
 
 def lie(table: RowTable, case: str) -> RowTable:
@@ -95,7 +95,7 @@ def test_a_start_that_is_no_whole_number_is_refused(start: str) -> None:
     stored = footer_as_json(footer(("x", 2)))
     stored["rows"]["starts"] = [{"true": True, '"7"': "7", "1.5": 1.5, "null": None}[start]]  # type: ignore[index, call-overload]
     with pytest.raises(ValueError, match=r"footer\.rows\.starts\[0\] is .*: expected a whole number"):
-        parse_footer(stored)
+        parse_footer(stored, Shared())
 
 
 def test_a_row_longer_than_its_places_is_refused() -> None:

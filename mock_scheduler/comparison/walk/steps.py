@@ -89,8 +89,9 @@ class Found:
         not_compared = list_not_compared(self.absences)
         compared = {difference.key.kind for difference in self.differences}
         keys = order_keys({item.key for side in self.conflicts for item in side})
+        position = {key: index for index, key in enumerate(keys)}
         # Found name by name, so that the first would be anyone.
-        conflicts = [tuple(sorted(side, key=lambda item: keys.index(item.key))) for side in self.conflicts]
+        conflicts = [tuple(sorted(side, key=lambda item: position[item.key])) for side in self.conflicts]
         return TensorComparison(
             steps=steps,
             differences=tuple(self.differences),

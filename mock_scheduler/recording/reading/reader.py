@@ -4,6 +4,9 @@ Contract: nothing is invented. An absent, damaged or misplaced step, one of anot
 is an error naming it. The first load of rows verifies every digest of theirs; later loads of them by the same
 reader verify the header only. Steps verified by a check of the plan are verified again by the first load, since a
 training may lie between.
+
+Of a thousand processes each asks for little: a plan takes one listing of a folder however long it is, its steps are
+then opened by the names that were listed, and all but one process may leave their headers to be read with the steps.
 """
 
 from __future__ import annotations
@@ -134,13 +137,16 @@ class RecordingReader:
         stand_ins: Sequence[RolloutRequest] = (),
         verify: bool = False,
         shard: RowShard | None = None,
+        has_headers: bool = True,
     ) -> int:
         """Check that every step that will be asked for is there, and by its header whole and the one asked for.
 
         ``stand_ins``: further steps in the place of others, as in ``load_step``. ``verify``: check every digest too, of
-        all rows or of the part ``shard``. Of more than ``MOST_CHECKED`` steps only the first and the last ones are
-        checked: give all of them to ``check_present`` then, which may be called beside the run. Returns the number of
-        bytes read. Raises ``StepNotFoundError`` listing all absent ones, and else as ``load_step``.
+        all rows or of the part ``shard``. ``has_headers`` False: look at names alone, for a process beside which
+        another one reads the same files; a load reads and checks the header anyway. Of more than ``MOST_CHECKED``
+        steps only the first and the last ones are checked: give all of them to ``check_present`` then, which may be
+        called beside the run. Returns the number of bytes read. Raises ``StepNotFoundError`` listing all absent ones,
+        and else as ``load_step``.
         """
         # Stand-ins come after the plan; they may be of another policy version and data cursor.
         checked = [(request, index >= len(plan)) for index, request in enumerate([*plan, *stand_ins])]
@@ -149,6 +155,8 @@ class RecordingReader:
             checked = [*checked[: MOST_CHECKED // 2], *checked[-(MOST_CHECKED // 2) :]]
         else:
             self.check_present([request for request, _ in checked])
+        if not has_headers:
+            return 0
 
         def check(item: tuple[RolloutRequest, bool]) -> int:
             request, is_stand_in = item

@@ -99,8 +99,17 @@ class Ending:
 
 def part_path(trace_dir: Path, rank_step: RankStep, part: int) -> Path:
     """Returns the file of one part of a rank's step."""
-    name = f"rank_{rank_step.place.global_rank:05d}.part_{part:03d}.safetensors"
-    return step_folder(trace_dir, rank_step.step) / name
+    return step_folder(trace_dir, rank_step.step) / part_name(rank_step.place.global_rank, part)
+
+
+def part_name(global_rank: int, part: int = 0) -> str:
+    """Returns the name of a rank's part."""
+    return f"rank_{global_rank:05d}.part_{part:03d}.safetensors"
+
+
+def sketch_name(global_rank: int) -> str:
+    """Returns the name of a rank's file in a trace of level ``sketch``."""
+    return f"rank_{global_rank:05d}.sketch.safetensors"
 
 
 def step_folder(trace_dir: Path, step: int) -> Path:
@@ -129,15 +138,16 @@ def remove_steps_from(trace_dir: Path, step: int) -> None:
 
 
 def check_unwritten(trace_dir: Path, rank_step: RankStep) -> None:
-    """Raise ``TraceError`` where a part, or the sketches, of this rank's step are there already."""
-    first = part_path(trace_dir, rank_step, 0)
-    prefix = first.name.removesuffix("part_000.safetensors")
-    names = (PART_FILE, SKETCH_FILE)
-    existing = sorted(
-        path for path in first.parent.glob(f"{prefix}*") if any(name.fullmatch(path.name) for name in names)
-    )
-    if existing:
-        raise _already_traced(existing[0])
+    """Raise ``TraceError`` where a part, or the sketches, of this rank's step are there already.
+
+    The folder is not listed: all ranks of a run would list the files of all.
+    """
+    rank = rank_step.place.global_rank
+    # A rank writes its first part before all others, and removes it after them.
+    for name in (part_name(rank), sketch_name(rank)):
+        path = step_folder(trace_dir, rank_step.step) / name
+        if path.exists():
+            raise _already_traced(path)
 
 
 def write_part(

@@ -21,7 +21,7 @@ from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
 from mock_scheduler.trace.entries import DimName, LedgerCall, RankPlace, RowTable, StepFooter, TraceKey, Unobserved
-from mock_scheduler.trace.full.pieces import PieceRecord, RankStep, check_regions, check_size, check_spec
+from mock_scheduler.trace.full.pieces import PieceRecord, RankStep, Shared, check_regions, check_size, check_spec
 from mock_scheduler.trace.rows import check_rows, is_virtual
 from mock_scheduler.trace.shards import Block, ShardSpec, Split
 
@@ -147,12 +147,12 @@ def pieces_as_json(records: Sequence[PieceRecord]) -> dict[str, JSON]:
     return stored
 
 
-def parse_pieces(content: Mapping[str, Any], *, step: int) -> list[PieceRecord]:
-    """Gives the written records."""
+def parse_pieces(content: Mapping[str, Any], *, step: int, shared: Shared) -> list[PieceRecord]:
+    """Gives the written records; ``shared``: what they have in common with those of other files of the step."""
     stored = _PIECES.load(content)
     # A block without indices says nothing, and regions are counted by blocks.
-    blocks = [tuple(block for block in place if block.length) for place in stored.blocks]
-    return [_read_piece(name, piece, blocks, step=step) for name, piece in stored.tensors.items()]
+    blocks = [shared.of(tuple(block for block in place if block.length)) for place in stored.blocks]
+    return [shared.record(_read_piece(name, piece, blocks, step=step)) for name, piece in stored.tensors.items()]
 
 
 def _read_piece(name: str, piece: _StoredPiece, blocks: Sequence[tuple[Block, ...]], *, step: int) -> PieceRecord:
@@ -217,15 +217,17 @@ def check_footer(footer: StepFooter, rank_step: RankStep) -> None:
         raise TraceError(f"{rank_step.describe()}: {error}") from error
 
 
-def parse_footer(content: object) -> StepFooter:
-    """Gives the written footer."""
+def parse_footer(content: object, shared: Shared) -> StepFooter:
+    """Gives the written footer; ``shared``: as in ``parse_pieces``."""
     stored = _FOOTER.load(content, at="footer")
     rows = stored.rows
     check_rows(rows)
     if any(row >= len(rows.lengths) for update in stored.update_rows for row in update):
         raise ValueError(f"an update has a row beyond the {len(rows.lengths)} of the batch")
     ledgers = {kind: _unpack_ledger(ledger) for kind, ledger in stored.ledgers.items()}
-    return StepFooter(**shared_statements(stored), unobserved=stored.unobserved, ledgers=ledgers)
+    # The rows of the batch are the largest of what a rank says, and mostly the same on all.
+    statements = {name: shared.of(value) for name, value in shared_statements(stored).items()}
+    return StepFooter(**statements, unobserved=shared.of(stored.unobserved), ledgers=ledgers)
 
 
 def shared_statements(footer: StepFooter | _StoredFooter) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Opens the files of a trace: reads every header, and checks that the ranks' parts are all there and fit together.
 
-Tensors are not read here.
+Tensors are not read here. Names come first: a rank without a file is said when one header of its step was read, of
+however many. What ranks and pieces have in common is kept once (``Shared``), so memory follows from their number alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -13,14 +14,15 @@ from pathlib import Path
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceKey
-from mock_scheduler.trace.full.files import FORMAT_VERSION, OLD_RANK_FILE, PART_FILE, SKETCH_FILE, find_steps
+from mock_scheduler.trace.full.files import FORMAT_VERSION, OLD_RANK_FILE, PART_FILE, SKETCH_FILE, find_steps, part_name
 from mock_scheduler.trace.full.header import shared_statements
 from mock_scheduler.trace.full.part import Part, another_release, read_part
-from mock_scheduler.trace.full.pieces import Piece, check_size
+from mock_scheduler.trace.full.pieces import Piece, Shared, check_size
 from mock_scheduler.trace.rows import DensePlaces, is_virtual, unite_footers
 
 _NUM_NAMED = 20
 _NUM_KEPT = 64  # opened steps: headers alone
+_MOST_FILES_KEPT = 64  # of a step: those of a thousand ranks take 15 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,35 +55,63 @@ class OpenedStep:
 
 def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
     """All steps of a trace; raises ``TraceError`` as ``reader.open_trace`` does."""
-    steps = find_steps(trace_dir)
-    if not steps:
-        raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
-    return {step: _open_unchanged(folder, trace_dir, _look_at(folder)) for step, folder in steps}
+    listed = check_ranks(trace_dir)
+    return {step: _open_again(paths, trace_dir) for step, paths in listed.items()}
 
 
 #: A file as the system knows it: whoever changes its content changes one of these numbers.
 _FileState = tuple[Path, tuple[int, ...]]
 
 
-def _look_at(folder: Path) -> tuple[_FileState, ...]:
+def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
+    """Opens a step, or gives it again: an alignment compares its baseline with every run, and parsing is dear."""
+    if len(paths) > _MOST_FILES_KEPT:
+        return _open_step(paths, trace_dir)
     try:
-        states = [(path, path.lstat()) for path in sorted(folder.iterdir())]
+        states = [(path, path.lstat()) for path in paths]
     except OSError as error:
-        raise TraceError(f"{folder}: cannot be looked into: {error.strerror or error}") from error
-    return tuple((path, (is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states)
+        raise TraceError(f"{paths[0].parent}: cannot be looked into: {error.strerror or error}") from error
+    files = tuple((path, (is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states)
+    return _open_unchanged(files, trace_dir)
 
 
 @lru_cache(maxsize=_NUM_KEPT)
-def _open_unchanged(folder: Path, trace_dir: Path, files: tuple[_FileState, ...]) -> OpenedStep:
-    """Opens a step, or gives it again: an alignment compares its baseline with every run, and parsing is dear."""
-    return _open_step(folder, trace_dir, [path for path, _ in files])
+def _open_unchanged(files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
+    return _open_step([path for path, _ in files], trace_dir)
 
 
-def _open_step(folder: Path, trace_dir: Path, paths: Sequence[Path]) -> OpenedStep:
+def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
+    """Finds the files of every step by their names, and reads the header of one rank of each.
+
+    Raises:
+        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have.
+    """
+    steps = find_steps(trace_dir)
+    if not steps:
+        raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
+    listed: dict[int, tuple[Path, ...]] = {}
+    for step, folder in steps:
+        paths = listed[step] = _list_parts(folder)
+        by_rank = {_named(path)[0]: path for path in paths}
+        # Its highest part: the last one says which ranks write the trace.
+        part = read_part(by_rank[min(by_rank)], trace_dir)
+        if part.ending is not None:
+            world_size = part.rank_step.world_size
+            missing = name_missing(by_rank, list_writers(part.ending.footer.ranks, world_size), world_size, part_name)
+            if missing:
+                raise TraceError(f"{folder}: {missing}")
+    return listed
+
+
+def _list_parts(folder: Path) -> tuple[Path, ...]:
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise TraceError(f"{folder}: cannot be looked into: {error.strerror or error}") from error
     for path in paths:
         if OLD_RANK_FILE.fullmatch(path.name):
             raise TraceError(f"{path}: {another_release('format version 2 or less', FORMAT_VERSION)}")
-    parts = [read_part(path, trace_dir) for path in paths if PART_FILE.fullmatch(path.name)]
+    parts = tuple(path for path in paths if PART_FILE.fullmatch(path.name))
     if not parts:
         if any(SKETCH_FILE.fullmatch(path.name) for path in paths):
             raise TraceError(
@@ -89,13 +119,26 @@ def _open_step(folder: Path, trace_dir: Path, paths: Sequence[Path]) -> OpenedSt
                 "trace.level; move the step folders of one level to another folder"
             )
         raise TraceError(f"{folder}: no rank file; the run ended before any rank wrote this step")
+    return parts
+
+
+def _named(path: Path) -> tuple[int, int]:
+    """Returns the global rank and the part that a file is named after."""
+    name = PART_FILE.fullmatch(path.name)
+    assert name is not None
+    return int(name[1]), int(name[2])
+
+
+def _open_step(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
+    folder, shared = paths[0].parent, Shared()
+    parts = [read_part(path, trace_dir, shared=shared) for path in paths]
     # All problems of a step are listed at once: a lost file mostly explains several of them.
     by_rank: dict[int, list[Part]] = {}
     for part in parts:
         by_rank.setdefault(part.rank, []).append(part)
     problems = _name_problems(folder, parts)
     for rank in sorted(by_rank):
-        problems += _rank_problems(rank, by_rank[rank])
+        problems += _part_problems(rank, by_rank[rank])
     stated = {part.rank: part.ending.footer for part in parts if part.ending is not None}
     world_sizes = {part.rank: part.rank_step.world_size for part in parts}
     footers, row_problems = unite_footers(stated)
@@ -149,9 +192,7 @@ def _name_problems(folder: Path, parts: Sequence[Part]) -> list[str]:
     problems = []
     seen: dict[tuple[int, int], str] = {}
     for part in parts:
-        name = PART_FILE.fullmatch(part.path.name)
-        assert name is not None
-        named = (int(folder.name.removeprefix("step_")), int(name[1]), int(name[2]))
+        named = (int(folder.name.removeprefix("step_")), *_named(part.path))
         if named != (part.rank_step.step, part.rank, part.index):
             problems.append(
                 f"{part.path.name} holds part {part.index} of step {part.rank_step.step} of global rank {part.rank}"
@@ -162,7 +203,7 @@ def _name_problems(folder: Path, parts: Sequence[Part]) -> list[str]:
     return problems
 
 
-def _rank_problems(rank: int, parts: Sequence[Part]) -> list[str]:
+def _part_problems(rank: int, parts: Sequence[Part]) -> list[str]:
     """Lists missing parts of one rank, and parts of another run than its last part."""
     by_index = {part.index: part for part in parts}
     last = next((part for part in parts if part.ending is not None), None)
@@ -196,15 +237,11 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
     if len(set(world_sizes.values())) > 1:
         problems.append(f"files of runs with different world sizes {sorted(set(world_sizes.values()))}")
     world_size = max(world_sizes.values())
-    stated = {rank for footer in footers.values() for rank in footer.ranks}
-    writers: Mapping[int, None] | range = dict.fromkeys(sorted(stated)) if stated else range(world_size)
-    num_present = sum(rank in writers for rank in world_sizes)
-    if num_present < len(writers):
-        # A header may say a million ranks: some are named, and none but those are listed.
-        named = list(islice((rank for rank in writers if rank not in world_sizes), _NUM_NAMED))
-        more = len(writers) - num_present - len(named)
-        rest = f" and {more} more" if more else ""
-        problems.append(f"no file of global rank {', '.join(map(str, named))}{rest} of {world_size}")
+    # Ranks mostly say the same: their lists are looked at once.
+    stated = set().union(*{footer.ranks for footer in footers.values()})
+    writers = list_writers(stated, world_size)
+    missing = name_missing(world_sizes, writers, world_size)
+    problems += [missing] if missing else []
     strangers = sorted(rank for rank in world_sizes if rank not in writers)
     if strangers:
         listed = ", ".join(map(str, writers)) if len(writers) < world_size else f"0 to {world_size - 1}"
@@ -216,6 +253,37 @@ def writer_problems(world_sizes: Mapping[int, int], footers: Mapping[int, StepFo
         if differing:
             problems.append(f"global rank {rank} says other {', '.join(differing)} than global rank {first}")
     return problems
+
+
+def list_writers(stated: Collection[int], world_size: int) -> Mapping[int, None] | range:
+    """Lists the ranks that write a trace, ascending; ``stated``: the ranks that a footer names, empty for all."""
+    return dict.fromkeys(sorted(stated)) if stated else range(world_size)
+
+
+def name_missing(
+    present: Collection[int],
+    writers: Mapping[int, None] | range,
+    world_size: int,
+    file_of: Callable[[int], str] | None = None,
+) -> str:
+    """Names the writers without a file; empty where there are none.
+
+    Args:
+        present: the global ranks with a file; a set or mapping.
+        writers: the ranks that write the trace.
+        world_size: of the run.
+        file_of: gives the name of a rank's file, to name the first missing one too.
+    """
+    num_missing = len(writers) - sum(rank in writers for rank in present)
+    if not num_missing:
+        return ""
+    # A header may say a million ranks: some are named, and none but those are listed.
+    named = list(islice((rank for rank in writers if rank not in present), _NUM_NAMED))
+    rest = f" and {num_missing - len(named)} more" if num_missing > len(named) else ""
+    text = f"no file of global rank {', '.join(map(str, named))}{rest} of {world_size}"
+    if file_of is None:
+        return text
+    return f"{text} ({'first ' if num_missing > 1 else ''}{file_of(named[0])})"
 
 
 def _join_parts(parts: Sequence[Part], footer: StepFooter) -> RankFiles:

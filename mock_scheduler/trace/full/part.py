@@ -21,7 +21,7 @@ from mock_scheduler.support.documents import Count, Document
 from mock_scheduler.support.foreign_files import name_descriptor, open_regular
 from mock_scheduler.trace.full.files import FORMAT_VERSION, METADATA_KEY, Ending
 from mock_scheduler.trace.full.header import parse_footer, parse_pieces, parse_rank_step
-from mock_scheduler.trace.full.pieces import DAMAGED, PieceRecord, RankStep
+from mock_scheduler.trace.full.pieces import DAMAGED, PieceRecord, RankStep, Shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +94,13 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[Handle]:
         yield handle
 
 
-def read_part(path: Path, trace_dir: Path) -> Part:
+def read_part(path: Path, trace_dir: Path, *, shared: Shared | None = None) -> Part:
     """Reads the header of one part.
+
+    Args:
+        path: of the file.
+        trace_dir: the folder that it must lie in.
+        shared: what earlier parts of the step said, which this one refers to where it says the same.
 
     Raises:
         TraceError: the file is no part of a trace, or not as it was written.
@@ -104,7 +109,7 @@ def read_part(path: Path, trace_dir: Path) -> Part:
         content = read_metadata(path, handle, METADATA_KEY, version=FORMAT_VERSION, kind="trace file")
         stored_names = set(handle.keys())
     try:
-        part = _parse_part(path, content)
+        part = _parse_part(path, content, Shared() if shared is None else shared)
     except ValueError as error:
         raise TraceError(f"{path}: the metadata is not that of a trace: {error}") from error
     if stored_names != {record.stored_name for record in part.records}:
@@ -143,22 +148,22 @@ def another_release(found: str, expected: int) -> str:
     return f"{found}, expected {expected}; another release wrote it: run it again with this one"
 
 
-def _parse_part(path: Path, content: Mapping[str, Any]) -> Part:
+def _parse_part(path: Path, content: Mapping[str, Any], shared: Shared) -> Part:
     rank_step, ending = parse_rank_step(content), content.get("ending")
     stored = None if ending is None else _ENDING.load(ending, at="ending")
     return Part(
         path=path,
         rank_step=rank_step,
         index=_PART.load(content).part,
-        records=tuple(parse_pieces(content, step=rank_step.step)),
+        records=tuple(parse_pieces(content, step=rank_step.step, shared=shared)),
         # The last part lists the digests of the others: only theirs are asked for.
         digest=compute_json_digest(content) if stored is None else "",
         num_parts=0 if stored is None else stored.num_parts,
-        ending=None if ending is None or stored is None else _read_ending(stored, ending),
+        ending=None if ending is None or stored is None else _read_ending(stored, ending, shared),
     )
 
 
-def _read_ending(stored: _StoredEnding, content: Mapping[str, Any]) -> Ending:
+def _read_ending(stored: _StoredEnding, content: Mapping[str, Any], shared: Shared) -> Ending:
     if len(stored.earlier_parts) != stored.num_parts - 1:
         raise ValueError(f"{len(stored.earlier_parts)} digests of {stored.num_parts} parts")
-    return Ending(footer=parse_footer(content.get("footer")), earlier_parts=stored.earlier_parts)
+    return Ending(footer=parse_footer(content.get("footer"), shared), earlier_parts=stored.earlier_parts)

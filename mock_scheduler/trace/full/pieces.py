@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from mock_scheduler.support.tensor_bytes import as_bytes, compute_tensor_digest, dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, TraceEntry, TraceKey
 from mock_scheduler.trace.shards import Block, ShardSpec
+
+T = TypeVar("T")
 
 #: No tensor is larger: what a damaged or forged header may make a reader allocate.
 MAX_TENSOR_BYTES = 1 << 40
@@ -78,6 +80,28 @@ class Piece:
     def spec(self) -> ShardSpec:
         """Where the piece lies in the whole tensor."""
         return self.record.spec
+
+
+class Shared:
+    """Keeps equal values of the headers of one step once: most of what a rank says, others say too."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, Any] = {}
+
+    def of(self, value: T) -> T:
+        """Returns the first value that is equal and of the same type; ``value``: hashable, of numbers of one type."""
+        first: T = self._values.setdefault((type(value), value), value)
+        return first
+
+    def record(self, record: PieceRecord) -> PieceRecord:
+        """Returns a record whose key, name, places and dimensions are those of equal ones before."""
+        return replace(
+            record,
+            key=self._values.setdefault((TraceKey, record.key, record.key.place), record.key),
+            stored_name=self.of(record.stored_name),
+            spec=self.of(record.spec),
+            dims=self.of(record.dims),
+        )
 
 
 def compute_tensor_crc32(tensor: torch.Tensor) -> int:

@@ -6,9 +6,11 @@ ranks hold must agree bit for bit; where it does not, the merge says who differs
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +32,9 @@ from mock_scheduler.trace.replicas import ReplicaConflict
 __all__ = ["MergedTensor", "Piece", "ReplicaConflict", "TraceReader", "open_trace"]
 
 _MAX_LISTED = 10
+#: Files mapped at once. The ranks of a pipeline stage hold the same tensors, which are read one after another: with
+#: fewer, each of their files would be mapped anew for each tensor. A process may have 65,530 maps on Linux.
+_MAX_MAPPED_FILES = 4096
 #: A gradient, and a parameter before and after an update, which are compared together.
 _NUM_TENSORS = 3
 
@@ -49,14 +54,14 @@ def open_trace(trace_dir: Path, *, num_tensors: int = _NUM_TENSORS) -> TraceRead
 class TraceReader:
     """Reads an opened trace; a context manager, closed by ``close``.
 
-    Holds open the files of one step at a time. One thread at a time uses a reader; several readers are independent.
+    Holds at most 4,096 files mapped at a time, all of one step, and none open. One thread at a time uses a reader;
+    several readers are independent.
     """
 
     def __init__(self, steps: dict[int, OpenedStep], *, num_tensors: int = _NUM_TENSORS) -> None:
         self._steps = steps
         self._open_step: int | None = None
-        self._handles: dict[Path, Handle] = {}
-        self._stack = ExitStack()
+        self._handles: OrderedDict[Path, tuple[Handle, ExitStack]] = OrderedDict()
         self._memory = MemoryPool(num_tensors=num_tensors)
         self._expected: dict[tuple[int, int | None], torch.Tensor] = {}
         self._sizes: dict[int, int] = {}
@@ -191,8 +196,9 @@ class TraceReader:
         self.close()
 
     def _close_files(self) -> None:
-        self._stack.close()
-        self._handles = {}
+        for _, stack in self._handles.values():
+            stack.close()
+        self._handles.clear()
         self._open_step = None
 
     def _stored_bytes(self, step: int) -> int:
@@ -209,26 +215,36 @@ class TraceReader:
 
     def _find_damage(self, rank_files: RankFiles) -> list[str]:
         problems = []
-        for path in rank_files.paths:
+        # Pieces come part by part.
+        for path, pieces in groupby(rank_files.pieces, key=lambda piece: piece.path):
             with open_file(path, inside=path.parents[1]) as handle:
-                for piece in rank_files.pieces:
-                    if piece.path == path:
-                        problems += _name_wrong_digests(piece, _read(handle, piece))
+                for piece in pieces:
+                    problems += _name_wrong_digests(piece, _read(handle, piece))
         return problems
 
     def _load(self, piece: Piece) -> torch.Tensor:
         """The stored elements as they were written: of the local shape, or flat for a flat range."""
-        # One step at a time, since a trace may have more files than a process can hold open.
-        if self._open_step != piece.record.key.step:
-            self._close_files()
-            self._open_step = piece.record.key.step
-        if piece.path not in self._handles:
-            self._handles[piece.path] = self._stack.enter_context(open_file(piece.path, inside=piece.path.parents[1]))
-        tensor = _read(self._handles[piece.path], piece)
+        tensor = _read(self._handle_of(piece), piece)
         # CRC-32 here, since every read pays; ``verify`` compares SHA-256.
         if not has_crc32(piece, tensor):
             raise TraceError(f"{describe_wrong_digest(piece, 'CRC-32')}; {DAMAGED}")
         return tensor
+
+    def _handle_of(self, piece: Piece) -> Handle:
+        """The mapped file of a piece; the one that was asked for longest ago goes where there are too many."""
+        if self._open_step != piece.record.key.step:
+            self._close_files()
+            self._open_step = piece.record.key.step
+        known = self._handles.pop(piece.path, None)
+        if known is None:
+            if len(self._handles) >= _MAX_MAPPED_FILES:
+                _, (_, oldest) = self._handles.popitem(last=False)
+                oldest.close()
+            with ExitStack() as stack:
+                handle = stack.enter_context(open_file(piece.path, inside=piece.path.parents[1]))
+                known = handle, stack.pop_all()
+        self._handles[piece.path] = known
+        return known[0]
 
 
 def _read(handle: Handle, piece: Piece) -> torch.Tensor:

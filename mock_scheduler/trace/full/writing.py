@@ -126,7 +126,8 @@ class FullSink:
         self._jobs.abandon()
         paths = [part_path(self._trace_dir, self._rank_step, part) for part in range(self._part.index + 1)]
         with suppress(OSError):  # what cannot be removed has no last part, and is no whole step
-            for path in paths:
+            # The first one last: it is what ``check_unwritten`` looks for.
+            for path in reversed(paths):
                 path.unlink(missing_ok=True)
             # Empty where no other rank has written: a folder without files would hide the steps before it.
             paths[0].parent.rmdir()

@@ -36,7 +36,14 @@ from mock_scheduler.support.digests import JSON, canonical_json, seal
 from mock_scheduler.support.files import written_aside
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest, dtype_name
 from mock_scheduler.trace.entries import DimName, RankPlace, StepFooter, TraceEntry, TraceKey
-from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, check_unwritten, find_steps, step_folder
+from mock_scheduler.trace.full.files import (
+    PART_FILE,
+    SKETCH_FILE,
+    check_unwritten,
+    find_steps,
+    sketch_name,
+    step_folder,
+)
 from mock_scheduler.trace.full.header import check_footer, footer_as_json, rank_step_as_json
 from mock_scheduler.trace.full.pieces import RankStep, check_spec
 from mock_scheduler.trace.geometry import ElementSet, Rectangle, count_union, join
@@ -63,7 +70,7 @@ def has_sketches(trace_dir: Path) -> bool:
 
 def sketch_path(trace_dir: Path, *, step: int, global_rank: int) -> Path:
     """Returns the file of one step and rank."""
-    return step_folder(trace_dir, step) / f"rank_{global_rank:05d}.sketch.safetensors"
+    return step_folder(trace_dir, step) / sketch_name(global_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,11 +19,11 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.documents import AsRow, Count, Document
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest, find_dtype
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceKey
-from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps
+from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps, sketch_name
 from mock_scheduler.trace.full.header import TensorName, parse_footer, parse_rank_step
-from mock_scheduler.trace.full.opening import writer_problems
+from mock_scheduler.trace.full.opening import list_writers, name_missing, writer_problems
 from mock_scheduler.trace.full.part import open_file, read_metadata
-from mock_scheduler.trace.full.pieces import DAMAGED
+from mock_scheduler.trace.full.pieces import DAMAGED, Shared
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
 from mock_scheduler.trace.rows import check_tokens, is_virtual, unite_footers
 from mock_scheduler.trace.sketch.constants import MAX_BUCKETS
@@ -90,18 +90,39 @@ class RankSketches:
 
 def open_sketch_steps(trace_dir: Path) -> dict[int, tuple[RankSketches, ...]]:
     """All steps of a trace, ranks ascending; raises ``TraceError`` as ``sketch.reader.open_sketches`` does."""
+    listed = check_sketch_ranks(trace_dir)
+    return {step: _open_step(paths, trace_dir) for step, paths in listed.items()}
+
+
+def check_sketch_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
+    """Finds the files of every step by their names, and reads that of one rank of each.
+
+    Raises:
+        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have.
+    """
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=sketch")
-    return {step: _open_step(folder, trace_dir) for step, folder in steps}
+    listed: dict[int, tuple[Path, ...]] = {}
+    for step, folder in steps:
+        named = [(name, path) for path in sorted(folder.iterdir()) if (name := SKETCH_FILE.fullmatch(path.name))]
+        if not named:
+            raise TraceError(
+                f"{folder}: no sketches; the run ended before any rank wrote this step, or trace.level is full"
+            )
+        by_rank = {int(name[1]): path for name, path in named}
+        first = _read_file(by_rank[min(by_rank)], trace_dir)
+        writers = list_writers(first.footer.ranks, first.world_size)
+        missing = name_missing(by_rank, writers, first.world_size, sketch_name)
+        if missing:
+            raise TraceError(f"{folder}: {missing}")
+        listed[step] = tuple(path for _, path in named)
+    return listed
 
 
-def _open_step(folder: Path, trace_dir: Path) -> tuple[RankSketches, ...]:
-    ranks = [_read_file(path, trace_dir) for path in sorted(folder.iterdir()) if SKETCH_FILE.fullmatch(path.name)]
-    if not ranks:
-        raise TraceError(
-            f"{folder}: no sketches; the run ended before any rank wrote this step, or trace.level is full"
-        )
+def _open_step(paths: Sequence[Path], trace_dir: Path) -> tuple[RankSketches, ...]:
+    folder, shared = paths[0].parent, Shared()
+    ranks = [_read_file(path, trace_dir, shared) for path in paths]
     footers, problems = unite_footers({rank.place.global_rank: rank.footer for rank in ranks})
     ranks = [replace(rank, footer=footers[rank.place.global_rank]) for rank in ranks]
     problems = _name_problems(folder, ranks) + problems + _step_problems(ranks)
@@ -131,7 +152,7 @@ def _step_problems(ranks: Sequence[RankSketches]) -> list[str]:
     )
 
 
-def _read_file(path: Path, trace_dir: Path) -> RankSketches:
+def _read_file(path: Path, trace_dir: Path, shared: Shared | None = None) -> RankSketches:
     with open_file(path, inside=trace_dir) as handle:
         content = read_metadata(path, handle, METADATA_KEY, version=FORMAT_VERSION, kind="file of sketches")
         if set(handle.keys()) != set(_TABLES):
@@ -145,21 +166,24 @@ def _read_file(path: Path, trace_dir: Path) -> RankSketches:
         for name, table in tables.items():
             if compute_tensor_digest(table) != stored.tables.get(name):
                 raise TraceError(f"{path}: table {name} does not match its digest; {DAMAGED}")
-        return _parse_file(path, content, stored, tables)
+        return _parse_file(path, content, stored, tables, Shared() if shared is None else shared)
     except ValueError as error:
         raise TraceError(f"{path}: the metadata is not that of sketches: {error}") from error
 
 
-def _parse_file(path: Path, content: Mapping[str, Any], stored: StoredTensors, tables: _TableMap) -> RankSketches:
-    rank_step, footer = parse_rank_step(content), parse_footer(content.get("footer"))
+def _parse_file(
+    path: Path, content: Mapping[str, Any], stored: StoredTensors, tables: _TableMap, shared: Shared
+) -> RankSketches:
+    rank_step, footer = parse_rank_step(content), parse_footer(content.get("footer"), shared)
     _check_tables(tables)
     tensors: dict[TraceKey, StoredSketch] = {}
+    parts = tuple(map(shared.of, stored.parts))
     rows = zip(stored.tensors, tables["sums"], tables["squares"].tolist(), tables["counts"].tolist(), strict=True)
     for record, sums, squares, counts in rows:
         key = TraceKey(step=rank_step.step, update=record.update, kind=record.kind, name=record.name)
         if key in tensors:
             raise ValueError(f"the {key.describe()} is listed twice")
-        tensors[key] = _check_stored(record, _parse_sketch(sums, squares, counts), stored.parts, footer.rows)
+        tensors[shared.of(key)] = _check_stored(record, _parse_sketch(sums, squares, counts), parts, footer.rows)
     return RankSketches(
         path=path,
         step=rank_step.step,

@@ -8,7 +8,7 @@ Whether they hold all that there is, and nothing twice, is known from the header
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -75,6 +75,7 @@ class SketchReader:
 
     def __init__(self, steps: dict[int, tuple[RankSketches, ...]]) -> None:
         self._steps = steps
+        self._held: dict[int, dict[TraceKey, list[tuple[RankPlace, StoredSketch]]]] = {}
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -95,11 +96,11 @@ class SketchReader:
 
     def keys(self, step: int) -> frozenset[TraceKey]:
         """Returns every tensor of any rank at ``step``."""
-        return frozenset(key for rank in self._steps[step] for key in rank.tensors)
+        return frozenset(self._by_key(step))
 
     def has(self, key: TraceKey) -> bool:
         """Whether any rank wrote this tensor."""
-        return any(key in rank.tensors for rank in self._steps.get(key.step, ()))
+        return key.step in self._steps and key in self._by_key(key.step)
 
     def footer(self, step: int) -> StepFooter:
         """The first rank's statements about the whole step; rows and selection are the same on every rank."""
@@ -141,10 +142,18 @@ class SketchReader:
         )
 
     def _stored(self, key: TraceKey) -> list[tuple[RankPlace, StoredSketch]]:
-        found = [(rank.place, rank.tensors[key]) for rank in self._steps.get(key.step, ()) if key in rank.tensors]
-        if not found:
+        if not self.has(key):
             raise TraceError(f"no rank wrote the {key.describe()}")
-        return found
+        return self._by_key(key.step)[key]
+
+    def _by_key(self, step: int) -> Mapping[TraceKey, list[tuple[RankPlace, StoredSketch]]]:
+        """Returns the sketches of a step by tensor, ascending by rank: each rank is looked through once."""
+        if step not in self._held:
+            held = self._held[step] = {}
+            for rank in self._steps[step]:
+                for key, stored in rank.tensors.items():
+                    held.setdefault(key, []).append((rank.place, stored))
+        return self._held[step]
 
     def _dense_shape(self, key: TraceKey, stored: StoredSketch) -> tuple[int, ...]:
         """Returns the shape of the whole tensor without places between rows by content."""
@@ -188,14 +197,19 @@ def _merge(key: TraceKey, parts: list[_Part], num_elements: int) -> tuple[Sketch
     # Replicas count once: one cover is summed, and every further one is compared with it.
     chosen = _take_cover(key, parts, parts, num_elements)
     whole = reduce(add, (part.sketch for part in chosen))
-    left = [part for part in parts if part not in chosen]
+    left = _without(parts, chosen)
     while left:
         others = _take_cover(key, left, parts, num_elements)
         again = reduce(add, (part.sketch for part in others))
         if not whole.is_identical(again):
             conflicts.append(_conflict(key, (chosen, whole), (others, again)))
-        left = [part for part in left if part not in others]
+        left = _without(left, others)
     return whole, conflicts
+
+
+def _without(parts: Sequence[_Part], taken: Sequence[_Part]) -> list[_Part]:
+    gone = set(map(id, taken))
+    return [part for part in parts if id(part) not in gone]
 
 
 def _take_cover(key: TraceKey, left: list[_Part], parts: list[_Part], num_elements: int) -> list[_Part]:

@@ -2,7 +2,10 @@
 
 import os
 import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepNot
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import RetentionRecord, save_retention
 from mock_scheduler.recording.storage import open_storage
+from mock_scheduler.recording.storage.local import LocalStorage
 from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import SAMPLING, make_batch, make_row
 from tests.recording.step_recordings import cut, record, record_shards, request
@@ -297,3 +301,56 @@ def test_a_sharded_step_is_found_among_files(tmp_path: Path) -> None:
     assert reader.steps() == {"train": [0, 1]}
     assert reader.check_plan([request(0), request(1)], verify=True) > 0
     assert reader.load_step(request(1)).batch.identities == make_batch(seed=1).identities
+
+
+class Asked:
+    """Counts what is asked of a folder: names looked for, listings and files opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        for name in ("exists", "list_names", "open_source", "read_bytes"):
+            monkeypatch.setattr(LocalStorage, name, self._counted(name, getattr(LocalStorage, name)))
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls[name] += 1
+            return method(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("num_steps", [2, 20])
+def test_a_rank_that_reads_beside_another_asks_for_names_once_however_long_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    record(tmp_path, range(num_steps))
+    asked = Asked(monkeypatch)
+    reader = RecordingReader(str(tmp_path))
+    assert reader.check_plan([request(step) for step in range(num_steps)], has_headers=False) == 0
+    assert asked.calls == {"read_bytes": 1, "list_names": 2}
+    for step in range(num_steps):
+        assert reader.load_step(request(step)).batch.is_identical(make_batch(seed=step))
+    # Each step is opened where the plan found it.
+    assert asked.calls == {"read_bytes": 1, "list_names": 2, "open_source": num_steps}
+
+
+def test_a_planned_step_that_took_another_form_since_is_found(tmp_path: Path) -> None:
+    record(tmp_path, (0,))
+    reader = RecordingReader(str(tmp_path))
+    reader.check_plan([request(0)], has_headers=False)
+    path = tmp_path / "train" / "step_000000.safetensors"
+    reader.storage.publish("train/step_000000.safetensors.zst", [path.read_bytes()])
+    path.unlink()
+    assert reader.load_step(request(0)).batch.is_identical(make_batch(seed=0))
+
+
+def test_a_header_that_a_check_of_names_passed_over_is_checked_by_the_load(tmp_path: Path) -> None:
+    record(tmp_path, (0,))
+    path = tmp_path / "train" / "step_000000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[200] ^= 1
+    path.write_bytes(content)
+    reader = RecordingReader(str(tmp_path))
+    reader.check_plan([request(0)], has_headers=False)
+    with pytest.raises(CorruptRecordingError, match="step_000000"):
+        reader.load_step(request(0))

@@ -136,7 +136,8 @@ def test_missing_ranks_are_counted_and_some_are_named(tmp_path: Path, world_size
     save(tmp_path, 0, world_size, [entry(whole(NORM, (4,)), torch.ones(4))])
     problem = refused(tmp_path)
     named = ", ".join(map(str, range(1, 21)))
-    expected = f"no file of global rank {named} and {world_size - 21} more of {world_size}"
+    first = "first rank_00001.part_000.safetensors"
+    expected = f"no file of global rank {named} and {world_size - 21} more of {world_size} ({first})"
     assert problem == f"{tmp_path / 'step_000000'}: {expected}"
 
 

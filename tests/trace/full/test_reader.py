@@ -50,7 +50,8 @@ def write_parts(trace_dir: Path, entries: Sequence[TraceEntry]) -> list[Path]:
 
 def test_a_missing_rank_file_is_an_error_naming_the_rank(tmp_path: Path) -> None:
     save_ranks(tmp_path)[1].unlink()
-    assert refused(tmp_path) == f"{tmp_path / 'step_000000'}: no file of global rank 1 of 2"
+    problem = "no file of global rank 1 of 2 (rank_00001.part_000.safetensors)"
+    assert refused(tmp_path) == f"{tmp_path / 'step_000000'}: {problem}"
 
 
 def test_swapped_rank_files_are_an_error_naming_both(tmp_path: Path) -> None:
@@ -153,10 +154,11 @@ def test_only_the_ranks_that_write_the_trace_must_be_there(tmp_path: Path) -> No
     with open_trace(tmp_path) as reader:
         assert ([item.global_rank for item in reader.ranks(0)], reader.is_complete(0)) == ([0, 2], False)
     save(tmp_path, 1, 4, [], footer=footer)
+    stranger = "a file of global rank 1, where ranks 0, 2 write the trace"
+    assert refused(tmp_path) == f"{tmp_path / 'step_000000'}: {stranger}"
     (tmp_path / "step_000000" / "rank_00002.part_000.safetensors").unlink()
     assert refused(tmp_path) == (
-        f"{tmp_path / 'step_000000'}: no file of global rank 2 of 4; a file of global rank 1, where ranks 0, 2 write "
-        "the trace"
+        f"{tmp_path / 'step_000000'}: no file of global rank 2 of 4 (rank_00002.part_000.safetensors)"
     )
 
 

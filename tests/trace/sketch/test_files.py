@@ -227,7 +227,9 @@ def test_ranks_that_disagree_on_the_dtype_are_refused(tmp_path: Path) -> None:
 def test_a_missing_rank_is_found(tmp_path: Path) -> None:
     save(tmp_path, [[entry(whole(W, (2,)), torch.ones(2))], [], []])
     sketch_path(tmp_path, step=0, global_rank=1).unlink()
-    with pytest.raises(TraceError, match=r"step_000000: no file of global rank 1 of 3$"):
+    with pytest.raises(
+        TraceError, match=r"step_000000: no file of global rank 1 of 3 \(rank_00001.sketch.safetensors\)$"
+    ):
         open_sketches(tmp_path)
 
 
