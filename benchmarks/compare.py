@@ -15,7 +15,7 @@ each of the threads of *compare* in full.
 
 Memory is what is resident beside the mapped files (RssAnon), at its largest while comparing, less what was before: also
 as a curve over four sizes of a tensor. With ``--msprobe PYTHON`` msprobe's ``compare`` of the same tensors is measured
-in the same run (``msprobe_peer``), less the time in which it compares next to nothing.
+in the same run (``msprobe_peer``), without its start.
 
     python -m benchmarks.compare [--gib 1] [--rounds 3] [--folder DIR] [--msprobe PYTHON] [--json results.json]
 """
@@ -133,8 +133,7 @@ def measure_peer(folder: Path, dtype: torch.dtype, python: Path) -> PeerResult:
         started_s = time.perf_counter()
         compare(folder / "baseline", folder / "different")
         seconds.append(time.perf_counter() - started_s)
-    start_s = time_compare(python, empty[0], empty[1], folder / "start")
-    msprobe_s = max(time_compare(python, steps[0], steps[1], folder / "output") - start_s, 1e-9)
+    msprobe_s = time_compare(python, (empty[0], empty[1]), (steps[0], steps[1]), folder / "output")
     shutil.rmtree(folder)
     compare_s = statistics.median(seconds[1:])
     return PeerResult(
@@ -142,7 +141,6 @@ def measure_peer(folder: Path, dtype: torch.dtype, python: Path) -> PeerResult:
         size_bytes=2 * len(_KINDS) * _PEER_ROWS * _COLUMNS * dtype.itemsize,
         compare_s=compare_s,
         msprobe_s=msprobe_s,
-        msprobe_start_s=start_s,
         ratio=msprobe_s / compare_s,
     )
 

@@ -34,13 +34,12 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerResult:
-    """The same tensors compared by both: seconds, bytes of both sides, and how many times as fast the peer is not."""
+    """The same tensors compared by both: seconds, bytes of both sides, and how many times the speed of the peer."""
 
     dtype: str
     size_bytes: int
     compare_s: float
     msprobe_s: float
-    msprobe_start_s: float
     ratio: float
 
 
@@ -73,14 +72,13 @@ def print_results(results: list[Result], curve: list[tuple[int, int]], peers: li
     if peers:
         print_table(
             "compare beside msprobe, whose start is not counted (bar: 20 times as fast)",
-            ("dtype", "both sides", "compare", "msprobe", "its start", "times as fast"),
+            ("dtype", "both sides", "compare", "msprobe", "times as fast"),
             [
                 (
                     item.dtype,
                     format_bytes(item.size_bytes),
                     f"{item.compare_s:.3f} s",
                     f"{item.msprobe_s:.2f} s",
-                    f"{item.msprobe_start_s:.2f} s",
                     f"{item.ratio:.0f}",
                 )
                 for item in peers
