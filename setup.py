@@ -29,6 +29,7 @@ setup(
         "gymnasium>=1.0,<2",
         "httpx>=0.27,<1",
         "hydra-core>=1.3,<1.4",
+        "isal>=1.7,<2",
         "jinja2>=3.1,<4",
         "numpy>=1.26",
         "omegaconf>=2.3,<2.4",

@@ -1,20 +1,23 @@
 """Comparing two traces against reading the same files with safetensors and subtracting, side by side in one run.
 
-Two traces of ``--gib`` each: gradients, parameters and activations of 64 MiB each, cut over two tensor-parallel ranks.
-The third is the first with the rounding of another order of sums (one unit in the last place in every other element).
-All files are in the page cache. *Read and subtract* opens both sides' files with safetensors, subtracts each pair of
-stored tensors and takes the largest |a - b|: it checks no digest, merges nothing and computes one figure. *Compare*
-checks every byte against its digest, merges the ranks' pieces, compares replicas and computes all figures.
+Two traces of ``--gib`` each for float32 and for bfloat16: gradients, parameters and activations of 16 Mi elements each,
+cut over two tensor-parallel ranks. The third is the first with every element changed by one unit in the last place, but
+for the parameters of the start, which two runs share. All files are in the page cache. *Read and subtract* opens both
+sides' files with safetensors, subtracts each pair of stored tensors and takes the largest |a - b|: it checks no digest,
+merges nothing and computes one figure. *Compare* checks every byte against its CRC-32, merges the ranks' pieces,
+compares replicas and computes all figures.
 
-Beside the elapsed time stands the processor's time of all cores, which a busy machine does not stretch as much. *Read
-and subtract* is one loop, as a person would write it; torch may divide its operations among cores. The result says how
-many cores there were, and how many of them other processes kept busy while comparing: with both idle, the ratio of the
-elapsed times is what counts; else that of the processor's times says more, which however counts each of the threads of
-*compare* in full.
+Both are measured on all cores, and on one. Beside the elapsed time stands the processor's time of all cores, which a
+busy machine does not stretch as much. *Read and subtract* is one loop, as a person would write it; torch divides its
+operations among the cores. The result says how many cores other processes kept busy while comparing: where they were
+idle, the ratio of the elapsed times is what counts; else that of the processor's times says more, which however counts
+each of the threads of *compare* in full.
 
-Memory is what is resident beside the mapped files (RssAnon), at its largest while comparing, less what was before.
+Memory is what is resident beside the mapped files (RssAnon), at its largest while comparing, less what was before: also
+as a curve over four sizes of a tensor. With ``--msprobe PYTHON`` msprobe's ``compare`` of the same tensors is measured
+in the same run (``msprobe_peer``), without its start.
 
-    python -m benchmarks.compare [--gib 2] [--rounds 3] [--folder DIR] [--json results.json]
+    python -m benchmarks.compare [--gib 1] [--rounds 3] [--folder DIR] [--msprobe PYTHON] [--json results.json]
 """
 
 from __future__ import annotations
@@ -22,124 +25,173 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors import safe_open
 
+from benchmarks.compare_report import PeerResult, Result, print_results
+from benchmarks.msprobe_peer import time_compare, write_dump
 from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
 from mock_scheduler.comparison.measure.large_tensors import num_threads
 from mock_scheduler.comparison.walk.traces import compare_traces
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.support.text import format_bytes
+from mock_scheduler.support.tensor_bytes import dtype_name, view_as_bits
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, even_split
 
 _ROWS, _COLUMNS = 4096, 4096
-_TENSOR_BYTES = _ROWS * _COLUMNS * 4
+_DTYPES = (torch.float32, torch.bfloat16)
+_CONTENTS = ("equal", "different")
+#: Rows of the tensors of the memory curve: 8 to 64 MiB in float32.
+_CURVE_ROWS = (512, 1024, 2048, 4096)
+#: Of the tensors that msprobe compares too: 16 MiB in float32.
+_PEER_ROWS = 1024
 _NUM_RANKS = 2
 _KINDS: tuple[TraceKind, ...] = ("activation", "initial", "gradient", "parameter")
 _SAMPLE_S = 0.005
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """One pair of traces. Seconds are medians; ``ratio``: of the speeds of comparing and of reading and subtracting.
-
-    ``other_cores``: cores that other processes, or other machines on the same hardware, kept busy while comparing.
-    """
-
-    content: str
-    read_and_subtract_s: float
-    compare_s: float
-    read_and_subtract_cpu_s: float
-    compare_cpu_s: float
-    gib_per_s: float
-    peak_bytes: int
-    other_cores: float
-
-    @property
-    def ratio(self) -> float:
-        """At least 0.5 is the bar."""
-        return self.read_and_subtract_s / self.compare_s
-
-    @property
-    def cpu_ratio(self) -> float:
-        """The same of the processor's time."""
-        return self.read_and_subtract_cpu_s / self.compare_cpu_s
-
-    @property
-    def peak_tensors(self) -> float:
-        """Peak memory in tensors."""
-        return self.peak_bytes / _TENSOR_BYTES
-
-
 def main() -> None:
-    """Write the traces, measure, print a table, and write the figures to ``--json``."""
+    """Write the traces, measure, print tables, and write the figures to ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0, help="size of each trace")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of each trace in float32; half of it in bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where the traces are written; removed afterwards")
+    parser.add_argument("--msprobe", type=Path, default=None, help="the Python of an environment with msprobe")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
-    num_names = max(1, round(arguments.gib * 2**30 / (_TENSOR_BYTES * len(_KINDS))))
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        traces = {name: Path(folder) / name for name in ("baseline", "equal", "rounding")}
-        for name, path in traces.items():
-            write_trace(path, num_names=num_names, is_rounded=name == "rounding")
-        results = [
-            measure(name, traces["baseline"], traces[name], rounds=arguments.rounds) for name in ("equal", "rounding")
-        ]
-    size_bytes = num_names * len(_KINDS) * _TENSOR_BYTES
-    print_results(results, size_bytes)
+    num_names = max(1, round(arguments.gib * 2**30 / (_ROWS * _COLUMNS * 4 * len(_KINDS))))
+    results, peers = [], []
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        for dtype in _DTYPES:
+            results += measure_dtype(folder / dtype_name(dtype), dtype, num_names, rounds=arguments.rounds)
+        curve = measure_memory(folder / "memory")
+        if arguments.msprobe is not None:
+            peers = [measure_peer(folder / "peer", dtype, arguments.msprobe.absolute()) for dtype in _DTYPES]
+    print_results(results, curve, peers)
     if arguments.json is not None:
-        rows = [
-            {**asdict(item), "ratio": item.ratio, "cpu_ratio": item.cpu_ratio, "peak_tensors": item.peak_tensors}
-            for item in results
-        ]
-        content = {"size_bytes": size_bytes, "num_cores": num_threads(), "results": rows}
+        content = {
+            "num_elements": num_names * len(_KINDS) * _ROWS * _COLUMNS,
+            "results": [asdict(item) for item in results],
+            "memory": [{"tensor_bytes": size, "peak_bytes": peak} for size, peak in curve],
+            "msprobe": [asdict(item) for item in peers],
+        }
         arguments.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def write_trace(path: Path, *, num_names: int, is_rounded: bool) -> None:
+def measure_dtype(folder: Path, dtype: torch.dtype, num_names: int, *, rounds: int) -> list[Result]:
+    """Measures both contents, on all cores and then on one; removes the traces."""
+    for name in ("baseline", *_CONTENTS):
+        write_trace(folder / name, num_names=num_names, dtype=dtype, is_other=name == "different")
+    results = []
+    for num_cores in sorted({num_threads(), 1}, reverse=True):
+        with on_cores(num_cores):
+            results += [measure(content, folder, dtype, rounds=rounds) for content in _CONTENTS]
+    shutil.rmtree(folder)
+    return results
+
+
+def measure_memory(folder: Path) -> list[tuple[int, int]]:
+    """Returns, for each size of a tensor in bytes, the peak of memory while comparing one of every kind."""
+    curve = []
+    for rows in _CURVE_ROWS:
+        for name in ("baseline", "different"):
+            write_trace(folder / name, num_names=1, dtype=torch.float32, is_other=name == "different", num_rows=rows)
+        with watch_memory() as peak:
+            compare(folder / "baseline", folder / "different")
+        curve.append((rows * _COLUMNS * 4, peak[0]))
+        shutil.rmtree(folder)
+    return curve
+
+
+def measure_peer(folder: Path, dtype: torch.dtype, python: Path) -> PeerResult:
+    """Compares the same tensors with msprobe, once, and with ``compare``: the median of three."""
+    steps, empty = [], []
+    for name in ("baseline", "different"):
+        is_other = name == "different"
+        write_trace(folder / name, num_names=1, dtype=dtype, is_other=is_other, num_rows=_PEER_ROWS)
+        tensors = {
+            kind: make_values(kind, seed=seed, dtype=dtype, is_other=is_other, num_rows=_PEER_ROWS)
+            for seed, kind in enumerate(_KINDS)
+        }
+        steps.append(write_dump(folder / f"{name}_dump", tensors))
+        empty.append(write_dump(folder / f"{name}_start", {"one": torch.ones(1)}))
+    seconds = []
+    for _ in range(4):
+        started_s = time.perf_counter()
+        compare(folder / "baseline", folder / "different")
+        seconds.append(time.perf_counter() - started_s)
+    msprobe_s = time_compare(python, (empty[0], empty[1]), (steps[0], steps[1]), folder / "output")
+    shutil.rmtree(folder)
+    compare_s = statistics.median(seconds[1:])
+    return PeerResult(
+        dtype=dtype_name(dtype),
+        size_bytes=2 * len(_KINDS) * _PEER_ROWS * _COLUMNS * dtype.itemsize,
+        compare_s=compare_s,
+        msprobe_s=msprobe_s,
+        ratio=msprobe_s / compare_s,
+    )
+
+
+@contextmanager
+def on_cores(num_cores: int) -> Iterator[None]:
+    """Lets this thread, those that it starts and torch use so many cores."""
+    usable, num_before = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, sorted(usable)[:num_cores])
+    torch.set_num_threads(num_cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usable)
+        torch.set_num_threads(num_before)
+
+
+def write_trace(path: Path, *, num_names: int, dtype: torch.dtype, is_other: bool, num_rows: int = _ROWS) -> None:
     """One step of ``num_names`` names, each of all kinds, on two ranks."""
-    for rank in range(_NUM_RANKS):
-        place = RankPlace(global_rank=rank, coordinates={"tp": rank})
-        sink = FullSink(path, step=0, place=place, world_size=_NUM_RANKS)
-        for number in range(num_names):
-            for position, kind in enumerate(_KINDS):
-                sink.add(
-                    _make_entry(number, kind, seed=number * len(_KINDS) + position, rank=rank, is_rounded=is_rounded)
+    sinks = [
+        FullSink(path, step=0, place=RankPlace(global_rank=rank, coordinates={"tp": rank}), world_size=_NUM_RANKS)
+        for rank in range(_NUM_RANKS)
+    ]
+    for number in range(num_names):
+        for position, kind in enumerate(_KINDS):
+            seed = number * len(_KINDS) + position
+            values = make_values(kind, seed=seed, dtype=dtype, is_other=is_other, num_rows=num_rows)
+            for rank, sink in enumerate(sinks):
+                spec = ShardSpec(
+                    name=f"decoder.layers.{number}.mlp.linear_fc2.weight",
+                    global_shape=(num_rows, _COLUMNS),
+                    local_shape=(num_rows // _NUM_RANKS, _COLUMNS),
+                    splits=even_split(0, size=num_rows, rank=rank, num_ranks=_NUM_RANKS),
                 )
+                shard = cut_shard(values, spec)
+                sink.add(TraceEntry(update=0, kind=kind, spec=spec, tensor=shard, dims=("row", "column")))
+    for sink in sinks:
         sink.close(StepFooter(ranks=tuple(range(_NUM_RANKS))))
 
 
-def _make_entry(number: int, kind: TraceKind, *, seed: int, rank: int, is_rounded: bool) -> TraceEntry:
-    values = torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(seed))
-    if is_rounded and kind != "initial":
-        values.view(torch.int32).view(-1)[::2] ^= 1
-    spec = ShardSpec(
-        name=f"decoder.layers.{number}.mlp.linear_fc2.weight",
-        global_shape=(_ROWS, _COLUMNS),
-        local_shape=(_ROWS // _NUM_RANKS, _COLUMNS),
-        splits=even_split(0, size=_ROWS, rank=rank, num_ranks=_NUM_RANKS),
-    )
-    return TraceEntry(update=0, kind=kind, spec=spec, tensor=cut_shard(values, spec), dims=("row", "column"))
+def make_values(kind: TraceKind, *, seed: int, dtype: torch.dtype, is_other: bool, num_rows: int) -> torch.Tensor:
+    """Normal numbers ``[num_rows, _COLUMNS]``; ``is_other``: each of them changed in its last bit."""
+    values = torch.randn(num_rows, _COLUMNS, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if is_other and kind != "initial":
+        view_as_bits(values).bitwise_xor_(1)
+    return values
 
 
-def measure(content: str, baseline: Path, candidate: Path, *, rounds: int) -> Result:
+def measure(content: str, folder: Path, dtype: torch.dtype, *, rounds: int) -> Result:
     """Both routes in turns, after one of each that is not counted."""
+    baseline, candidate = folder / "baseline", folder / content
     seconds: dict[str, list[float]] = {"read": [], "compare": []}
     cpu_seconds: dict[str, list[float]] = {"read": [], "compare": []}
     others: list[float] = []
@@ -158,17 +210,23 @@ def measure(content: str, baseline: Path, candidate: Path, *, rounds: int) -> Re
             if name == "compare":
                 others.append(max(other_s / elapsed_s, 0.0))
                 peak_bytes = max(peak_bytes, peak[0])
-    size_bytes = sum(path.stat().st_size for folder in (baseline, candidate) for path in folder.rglob("*.safetensors"))
-    compare_s = statistics.median(seconds["compare"])
+    size_bytes = sum(path.stat().st_size for side in (baseline, candidate) for path in side.rglob("*.safetensors"))
+    read_s, compare_s = (statistics.median(seconds[name]) for name in routes)
+    read_cpu_s, compare_cpu_s = (statistics.median(cpu_seconds[name]) for name in routes)
     return Result(
+        dtype=dtype_name(dtype),
         content=content,
-        read_and_subtract_s=statistics.median(seconds["read"]),
+        num_cores=num_threads(),
+        read_and_subtract_s=read_s,
         compare_s=compare_s,
-        read_and_subtract_cpu_s=statistics.median(cpu_seconds["read"]),
-        compare_cpu_s=statistics.median(cpu_seconds["compare"]),
+        read_and_subtract_cpu_s=read_cpu_s,
+        compare_cpu_s=compare_cpu_s,
         gib_per_s=size_bytes / compare_s / 2**30,
         peak_bytes=peak_bytes,
+        peak_tensors=peak_bytes / (_ROWS * _COLUMNS * dtype.itemsize),
         other_cores=statistics.median(others),
+        ratio=read_s / compare_s,
+        cpu_ratio=read_cpu_s / compare_cpu_s,
     )
 
 
@@ -220,35 +278,6 @@ def _busy_s() -> float:
     counts = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = counts[3] + counts[4]
     return (sum(counts) - idle) / os.sysconf("SC_CLK_TCK")
-
-
-def print_results(results: list[Result], size_bytes: int) -> None:
-    """A table for a person."""
-    title = f"two traces of {format_bytes(size_bytes)}, tensors of {format_bytes(_TENSOR_BYTES)}, {num_threads()} cores"
-    table = Table(title=title)
-    for header in (
-        "content",
-        "read and subtract",
-        "compare",
-        "both sides",
-        "speed ratio (bar 0.5)",
-        "of CPU time",
-        "cores busy with others",
-        "memory",
-    ):
-        table.add_column(header, justify="left" if header == "content" else "right")
-    for item in results:
-        table.add_row(
-            item.content,
-            f"{item.read_and_subtract_s:.2f} s",
-            f"{item.compare_s:.2f} s",
-            f"{item.gib_per_s:.2f} GiB/s",
-            f"{item.ratio:.2f}",
-            f"{item.cpu_ratio:.2f}",
-            f"{item.other_cores:.1f}",
-            f"{format_bytes(item.peak_bytes)} ({item.peak_tensors:.1f} tensors)",
-        )
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mock_scheduler.comparison.measure.large_tensors import split_chunks
 from mock_scheduler.comparison.thresholds import (
     DIVISION_ROUNDINGS,
     FEWEST_ELEMENTS,
@@ -58,26 +59,41 @@ def count_bits(tensor: torch.Tensor) -> int | None:
     stored = stored_bits(tensor.dtype)
     if not stored:
         return None
-    values = tensor.reshape(-1)
-    values = values[values != 0]
     # Copies of a few numbers, such as ratios of 1, are short by themselves.
-    if len(torch.unique(values[:NARROWED_SAMPLE])) < FEWEST_ELEMENTS:
+    if len(torch.unique(_first_nonzero(tensor.reshape(-1)))) < FEWEST_ELEMENTS:
         return None
-    return used_bits(values)
+    # Zeros have no bits, so that they need not be left out.
+    return used_bits(tensor)
+
+
+def _first_nonzero(values: torch.Tensor) -> torch.Tensor:
+    """Returns the first ``NARROWED_SAMPLE`` elements that are not 0; fewer where there are no more."""
+    found, count = [values[:0]], 0
+    for start, stop in split_chunks(0, len(values)):
+        chunk = values[start:stop]
+        found.append(chunk[chunk != 0])
+        count += len(found[-1])
+        if count >= NARROWED_SAMPLE:
+            break
+    return torch.cat(found)[:NARROWED_SAMPLE]
 
 
 def used_bits(tensor: torch.Tensor) -> int:
     """Counts the bits of mantissa down to the lowest one that any element has; ``tensor``: floating point."""
     stored = stored_bits(tensor.dtype)
-    mantissas = view_as_bits(tensor.reshape(-1)).numpy() & ((1 << stored) - 1)
-    together = int(np.bitwise_or.reduce(mantissas))
+    bits, together = view_as_bits(tensor.reshape(-1)).numpy(), 0
+    for start, stop in split_chunks(0, len(bits)):
+        together |= int(np.bitwise_or.reduce(bits[start:stop])) & ((1 << stored) - 1)
+        # No element has more; of numbers that were not rounded, the first few already have all.
+        if together & 1:
+            break
     return stored - (together & -together).bit_length() + 1 if together else 0
 
 
 def find_narrowing(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[int, int] | None:
     """Finds the bits of mantissa that a candidate was rounded to, and the baseline's; ``None`` where it has as many."""
     theirs = count_bits(candidate)
-    if theirs is None or baseline.dtype != candidate.dtype:
+    if theirs is None or baseline.dtype != candidate.dtype or stored_bits(baseline.dtype) - theirs < LEAST_NARROWING:
         return None
     mine = count_bits(baseline)
     # Against the baseline and not the type: whole models are loaded from narrower numbers.

@@ -39,6 +39,7 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._wide = torch.empty(NUM_BUFFERS, CHUNK_ELEMENTS, dtype=torch.float64)
         self._narrow = torch.empty(CHUNK_ELEMENTS, dtype=torch.int64)
+        self._flags = torch.empty(CHUNK_ELEMENTS, dtype=torch.bool)
 
     def wide(self, place: int, size: int) -> torch.Tensor:
         """Returns float64 ``[size]``, one of four; grows where a single row is longer than a chunk."""
@@ -46,6 +47,16 @@ class Scratch(threading.local):
         if size > self._wide.shape[1]:
             self._wide = torch.empty(NUM_BUFFERS, size, dtype=torch.float64)
         return self._wide[place, :size]
+
+    def floats(self, place: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns ``[size]`` of a floating-point dtype, in the memory of ``wide``."""
+        return self.wide(place, size).view(dtype)[:size]
+
+    def flags(self, size: int) -> torch.Tensor:
+        """Returns bool ``[size]``."""
+        if size > len(self._flags):
+            self._flags = torch.empty(size, dtype=torch.bool)
+        return self._flags[:size]
 
     def bits(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns ``[size]`` of an integer dtype."""
