@@ -7,6 +7,7 @@ Every sum has a fixed order: there are no atomic operations, and a number of thr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -77,12 +78,17 @@ def _add_blocks(totals: Totals, window: Window, tensor: torch.Tensor) -> None:
     write_words(words, elements)
     words = words.view(num_blocks, -1).mul_(table.keys[own]).sum(dim=1)
     values = elements.to(torch.float64, copy=True)
-    is_nan, is_infinite = values.isnan(), values.isinf()
-    # Whether there are any is not asked, since the host would have to wait for the answer.
-    values.masked_fill_(is_nan | is_infinite, 0.0)
-    totals.counts.add_(torch.stack([words.mul_(constants.keys).sum(), is_nan.sum(), is_infinite.sum()]))
-    # Without a BLAS call, whose sums have no fixed order on every device.
-    totals.sum_of_squares.add_(values.square().sum())
+    # Without a BLAS call on a device, whose sums have no fixed order everywhere.
+    is_host = _is_host(tensor.device)
+    squares = torch.dot(values, values) if is_host else values.new_zeros(())
+    not_finite = totals.counts.new_zeros(2)
+    # NaN and infinities show in the sum of squares. A device is not asked for it, since the host would have to wait.
+    if not is_host or not math.isfinite(float(squares)):
+        is_nan, is_infinite = values.isnan(), values.isinf()
+        not_finite = torch.stack([is_nan.sum(), is_infinite.sum()])
+        squares = values.masked_fill_(is_nan | is_infinite, 0.0).square().sum()
+    totals.counts.add_(torch.cat([words.mul_(constants.keys).sum().view(1), not_finite]))
+    totals.sum_of_squares.add_(squares)
     signed = values.view(num_blocks, -1).mul_(table.signs[own])
     columns = signed.view(num_blocks, num_rows, NUM_SLOTS).sum(dim=1)
     # The turn of each block's columns, by index, for all blocks at once.
