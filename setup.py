@@ -6,7 +6,12 @@ time, and everything runs without it.
 
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+
+# Optional: sketches of traces are the same without a compiler, and slower. No contraction: the same bits everywhere.
+SKETCH_FLAGS = ["-O3", "-ffp-contract=off", "-fwrapv", "-Wno-psabi"]
+SKETCH_SOURCES = ["mock_scheduler/trace/sketch/native.c"]
+SKETCH = Extension("mock_scheduler.trace.sketch.native", SKETCH_SOURCES, extra_compile_args=SKETCH_FLAGS, optional=True)
 
 setup(
     name="mock-scheduler",
@@ -18,6 +23,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["mock_scheduler", "mock_scheduler.*", "pipelines", "pipelines.*"]),
+    ext_modules=[SKETCH],
     package_data={"mock_scheduler": ["py.typed", "**/templates/*"]},
     install_requires=[
         "torch>=2.6",

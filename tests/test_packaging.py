@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -106,3 +108,13 @@ def test_what_is_built_has_every_template_of_a_page(tmp_path: Path) -> None:
         names = sorted(path.name for path in source.iterdir())
         assert names
         assert sorted(path.name for path in built.iterdir()) == names
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_c_file_of_sketches_is_built_without_headers_of_python(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path), "--build-temp"]
+    done = subprocess.run([*command, str(tmp_path / "temp")], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    (built,) = (tmp_path / "mock_scheduler/trace/sketch").iterdir()
+    assert ctypes.CDLL(str(built)).sketch_rows
+    assert "Python.h" not in (ROOT / "mock_scheduler/trace/sketch/native.c").read_text(encoding="utf-8")

@@ -97,11 +97,13 @@ class Tokens:
     """The tokens of a share that a module computes.
 
     num_places: s · b of its output, padding included. places: int64 ``[n]`` on the compute device, the tokens among
-    them. split: where these n go in the token dimension.
+    them. span: the same as a range where they lie one after another, as those of one row do. split: where these n go
+    in the token dimension.
     """
 
     num_places: int
     places: torch.Tensor
+    span: slice | None
     split: Split
 
 
@@ -152,7 +154,12 @@ class ShareBook:
         num_lines, width = own.row_ids[:, columns].shape
         # Lines lie one after another there; modules give the columns one after another.
         of_output = places.cells % width * num_lines + places.cells // width
-        return Tokens(num_places=num_lines * width, places=of_output.to(own.row_ids.device), split=places.split)
+        return Tokens(
+            num_places=num_lines * width,
+            places=of_output.to(own.row_ids.device),
+            span=_span(of_output),
+            split=places.split,
+        )
 
 
 def select_tokens(
@@ -203,4 +210,13 @@ def _by_token(output: ObservedOutput, tensor: torch.Tensor, tokens: Tokens) -> t
             f"{output.name}: the module computed {list(tensor.shape)}; expected {output.form.width} numbers for each "
             f"of {tokens.num_places} places"
         )
-    return tensor.reshape(-1, output.form.width)[tokens.places]
+    by_place = tensor.reshape(-1, output.form.width)
+    # A range is read where it lies; places are gathered into a copy.
+    return by_place[tokens.places] if tokens.span is None else by_place[tokens.span]
+
+
+def _span(places: torch.Tensor) -> slice | None:
+    """Gives places on the host as a range; ``None`` where they are none."""
+    if not len(places) or not bool((places.diff() == 1).all()):
+        return None
+    return slice(int(places[0]), int(places[-1]) + 1)

@@ -37,8 +37,6 @@ UPPER_HALF = 0x9E3779B97F4A7C15
 
 _SIGN, _KEY, _BLOCK_SIGN, _BLOCK_SHIFT, _BLOCK_KEY, _BUCKET = 1, 2, 3, 4, 5, 6
 
-_WORD = (1 << 64) - 1
-
 _Words = npt.NDArray[np.uint64]
 
 
@@ -86,20 +84,6 @@ def block_constants(device: torch.device, block: int, num_blocks: int) -> BlockC
     )
 
 
-@lru_cache(maxsize=4096)
-def constants_of_block(block: int) -> tuple[float, int, int]:
-    """Sign, shift and key of one block.
-
-    In plain integers: rows by content lie in blocks of their own, and arrays of one number cost twenty times as much.
-    """
-    key = _random_word(_BLOCK_KEY, block) | 1
-    return (
-        1.0 - 2.0 * (_random_word(_BLOCK_SIGN, block) >> 63),
-        _random_word(_BLOCK_SHIFT, block) % NUM_SLOTS,
-        key - (1 << 64) if key >> 63 else key,
-    )
-
-
 @lru_cache(maxsize=8)
 def bucket_weights(num_buckets: int) -> torch.Tensor:
     """Returns the weight of every slot in every bucket, float64 ``[NUM_SLOTS, num_buckets]`` on the CPU."""
@@ -123,17 +107,6 @@ def _mix(values: _Words) -> _Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
-
-
-def _random_word(stream: int, index: int) -> int:
-    return _mix_word(_mix_word(stream) ^ index)
-
-
-def _mix_word(value: int) -> int:
-    word = (value + 0x9E3779B97F4A7C15) & _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
 
 
 def _signs(words: _Words) -> torch.Tensor:

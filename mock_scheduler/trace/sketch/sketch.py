@@ -141,11 +141,32 @@ def finish_sketches(all_sums: Sequence[SketchSums], *, num_buckets: int) -> list
     sketches: list[Sketch] = []
     for start in range(0, len(all_sums), _FOLDED_AT_ONCE):
         group = all_sums[start : start + _FOLDED_AT_ONCE]
+        # The one place that waits for a device, once for each part of all these tensors.
+        slots = _on_host([sums.totals.slots for sums in group])
+        squares = _on_host([sums.totals.sum_of_squares for sums in group]).tolist()
+        counts = _on_host([sums.totals.counts for sums in group]).tolist()
         # Without a BLAS call on the device, whose sums have no fixed order everywhere.
-        slots = torch.stack([sums.slots.cpu() for sums in group])
         buckets = slots @ bucket_weights(num_buckets)
-        sketches += [_finish(sums, row) for sums, row in zip(group, buckets, strict=True)]
+        sketches += [
+            Sketch(
+                sums=buckets[index],
+                sum_of_squares=squares[index],
+                num_elements=sums.num_elements,
+                num_nan=counts[index][1],
+                num_infinite=counts[index][2],
+                fingerprint=counts[index][0] * dtype_key(dtype_name(sums.dtype)) % _WORDS,
+            )
+            for index, sums in enumerate(group)
+        ]
     return sketches
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stacks tensors on the CPU, with one copy from each device."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) == 1:
+        return torch.stack(list(tensors)).cpu()
+    return torch.stack([tensor.cpu() for tensor in tensors])
 
 
 def add(first: Sketch, second: Sketch) -> Sketch:
@@ -201,17 +222,6 @@ def rounding_bound(norm: float, num_elements: int) -> float:
     """How far sums of the same elements in two orders may be apart, as a norm."""
     num_additions = ROWS + num_elements / BLOCK + NUM_SLOTS
     return _ROUNDING * sqrt(num_additions) * norm
-
-
-def _finish(sums: SketchSums, buckets: torch.Tensor) -> Sketch:
-    return Sketch(
-        sums=buckets,
-        sum_of_squares=float(sums.sum_of_squares),
-        num_elements=sums.num_elements,
-        num_nan=sums.num_nan,
-        num_infinite=sums.num_infinite,
-        fingerprint=int(sums.fingerprint) * dtype_key(dtype_name(sums.dtype)) % _WORDS,
-    )
 
 
 def _check_buckets(first: Sketch, second: Sketch) -> None:

@@ -234,6 +234,29 @@ def test_a_tensor_that_a_run_was_not_told_to_trace_makes_it_incomparable_and_say
     assert "Compare what both have with kinds and patterns (--kinds, --patterns)" in describe_reason(alignment)
 
 
+@pytest.mark.parametrize("is_sketch", [False, True])
+def test_traces_with_other_globs_say_which_and_compare_what_both_have(tmp_path: Path, is_sketch: bool) -> None:
+    """Fewer names for a long run are no difference of the training, and no agreement either."""
+    baseline = make_run().write(tmp_path / "a", is_sketch=is_sketch)
+    footer = StepFooter(rows=ROWS, update_rows=((0, 1, 2),), exclude=("*.linear_fc1.*",))
+    fewer = replace(make_run(), footer=footer)
+    for kind in ("initial", "gradient", "parameter"):
+        fewer = fewer.without(kind, WEIGHT)  # type: ignore[arg-type]
+    candidate = fewer.write(tmp_path / "b", is_sketch=is_sketch)
+    found = compare(baseline, candidate)
+    assert [describe_finding(item) for item in found.findings] == [
+        f"1 tensor of kind {kind} of the baseline is not traced by the candidate: its trace.exclude is *.linear_fc1.*"
+        for kind in ("initial", "gradient", "parameter")
+    ]
+    assert judge(found).kind is VerdictKind.INCOMPARABLE
+    shared = compare(baseline, candidate, Selection(patterns=(LAYER, "tokens")))
+    assert judge(shared).kind is VerdictKind.IDENTICAL
+    changed_layer = fewer.with_tensor("activation", LAYER, changed(fewer.tensors["activation", LAYER], (3, 1), 1.0))
+    planted = compare(baseline, changed_layer.write(tmp_path / "c", is_sketch=is_sketch), Selection(patterns=(LAYER,)))
+    assert judge(planted).kind is VerdictKind.DIVERGED
+    assert [item.key.name for item in planted.exceeding] == [LAYER]
+
+
 def test_what_a_model_does_not_show_is_listed_and_no_divergence(tmp_path: Path) -> None:
     unobserved = (Unobserved(kind="activation", name=LAYER, reason="fused into the next layer"),)
     footer = StepFooter(rows=ROWS, update_rows=((0, 1, 2),), unobserved=unobserved)

@@ -13,7 +13,6 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, RowTable, virtual_start
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
-from mock_scheduler.trace.sketch.constants import BLOCK, block_constants, constants_of_block
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import add, difference, sketch_piece
 from tests.content_traces import HIDDEN, LOSS, save_content_trace
@@ -115,12 +114,6 @@ def test_parts_of_wrapping_columns_add_up_to_the_whole() -> None:
     total = add(add(parts[0], parts[1]), parts[2])
     assert total.is_identical(expected)
     assert difference(total, expected).high == 0.0
-
-
-@pytest.mark.parametrize("block", [0, 1, 12345, 2**47 + 3, 2**64 // BLOCK])
-def test_the_constants_of_one_block_are_those_of_many(block: int) -> None:
-    many = block_constants(torch.device("cpu"), block, 2)
-    assert constants_of_block(block) == (float(many.signs[0]), int(many.shifts[0]), int(many.keys[0]))
 
 
 def test_the_places_of_rows_are_far_beyond_those_of_a_dense_tensor() -> None:
