@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mock_scheduler.alignment.executors.local import make_process_launch
+from mock_scheduler.alignment.executors.protocol import MakeLaunch
 from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.alignment.prove.alignment import AlignmentRunner
 from mock_scheduler.alignment.prove.proof_runs import order_reductions
-from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
 from mock_scheduler.alignment.runs.run_cache import RunCache
 from mock_scheduler.alignment.runs.run_store import RunStore, open_folder
 from mock_scheduler.api.compare import Verdict

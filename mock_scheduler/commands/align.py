@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
+from mock_scheduler.alignment.executors.local import make_process_launch
+from mock_scheduler.alignment.executors.protocol import MakeLaunch
 from mock_scheduler.api.align import PAGE_FILE, Alignment, run_alignment
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console

@@ -17,9 +17,10 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from mock_scheduler.alignment.executors.protocol import LaunchRun
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import Reusable
-from mock_scheduler.alignment.runs.execution import LaunchRun, OnDone, Outcome, execute_runs
+from mock_scheduler.alignment.runs.execution import OnDone, Outcome, execute_runs
 from mock_scheduler.alignment.runs.run_cache import RunCache
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
