@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.executors.local import make_process_launch
-from mock_scheduler.alignment.executors.protocol import MakeLaunch
+from rich.text import Text
+
+from mock_scheduler.alignment.executors.build import Execution, build_execution
+from mock_scheduler.alignment.executors.protocol import MakeLaunch, OutlivesDriver
 from mock_scheduler.alignment.plan.plan import plan_alignment
+from mock_scheduler.alignment.plan.planned_run import AlignPlan
 from mock_scheduler.alignment.prove.alignment import AlignmentRunner
 from mock_scheduler.alignment.prove.proof_runs import order_reductions
-from mock_scheduler.alignment.runs.run_cache import RunCache
+from mock_scheduler.alignment.runs.run_cache import RunCache, read_machine
 from mock_scheduler.alignment.runs.run_store import RunStore, open_folder
 from mock_scheduler.api.compare import Verdict
 from mock_scheduler.config.loading import locate_config
@@ -171,14 +174,15 @@ def run_alignment(
     recording_dir: Path | None,
     overwrite: bool,
     console: Console,
-    make_launch: MakeLaunch = make_process_launch,
+    make_launch: MakeLaunch | None = None,
     run_stored_code: bool = False,
     takes_foreign: bool | None = None,
 ) -> Alignment:
     """Plan, run and prove; ``align.json`` is saved anew after every stage, so an interrupt loses nothing.
 
     Arguments and errors are as in ``align``. ``takes_foreign``: finished runs of another user are taken again too;
-    ``None`` is ``run_stored_code``.
+    ``None`` is ``run_stored_code``. ``make_launch``: makes what carries the runs out; ``None``: as ``align.executor``
+    says.
     """
     takes_foreign = run_stored_code if takes_foreign is None else takes_foreign
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
@@ -195,18 +199,27 @@ def run_alignment(
         trace_kinds=_further_kinds(load(overrides)),
     )
     plan = order_reductions(plan, load=load)
+    execution = _build_execution(plan, config_name, config_path, console=console, make_launch=make_launch)
     reports = _Reports(result_path=plan.output_dir / ALIGN_FILE)
     with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
+        if overwrite and isinstance(execution.launch, OutlivesDriver):
+            execution.launch.end_earlier(plan.output_dir)
         open_folder(plan.output_dir, fresh=overwrite)
         runner = AlignmentRunner(
             plan=plan,
             config_name=_name_alignment(config_name, load(overrides)),
             load=load,
             store=RunStore(
-                launch=make_launch(config_name, config_path),
-                cache=RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign),
+                launch=execution.launch,
+                cache=RunCache(
+                    root=plan.output_dir,
+                    recording_dir=plan.recording_dir,
+                    takes_foreign=takes_foreign,
+                    environ=execution.environ,
+                    machine=execution.machine or read_machine(),
+                ),
                 console=console,
-                at_once=plan.baseline.config.align.at_once,
+                at_once=execution.at_once,
             ),
             save=reports.save,
             console=console,
@@ -216,6 +229,19 @@ def run_alignment(
         assert view is not None  # a result that has ended was saved
         write_alignment_page(view, plan.output_dir / PAGE_FILE)
     return Alignment(result=result, view=view)
+
+
+def _build_execution(
+    plan: AlignPlan, config_name: str, config_path: Path, *, console: Console, make_launch: MakeLaunch | None
+) -> Execution:
+    align = plan.baseline.config.align
+    if make_launch is not None:
+        return Execution(launch=make_launch(config_name, config_path), at_once=align.at_once)
+
+    def say(name: str, what: str) -> None:
+        console.print(Text.assemble((name, "bold"), f"  {what}"))
+
+    return build_execution(align, config_name, config_path, recording_dir=plan.recording_dir, say=say)
 
 
 def _name_alignment(config_name: str, config: RunConfig) -> str:

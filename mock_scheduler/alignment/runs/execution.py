@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.alignment.executors.protocol import EndsRuns, LaunchRun
+from mock_scheduler.alignment.executors.protocol import EndsRuns, LaunchRun, OutlivesDriver
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.errors import AlignmentError, ExitCode
 from mock_scheduler.run_folder.finished_run import RunFailure, load_failure
@@ -121,7 +121,9 @@ def _execute(run: PlannedRun, *, launch: LaunchRun, console: Console) -> Outcome
     console.print(Text.assemble((run.name, "bold"), f"  {run.layout}{_describe_mode(run)} …"))
     started_s = time.perf_counter()
     code = launch(run)
-    return time.perf_counter() - started_s if code == 0 else _read_failure(run, code)
+    if code != 0:
+        return _read_failure(run, code)
+    return launch.elapsed_s(run) if isinstance(launch, OutlivesDriver) else time.perf_counter() - started_s
 
 
 def _read_failure(run: PlannedRun, exit_code: int) -> RunFailure:

@@ -17,7 +17,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from mock_scheduler.alignment.executors.protocol import LaunchRun
+from mock_scheduler.alignment.executors.protocol import LaunchRun, OutlivesDriver
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import Reusable
 from mock_scheduler.alignment.runs.execution import OnDone, Outcome, execute_runs
@@ -96,10 +96,12 @@ class RunStore:
                 self._say(run, "taken again from an earlier alignment")
                 on_done(run, found.elapsed_s)
                 continue
+            due.append(run)
+            if self._goes_on(run):
+                continue
             if found.was_there:
                 self._say(run, f"run anew: {found.reason}")
             self.cache.clear(run)
-            due.append(run)
 
         def keep(run: PlannedRun, outcome: Outcome) -> None:
             if not isinstance(outcome, RunFailure):
@@ -112,6 +114,15 @@ class RunStore:
 
         made = execute_runs(due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep)
         return outcomes | made | changed
+
+    def _goes_on(self, run: PlannedRun) -> bool:
+        """Whether a job of this very run goes on, or has ended, that a driver left which is gone."""
+        if not isinstance(self.launch, OutlivesDriver):
+            return False
+        found = self.launch.take_up(run, self.cache.compute_key(run))
+        if found:
+            self._say(run, found)
+        return bool(found)
 
     def _find_changed_code(self, run: PlannedRun) -> RunFailure | None:
         """A verdict over runs of several forms of a file would be about none of them."""
