@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from mock_scheduler.config.base import ConfigSection, Decides
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.errors import MockSchedulerError
+from mock_scheduler.errors import ExitCode, MockSchedulerError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.program import find_program
 from mock_scheduler.support.files import rename_away, save_json, save_text
@@ -37,8 +37,8 @@ MODULE = "mock_scheduler.launch.job"
 RECORD_FILE = "job.json"
 
 _LOCK_FILE = "lock"
-# The processes of a lost node end with it; one that only seems lost is ended by its cluster within this time.
-_PATIENCE_S = 120.0
+# The processes of a lost node end with it, and its locks some time later; one that only seems lost may go on.
+_PATIENCE_S = 300.0
 _LOOK_S = 0.2
 
 
@@ -134,12 +134,14 @@ def run_job(job: Job) -> int:
             os.environ[name] = value
     output_dir = Path(job.output_dir)
     with _holding_lock(job) as descriptor:
+        if descriptor is None:
+            print_message(f"after {_PATIENCE_S:g} s an earlier attempt of this run still has processes that write")
+            return int(ExitCode.INTERNAL)
         record = load_record(output_dir)
         if record is None or record.token != job.token:
             print_message("another attempt of this run has taken the place of this job, so it does nothing")
             return 0
-        end = load_end(output_dir, job.token)
-        if end is not None:
+        if (end := load_end(output_dir, job.token)) is not None:
             print_message("the run of this job has ended before; it is not repeated")
             return end.exit_code
         _clear(job)
@@ -177,22 +179,30 @@ def _run(job: Job, descriptor: int) -> int:
 
 
 @contextmanager
-def _holding_lock(job: Job) -> Iterator[int]:
-    """Waits until no earlier attempt writes; yields the descriptor by which a process goes on holding the lock."""
+def _holding_lock(job: Job) -> Iterator[int | None]:
+    """Waits until no earlier attempt writes; yields the descriptor by which a process goes on holding the lock.
+
+    ``None``: one still does.
+    """
     descriptor = os.open(job.folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        ends_s = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < ends_s:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOOK_S)
-            except OSError:
-                break  # no locks on this file system
-        yield descriptor
+        yield descriptor if _wait_for_lock(descriptor) else None
     finally:
         os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int) -> bool:
+    ends_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > ends_s:
+                return False
+            time.sleep(_LOOK_S)
+        except OSError:
+            return True  # no locks on this file system
 
 
 def _clear(job: Job) -> None:

@@ -44,8 +44,8 @@ class ProcessCluster:
 
     def submit(self, job: Submission) -> str:
         """Starts a process in a session of its own."""
-        log = (job.log_dir / f"{job.token}.log").open("wb")
-        process = subprocess.Popen(job.command, stdout=log, stderr=log, start_new_session=True)
+        with (job.log_dir / f"{job.token}.log").open("wb") as log:
+            process = subprocess.Popen(job.command, stdout=log, stderr=log, start_new_session=True)
         (job.log_dir / f"{job.token}.pid").write_text(str(process.pid))
         self.submitted.append(str(process.pid))
         return str(process.pid)
