@@ -84,7 +84,7 @@ class ClusterLaunch:
         while True:
             end = self._wait(run, record)
             if isinstance(end, JobEnd):
-                return self._take(run, record, end)
+                return self._take(run, end)
             if self._is_interrupted.is_set():
                 self._leave(run, record)
                 return _INTERRUPTED
@@ -117,6 +117,12 @@ class ClusterLaunch:
             record = self._find(output_dir)
             if record is not None and load_end(output_dir, record.token) is None:
                 self._cancel(output_dir, output_dir.name, record)
+
+    def settle(self, run: PlannedRun) -> None:
+        """Notes that an alignment has taken a run's end: it is found by its fingerprint now, or made anew."""
+        record = load_record(run.output_dir)
+        if record is not None:
+            _save(run.output_dir, record.model_copy(update={"is_taken": True}))
 
     def elapsed_s(self, run: PlannedRun) -> float:
         """Gives the seconds of a run that has ended."""
@@ -203,12 +209,9 @@ class ClusterLaunch:
                 return end
             time.sleep(min(self.config.poll_s, 0.5))
 
-    def _take(self, run: PlannedRun, record: JobRecord, end: JobEnd) -> int:
+    def _take(self, run: PlannedRun, end: JobEnd) -> int:
         """Notes a run's end; says where it ran, if that is other hardware than an earlier run's."""
         self._ends[run.output_dir] = end
-        if end.exit_code:
-            # The next command repeats it, as it repeats every run that failed.
-            _save(run.output_dir, record.model_copy(update={"is_taken": True}))
         for what, value in end.hardware.items():
             first, name = self._hardware.setdefault(what, (value, run.name))
             if first != value:
@@ -230,7 +233,6 @@ class ClusterLaunch:
         message = f"{self._name(record)} {what}\nits log is {place}; the last lines:\n{tail}"
         content = {"type": "JobLost", "message": message, "exit_code": int(ExitCode.INTERNAL)}
         save_json(run.output_dir / ERROR_FILE, content)
-        _save(run.output_dir, record.model_copy(update={"is_taken": True}))
         return int(ExitCode.INTERNAL)
 
     def _leave(self, run: PlannedRun, record: JobRecord) -> None:

@@ -43,6 +43,10 @@ class OutlivesDriver(Protocol):
         """
         ...
 
+    def settle(self, run: PlannedRun) -> None:
+        """Is told that a run's end was taken: no later call may find its job."""
+        ...
+
     def end_earlier(self, root: Path) -> None:
         """Cancels the jobs of all runs below a folder, which is about to be emptied."""
         ...

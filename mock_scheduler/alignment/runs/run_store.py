@@ -110,6 +110,8 @@ class RunStore:
                     self.cache.keep(run, elapsed_s=outcome)
                 else:
                     changed[run.name] = outcome = failure
+            if isinstance(self.launch, OutlivesDriver):
+                self.launch.settle(run)
             on_done(run, outcome)
 
         made = execute_runs(due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep)

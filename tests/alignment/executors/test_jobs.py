@@ -71,6 +71,10 @@ def test_a_run_takes_the_seconds_of_its_job_and_its_exit_code(tmp_path: Path) ->
     assert launch(run) == 0
     assert launch.elapsed_s(run) == 7.5
     assert said == []
+    # A driver that was killed before it took the end leaves it to the next one; once taken, files decide.
+    assert build_launch(Told(ends=[]), said).take_up(run, "key") == "its job 1 of told has ended meanwhile"
+    launch.settle(run)
+    assert build_launch(Told(ends=[]), said).take_up(run, "key") == ""
 
 
 def test_a_job_says_what_its_run_is_and_holds_no_variable_that_is_no_setting(tmp_path: Path) -> None:
@@ -137,6 +141,7 @@ def test_what_ended_while_no_driver_was_there_is_not_made_again_even_where_it_fa
     second = build_launch(cluster, [])
     assert second.take_up(run, "key") == "its job 1 of told has ended meanwhile"
     assert second(run) == 3
+    second.settle(run)
     # The next command repeats a failed run, as it does with one of this machine.
     assert build_launch(cluster, []).take_up(run, "key") == ""
     assert len(cluster.jobs) == 1
