@@ -236,7 +236,9 @@ class ClusterLaunch:
         return int(ExitCode.INTERNAL)
 
     def _leave(self, run: PlannedRun, record: JobRecord) -> None:
-        """Cancels the job of an interrupted command, or says that it goes on."""
+        """Cancels the job of an interrupted command, or says that it goes on; one that has ended is found later."""
+        if load_end(run.output_dir, record.token) is not None:
+            return
         if self.config.on_interrupt == "leave":
             self.say(run.name, f"{self._name(record)} goes on; the same command finds it")
         else:
