@@ -147,8 +147,9 @@ def nodes() -> Iterator[Nodes]:
 @pytest.fixture(scope="module")
 def ray(nodes: Nodes) -> Place:
     jobs = pytest.importorskip("ray.job_submission")
-    os.environ.update({name: value for name, value in nodes.environ.items() if name.startswith("RAY_AUTH")})
-    client = jobs.JobSubmissionClient(nodes.dashboard)
+    # Named here, since Ray reads its variables when it is imported, and this process has done so.
+    token = Path(nodes.environ["RAY_AUTH_TOKEN_PATH"]).read_text(encoding="utf-8")
+    client = jobs.JobSubmissionClient(nodes.dashboard, headers={"Authorization": f"Bearer {token}"})
 
     def kill_node(job: str) -> None:
         node_id = client.get_job_info(job).driver_node_id

@@ -30,17 +30,19 @@ def build_ray(config: RayExecutorConfig) -> RayCluster:
     """Builds the cluster; raises ``ConfigError`` where Ray is missing or the dashboard does not answer."""
     try:
         jobs = importlib.import_module("ray.job_submission")
-        address = config.address or os.environ.get(_ADDRESS_VARIABLE)
-        if not address:
-            raise ConfigError(
-                f"{_KEY}.address is not set, nor is {_ADDRESS_VARIABLE}; name the dashboard, http://HOST:8265"
-            )
-        client = jobs.JobSubmissionClient(address)
+        errors = importlib.import_module("ray.exceptions")
     except ImportError as error:
         raise ConfigError(
             f"{_KEY}.kind is ray, which needs Ray: install the extra, pip install 'mock-scheduler[ray]' ({error})"
         ) from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    address = config.address or os.environ.get(_ADDRESS_VARIABLE)
+    if not address:
+        raise ConfigError(
+            f"{_KEY}.address is not set, nor is {_ADDRESS_VARIABLE}; name the dashboard, http://HOST:8265"
+        )
+    try:
+        client = jobs.JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError, ValueError, errors.RayError) as error:
         raise ConfigError(f"{_KEY}.address: no Ray dashboard answers there: {error}") from error
     missing = [name for name in config.env if name not in os.environ]
     if missing:
