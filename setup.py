@@ -54,7 +54,9 @@ setup(
         "s3": ["s3fs>=2025.5"],
         "zstd": ["zstandard>=0.22"],
         "text": ["transformers>=5.3,<6", "reasoning-gym==0.1.25", "textarena==0.7.4"],
-        "ray": ["ray==2.60.0"],
+        # With the dashboard, by which an alignment submits its runs as jobs.
+        "ray": ["ray[default]==2.60.0"],
+        "slurm": ["submitit>=1.5.2,<2"],
         "parquet": ["pyarrow>=17"],
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [

@@ -44,7 +44,7 @@ for kind in built text rl swift; do
     fi
 done
 
-# Ray is installed with what it needs: nothing there takes another way because it is found.
+# Ray and submitit are installed with what they need: nothing there takes another way because they are found.
 wanted="$(sha256sum tests/integrations/ray_requirements.txt)"
 stamp=.venv-integrations/.ray.sha256
 if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then

@@ -47,6 +47,9 @@ Steps = Annotated[str | None, typer.Option("--steps", help="look at these only, 
 JsonOutput = Annotated[str | None, typer.Option("--json", help="also write all of it to this file; -: JSON instead")]
 JsonCopy = Annotated[Path | None, typer.Option("--json", help="also write the result to this file")]
 HtmlOutput = Annotated[Path | None, typer.Option("--html", help="also write a page that opens offline to this file")]
+OverRay = Annotated[
+    bool, typer.Option("--ray", help="tasks of the Ray cluster that RAY_ADDRESS names read the tensors")
+]
 OutputDir = Annotated[Path | None, typer.Option("--output-dir", help="folder of the runs and the result")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="run everything anew; else finished runs there are taken again")
@@ -219,6 +222,7 @@ def compare(
     json_path: JsonOutput = None,
     html_path: HtmlOutput = None,
     has_metrics: Annotated[bool, typer.Option(" /--no-metrics", help="leave the runs' metrics out")] = True,
+    over_ray: OverRay = False,
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
@@ -231,6 +235,7 @@ def compare(
         has_metrics=has_metrics,
         json_path=json_path,
         html_path=html_path,
+        over_ray=over_ray,
     )
     raise typer.Exit(run_compare(baseline, candidate, options))
 
@@ -245,13 +250,14 @@ def replicas(
     verify: Annotated[
         bool, typer.Option("--verify", help="first read all of the trace and check every SHA-256")
     ] = False,
+    over_ray: OverRay = False,
 ) -> None:
     """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
     from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
     from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
-    raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify))
+    raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify, over_ray=over_ray))
 
 
 @app.command()

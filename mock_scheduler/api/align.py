@@ -8,12 +8,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.text import Text
+
+from mock_scheduler.alignment.executors.build import Execution, build_execution
+from mock_scheduler.alignment.executors.protocol import MakeLaunch, OutlivesDriver
 from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.alignment.plan.planned_run import AlignPlan
 from mock_scheduler.alignment.prove.alignment import AlignmentRunner
 from mock_scheduler.alignment.prove.proof_runs import order_reductions
-from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
-from mock_scheduler.alignment.runs.run_cache import RunCache
+from mock_scheduler.alignment.runs.run_cache import RunCache, read_machine
 from mock_scheduler.alignment.runs.run_store import RunStore, open_folder, say_taken_again
 from mock_scheduler.api.compare import Verdict
 from mock_scheduler.api.stored_answer import find_answer, save_answer
@@ -173,7 +176,7 @@ class AlignmentOrder:
 
     Attributes:
         console: shows the progress.
-        make_launch: makes what starts the runs.
+        make_launch: makes what carries the runs out; ``None``: as ``align.executor`` says.
         takes_foreign: finished runs of another user are taken again too; ``None`` is ``run_stored_code``.
     """
 
@@ -184,7 +187,7 @@ class AlignmentOrder:
     recording_dir: Path | None
     overwrite: bool
     console: Console
-    make_launch: MakeLaunch = make_process_launch
+    make_launch: MakeLaunch | None = None
     run_stored_code: bool = False
     takes_foreign: bool | None = None
 
@@ -225,11 +228,20 @@ def _opened(order: AlignmentOrder) -> Iterator[_Opened]:
     )
     plan = order_reductions(plan, load=load)
     takes_foreign = order.run_stored_code if order.takes_foreign is None else order.takes_foreign
+    execution = _build_execution(plan, order)
     with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
+        if order.overwrite and isinstance(execution.launch, OutlivesDriver):
+            execution.launch.end_earlier(plan.output_dir)
         open_folder(plan.output_dir, fresh=order.overwrite)
-        cache = RunCache(root=plan.output_dir, recording_dir=plan.recording_dir, takes_foreign=takes_foreign)
+        cache = RunCache(
+            root=plan.output_dir,
+            recording_dir=plan.recording_dir,
+            takes_foreign=takes_foreign,
+            environ=execution.environ,
+            machine=execution.machine or read_machine(),
+        )
         name = _name_alignment(config_name, config)
-        yield _Opened(order=order, plan=plan, load=load, cache=cache, name=name)
+        yield _Opened(order=order, plan=plan, load=load, execution=execution, cache=cache, name=name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,6 +251,7 @@ class _Opened:
     order: AlignmentOrder
     plan: AlignPlan
     load: ConfigLoader
+    execution: Execution
     cache: RunCache
     name: str
 
@@ -258,10 +271,10 @@ class _Opened:
             config_name=self.name,
             load=self.load,
             store=RunStore(
-                launch=self.order.make_launch(self.order.config_name, self.order.config_path),
+                launch=self.execution.launch,
                 cache=self.cache,
                 console=console,
-                at_once=plan.baseline.config.align.at_once,
+                at_once=self.execution.at_once,
             ),
             save=reports.save,
             console=console,
@@ -274,6 +287,17 @@ class _Opened:
         with suppress(OSError, ValueError):
             save_answer(plan, view, config_name=self.name, reports=_REPORTS)
         return Alignment(result=result, view=view)
+
+
+def _build_execution(plan: AlignPlan, order: AlignmentOrder) -> Execution:
+    align = plan.baseline.config.align
+    if order.make_launch is not None:
+        return Execution(launch=order.make_launch(order.config_name, order.config_path), at_once=align.at_once)
+
+    def say(name: str, what: str) -> None:
+        order.console.print(Text.assemble((name, "bold"), f"  {what}"))
+
+    return build_execution(align, order.config_name, order.config_path, recording_dir=plan.recording_dir, say=say)
 
 
 def _name_alignment(config_name: str, config: RunConfig) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mock_scheduler.alignment.runs.execution import MakeLaunch, make_process_launch
+from mock_scheduler.alignment.executors.protocol import MakeLaunch
 from mock_scheduler.api.align import PAGE_FILE, AlignmentOrder, view_alignment
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
@@ -53,7 +53,7 @@ def run_align(
     config_path: Path,
     overrides: Sequence[str],
     options: AlignOptions,
-    make_launch: MakeLaunch = make_process_launch,
+    make_launch: MakeLaunch | None = None,
     console: Console | None = None,
 ) -> int:
     """Run an alignment, print its report, and return the exit code of the gravest verdict.

@@ -7,9 +7,11 @@ states the digest of every batch. ``replicas`` reads a trace of whole tensors.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from mock_scheduler.adapters.ray.tasks import spread_over_ray
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console, show_progress
@@ -18,6 +20,7 @@ from mock_scheduler.report.comparison.text import print_comparison, print_replic
 from mock_scheduler.report.json_file import comparison_to_json, replicas_to_json, save_comparison, save_replicas
 from mock_scheduler.run_folder.inputs import check_page_path
 from mock_scheduler.support.documents import STDOUT, write_json
+from mock_scheduler.support.spread import Spread
 from mock_scheduler.support.text import format_bytes
 from mock_scheduler.verdict.compare_runs import compare_paths
 from mock_scheduler.verdict.replicas import check_replicas_at
@@ -33,6 +36,7 @@ class CompareOptions:
         noise: a file of the baseline's measured noise, or perturbed runs.
         has_metrics: whether metrics of runs are compared.
         json_path, html_path: reports to write; ``-``: JSON on stdout, in place of the text.
+        over_ray: the steps of traces are compared by tasks of a Ray cluster.
     """
 
     selection: Selection = EVERYTHING
@@ -41,6 +45,7 @@ class CompareOptions:
     has_metrics: bool = True
     json_path: str | None = None
     html_path: Path | None = None
+    over_ray: bool = False
 
 
 def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, console: Console | None = None) -> int:
@@ -56,7 +61,7 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
     """
     check_page_path(options.html_path)
     sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
-    with show_progress(f"comparing {sizes}") as on_key:
+    with _spreading(options.over_ray) as spread, show_progress(f"comparing {sizes}") as on_key:
         result = compare_paths(
             baseline,
             candidate,
@@ -65,6 +70,7 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
             noise=options.noise,
             has_metrics=options.has_metrics,
             on_key=on_key,
+            spread=spread,
         )
     files = {}
     if options.html_path is not None:
@@ -80,6 +86,10 @@ def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, con
     return int(result.exit_code)
 
 
+def _spreading(over_ray: bool) -> AbstractContextManager[Spread | None]:
+    return spread_over_ray() if over_ray else nullcontext()
+
+
 def _size_bytes(path: Path) -> int:
     """Add up the sizes of all files to be read."""
     files = [path] if path.is_file() else path.rglob("*")
@@ -93,14 +103,16 @@ def run_replicas(
     json_path: str | None = None,
     console: Console | None = None,
     verify: bool = False,
+    over_ray: bool = False,
 ) -> int:
     """Check all copies within one run or trace: 0 equal, 1 different, 3 nothing is held twice.
 
-    ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. Raises ``ConfigError`` where
+    ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. ``over_ray``: tasks of a Ray
+    cluster read the tensors. Raises ``ConfigError`` where
     there is no trace of whole tensors, ``TraceError`` where a file cannot be read or was changed.
     """
-    with show_progress("checking copies") as on_key:
-        result = check_replicas_at(path, selection=selection, verify=verify, on_key=on_key)
+    with _spreading(over_ray) as spread, show_progress("checking copies") as on_key:
+        result = check_replicas_at(path, selection=selection, verify=verify, on_key=on_key, spread=spread)
     if json_path == STDOUT:
         write_json(replicas_to_json(result), STDOUT)
         return int(result.exit_code)

@@ -13,13 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mock_scheduler.alignment.runs.execution import (
-    LaunchRun,
-    MakeLaunch,
-    execute_run,
-    failed_run_error,
-    make_separate_launch,
-)
+from mock_scheduler.alignment.executors.local import make_separate_launch
+from mock_scheduler.alignment.executors.protocol import LaunchRun, MakeLaunch
+from mock_scheduler.alignment.runs.execution import execute_run, failed_run_error
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Decides, NonNegativeFloat, NonNegativeInt, PositiveInt
+from mock_scheduler.config.executor import ExecutorConfig, LocalExecutorConfig
 
 CANDIDATE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 """A candidate's name is that of its folder."""
@@ -87,7 +88,7 @@ class AlignConfig(ConfigSection):
 
     ``entry``: the Python module that runs the baseline, and every candidate without one of its own; ``None``: the
     program's own. ``tolerance``: the user's bounds in the place of measured noise. ``at_once``: how many runs may go
-    at a time.
+    at a time on this machine. ``executor``: who carries them out.
     """
 
     # No run reads this section: it says how runs are made and judged.
@@ -101,3 +102,10 @@ class AlignConfig(ConfigSection):
     tolerance: ToleranceConfig | None = None
     proofs: ProofsConfig = ProofsConfig()
     at_once: PositiveInt = 1
+    executor: ExecutorConfig = LocalExecutorConfig()
+
+    @model_validator(mode="after")
+    def _check_at_once(self) -> Self:
+        if self.at_once != 1 and not isinstance(self.executor, LocalExecutorConfig):
+            raise ValueError(f"at_once is {self.at_once}, and counts runs of this machine; write executor.max_jobs")
+        return self

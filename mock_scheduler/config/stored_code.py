@@ -261,6 +261,11 @@ class _Finder:
                 value is not None
             ):
                 yield _code(_KINDS_OF_CANDIDATES[name], key, value, Use.ALIGN)
+            # It says where jobs are sent, and may have them run a shell's lines first.
+            case ("align", "executor") if value not in (None, {}, {"kind": "local"}):
+                yield _code("executor", key, value, Use.ALIGN)
+            case ("align", "executor", *names) if names != ["kind"] or value != "local":
+                yield _code("executor", key, value, Use.ALIGN)
             # Overrides of runs, each by itself.
             case ("align", "baseline", *_):
                 yield from self._of_override(value, path[:2])

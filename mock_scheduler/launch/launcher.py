@@ -166,19 +166,21 @@ def run_plan(
     cwd: Path | None = None,
     running: RunningProcesses | None = None,
     warm: WarmStarts | None = None,
+    inherited: Sequence[int] = (),
 ) -> int:
     """Carries the plan out and returns its exit code; output goes to ``log_path``, or where this process's goes.
 
-    ``warm`` starts it where it can; else it is a new process. ``running`` counts the process while it is waited for. A
-    run ended by a signal has the code 128 + the signal's number; a run ended with Python's own 1 has 70. On Ctrl-C,
-    SIGTERM or SIGHUP the child's process group is terminated and waited for, then KeyboardInterrupt is raised.
+    ``warm`` starts it where it can; else it is a new process, which keeps the descriptors ``inherited`` open.
+    ``running`` counts the process while it is waited for. A run ended by a signal has the code 128 + the signal's
+    number; a run ended with Python's own 1 has 70. On Ctrl-C, SIGTERM or SIGHUP the child's process group is terminated
+    and waited for, then KeyboardInterrupt is raised.
     """
     running = running or RunningProcesses()
     if log_path is None:
-        return _run(plan, log=None, cwd=cwd, running=running, warm=warm)
+        return _run(plan, log=None, cwd=cwd, running=running, warm=warm, inherited=inherited)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        return _run(plan, log=log, cwd=cwd, running=running, warm=warm)
+        return _run(plan, log=log, cwd=cwd, running=running, warm=warm, inherited=inherited)
 
 
 def _run(
@@ -188,11 +190,12 @@ def _run(
     cwd: Path | None,
     running: RunningProcesses,
     warm: WarmStarts | None,
+    inherited: Sequence[int],
 ) -> int:
     # Signals reach the main thread alone; it ends the processes of other threads with ``RunningProcesses.end``.
     is_main = threading.current_thread() is threading.main_thread()
     with ending_signals_as_interrupt() if is_main else nullcontext():
-        process = _start(plan, log=log, cwd=cwd, warm=warm)
+        process = _start(plan, log=log, cwd=cwd, warm=warm, inherited=inherited)
         with running.holding(process):
             try:
                 code = process.wait()
@@ -209,7 +212,9 @@ def _run(
     return meant_exit_code(code)
 
 
-def _start(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, warm: WarmStarts | None) -> _Process:
+def _start(
+    plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, warm: WarmStarts | None, inherited: Sequence[int]
+) -> _Process:
     environ = {**child_environment(plan, os.environ), PARENT_VARIABLE: str(os.getpid())}
     if warm is not None:
         output = (1, 2) if log is None else (log.fileno(), log.fileno())
@@ -223,6 +228,7 @@ def _start(plan: LaunchPlan, *, log: IO[bytes] | None, cwd: Path | None, warm: W
         stdout=log,
         stderr=subprocess.STDOUT if log else None,
         start_new_session=True,
+        pass_fds=inherited,
     )
 
 

@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,28 +52,39 @@ DOCTOR_MARKER = FolderMarker(
 def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
     """Keeps other commands out of ``path``, which is made, until the block has ended or the process is gone.
 
-    Raises ``ConfigError`` where another one is at work there. A path that is no folder is left to who prepares it;
-    where the file system knows no locks, nobody is kept out.
+    Raises ``ConfigError`` where another one is at work there, on this machine or on another one that has the folder
+    too. A path that is no folder is left to who prepares it; where the file system knows no locks, nobody is kept out.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         yield
         return
     path.mkdir(parents=True, exist_ok=True)
-    # A lock on the folder itself needs no file in it, and goes with the process, however it ends.
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(path, stack)
         except BlockingIOError:
             raise ConfigError(
                 f"another {marker.command} works in {path}; wait until it has ended, or choose another folder "
                 "(--output-dir)"
             ) from None
-        except OSError:
-            pass  # no locks on this file system: better without protection than not at all
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _lock(path: Path, stack: ExitStack) -> None:
+    """Holds a lock that goes with the process, however it ends; raises ``BlockingIOError`` where it is held."""
+    # A lock on the folder itself needs no file in it. NFS has none of a folder, and gives one of a file beside it to
+    # one machine at a time (flock(2), since Linux 2.6.12). The file stays: a new one would be another lock.
+    file = path.with_name(f".{path.name}.lock")
+    for place, flags in ((path, os.O_RDONLY | os.O_DIRECTORY), (file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)):
+        try:
+            descriptor = os.open(place, flags | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            continue  # better without protection than not at all
+        return
 
 
 def prepare_folder(path: Path, *, marker: FolderMarker, overwrite: bool, keep: Path | None = None) -> None:

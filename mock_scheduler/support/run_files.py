@@ -29,6 +29,8 @@ CODE_FOLDER = "code"
 LEDGER_FILE = "ledger.json"
 #: The terminal output of a run that an alignment or the doctor started.
 LOG_FILE = "run.log"
+#: Folder of what is known of a run's job on a cluster: its record, its ends, the cluster's own files.
+JOB_FOLDER = "job"
 #: Folder of gradients and parameters (``trace``).
 TRACE_FOLDER = "trace"
 #: Folder of the collectives that ranks have begun in a step that goes on, or did not end (``trace.begun_calls``).

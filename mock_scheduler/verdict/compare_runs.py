@@ -20,12 +20,13 @@ from mock_scheduler.comparison.walk.metrics import compare_metrics, load_metrics
 from mock_scheduler.comparison.walk.steps import OnKey
 from mock_scheduler.comparison.walk.traces import compare_trace_folders, find_other_rows
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import AlignmentError, ExitCode, TraceError
+from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import OpenedInput, check_choice, check_steps, open_inputs
 from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.spread import Spread
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.coverage import find_unseen
 from mock_scheduler.verdict.direct_verdict import decide
@@ -55,13 +56,14 @@ def judge_runs(
     selection: Selection = EVERYTHING,
     has_metrics: bool = True,
     on_key: OnKey | None = None,
+    spread: Spread | None = None,
 ) -> Verdict:
     """The verdict on two finished runs; both must have trained on the same rollouts.
 
     Args:
         is_deterministic: Whether both ran under ``DETERMINISTIC_MODE=1``: a difference proves something only where
             each run would repeat itself.
-        bounds, selection, has_metrics, on_key: As in ``compare_runs``.
+        bounds, selection, has_metrics, on_key, spread: As in ``compare_runs``.
     """
     other_rollouts = _find_other_rollouts(baseline, candidate)
     if other_rollouts is not None:
@@ -82,6 +84,7 @@ def judge_runs(
             selection=selection,
             has_metrics=has_metrics,
             on_key=on_key,
+            spread=spread,
         )
     except (AlignmentError, TraceError) as error:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
@@ -116,6 +119,7 @@ def compare_runs(
     selection: Selection = EVERYTHING,
     has_metrics: bool = True,
     on_key: OnKey | None = None,
+    spread: Spread | None = None,
 ) -> Verdict:
     """Returns the verdict on two finished runs, out of their ``metrics.jsonl`` and ``trace/``.
 
@@ -124,6 +128,7 @@ def compare_runs(
     Args:
         has_metrics: Whether metrics are compared.
         on_key: Called with the number of compared tensors and of all.
+        spread: As of ``compare_trace_folders``.
 
     Raises:
         AlignmentError, TraceError: The files cannot be read.
@@ -139,6 +144,7 @@ def compare_runs(
         selection=selection,
         logs=logs,
         on_key=on_key,
+        spread=spread,
     )
     # Whoever chooses kinds or names asks about them alone; without a choice gradients and parameters must be there.
     is_chosen = selection.kinds is not None or selection.patterns != EVERYTHING.patterns
@@ -237,6 +243,7 @@ def compare_paths(
     noise: Sequence[Path] = (),
     has_metrics: bool = True,
     on_key: OnKey | None = None,
+    spread: Spread | None = None,
 ) -> ComparisonResult:
     """Compare two runs, traces, metrics or recordings.
 
@@ -246,6 +253,7 @@ def compare_paths(
         noise: A file of the baseline's measured noise, or perturbed runs of it.
         has_metrics: Whether metrics of runs are compared.
         on_key: Called with the number of compared tensors, or steps, and of all.
+        spread: Shares the steps of traces out to other processes; ``None``: this one compares them.
 
     Raises:
         ConfigError: A side cannot be compared, the sides are of different kinds, a bound or the noise is none, or none
@@ -257,7 +265,7 @@ def compare_paths(
     check_choice(opened[0].side, selection)
     check_steps([item.side for item in opened], selection.steps)
     bounds = resolve_bounds(opened, tolerance, noise)
-    verdict, recordings = _judge(opened, bounds, selection, has_metrics=has_metrics, on_key=on_key)
+    verdict, recordings = _judge(opened, bounds, selection, has_metrics=has_metrics, on_key=on_key, spread=spread)
     return ComparisonResult(
         baseline=opened[0].side, candidate=opened[1].side, bounds=bounds, verdict=verdict, recordings=recordings
     )
@@ -270,8 +278,11 @@ def _judge(
     *,
     has_metrics: bool,
     on_key: OnKey | None,
+    spread: Spread | None,
 ) -> tuple[Verdict, RecordingDifferences | None]:
     baseline, candidate = (item.side for item in opened)
+    if spread is not None and baseline.kind in ("recording", "metrics"):
+        raise ConfigError(f"only traces are shared out, and {baseline.path} is of kind {baseline.kind}")
     if baseline.kind == "recording":
         readers = RecordingReader(str(baseline.path)), RecordingReader(str(candidate.path))
         recordings = compare_recordings(readers, selection.steps, limit=_NUM_ROWS, on_step=on_key)
@@ -282,7 +293,7 @@ def _judge(
         return decide(metrics, None, bounds=bounds, required=(), selection=selection), None
     if baseline.run is None or candidate.run is None:
         tensors = compare_trace_folders(
-            baseline.path, candidate.path, bounds=bounds, selection=selection, on_key=on_key
+            baseline.path, candidate.path, bounds=bounds, selection=selection, on_key=on_key, spread=spread
         )
         unseen = find_unseen(tensors, modules={}, parameters={}, selection=selection)
         verdict = decide(None, tensors, bounds=bounds, required=(), selection=selection)
@@ -296,5 +307,6 @@ def _judge(
         selection=selection,
         has_metrics=has_metrics,
         on_key=on_key,
+        spread=spread,
     )
     return verdict, None

@@ -6,8 +6,10 @@ agree.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mock_scheduler.comparison.pairing.ledgers import check_groups
@@ -18,9 +20,60 @@ from mock_scheduler.comparison.walk.steps import OnKey
 from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.run_folder.inputs import ComparedInput, check_steps, find_trace
-from mock_scheduler.trace.entries import RankPlace
+from mock_scheduler.support.spread import Spread
+from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import Piece, ReplicaConflict, TraceReader, open_trace
 from mock_scheduler.verdict.results import ReplicaResult
+
+#: Parts of a trace that are shared out; enough for the nodes to be busy to the end.
+_NUM_PARTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Copies:
+    """Holds the copies of some tensors, and where they differ."""
+
+    copies: Counter[str]
+    conflicts: tuple[ReplicaConflict, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CopiesTask:
+    """Compares the copies of some tensors, in whatever process."""
+
+    trace_dir: Path
+    keys: tuple[TraceKey, ...]
+
+    def __call__(self) -> _Copies:
+        with open_trace(self.trace_dir) as reader:
+            return _read_copies(reader, self.keys)
+
+
+def _read_copies(reader: TraceReader, keys: Sequence[TraceKey]) -> _Copies:
+    copies: Counter[str] = Counter()
+    conflicts: list[ReplicaConflict] = []
+    for key in keys:
+        copies += count_copies(reader.pieces(key))
+        conflicts.extend(reader.merge(key).conflicts)
+    return _Copies(copies=copies, conflicts=tuple(conflicts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SharedKeys:
+    """Shares the tensors of a trace out to other processes: a ``ReadCopies``."""
+
+    trace_dir: Path
+    spread: Spread
+
+    def __call__(self, keys: Sequence[TraceKey]) -> Iterator[tuple[int, _Copies]]:
+        size = max(math.ceil(len(keys) / _NUM_PARTS), 1)
+        parts = [tuple(keys[start : start + size]) for start in range(0, len(keys), size)]
+        found = self.spread([_CopiesTask(trace_dir=self.trace_dir, keys=part) for part in parts])
+        yield from zip(map(len, parts), found, strict=True)
+
+
+#: Reads the copies of tensors; yields them in order, with the number of tensors in each part.
+ReadCopies = Callable[[Sequence[TraceKey]], Iterator[tuple[int, _Copies]]]
 
 
 def check_replicas(
@@ -28,11 +81,13 @@ def check_replicas(
     path: Path,
     *,
     selection: Selection = EVERYTHING,
-    on_key: Callable[[int, int], None] | None = None,
+    on_key: OnKey | None = None,
+    read_apart: ReadCopies | None = None,
 ) -> ReplicaResult:
     """Compare all copies of every selected tensor bit for bit, and the collectives of each group of ranks.
 
-    ``path``: of the run, for the report. Raises ``TraceError`` where a file is damaged or incomplete.
+    ``path``: of the run, for the report. ``read_apart``: reads the copies elsewhere; ``None``: here. Raises
+    ``TraceError`` where a file is damaged or incomplete.
     """
     steps = tuple(step for step in reader.steps if selection.has_step(step))
     keys = [
@@ -43,9 +98,12 @@ def check_replicas(
     ]
     copies: Counter[str] = Counter()
     conflicts: list[ReplicaConflict] = []
-    for done, key in enumerate(keys, start=1):
-        copies += count_copies(reader.pieces(key))
-        conflicts.extend(reader.merge(key).conflicts)
+    done = 0
+    read_here = ((1, _read_copies(reader, (key,))) for key in keys)
+    for num_keys, found in read_here if read_apart is None else read_apart(keys):
+        done += num_keys
+        copies += found.copies
+        conflicts.extend(found.conflicts)
         if on_key is not None:
             on_key(done, len(keys))
     ledgers: list[LedgerComparison] = []
@@ -78,11 +136,17 @@ def count_copies(pieces: tuple[Piece, ...]) -> Counter[str]:
 
 
 def check_replicas_at(
-    path: Path, *, selection: Selection = EVERYTHING, verify: bool = False, on_key: OnKey | None = None
+    path: Path,
+    *,
+    selection: Selection = EVERYTHING,
+    verify: bool = False,
+    on_key: OnKey | None = None,
+    spread: Spread | None = None,
 ) -> ReplicaResult:
     """Check all copies within one run or trace bit for bit.
 
     Args:
+        spread: Shares the tensors out to processes that open the trace by this path; ``None``: this one reads them.
         verify: First read all of the trace, whatever is selected, and check every SHA-256.
 
     Raises:
@@ -98,4 +162,5 @@ def check_replicas_at(
     with open_trace(trace_dir) as reader:
         if verify:
             reader.verify()
-        return check_replicas(reader, path, selection=selection, on_key=on_key)
+        read_apart = None if spread is None else _SharedKeys(trace_dir=trace_dir.absolute(), spread=spread)
+        return check_replicas(reader, path, selection=selection, on_key=on_key, read_apart=read_apart)

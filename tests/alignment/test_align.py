@@ -11,9 +11,9 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from mock_scheduler.alignment.executors.protocol import LaunchRun
 from mock_scheduler.alignment.plan.overrides import quote_override
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import LaunchRun
 from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.instruments import TraceKind

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
+from mock_scheduler.alignment.executors.protocol import LaunchRun
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import LaunchRun
 from mock_scheduler.command_program.command import Command
 from mock_scheduler.command_program.entry import run_command
 from mock_scheduler.command_program.program import own_config

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mock_scheduler.alignment.executors.protocol import LaunchRun
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.alignment.runs.execution import LaunchRun
 from mock_scheduler.commands.doctor import run_doctor
 from mock_scheduler.determinism.operations import OperationLogHeader
 from mock_scheduler.determinism.operations.recorder import record_operations

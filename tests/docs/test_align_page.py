@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mock_scheduler.alignment.plan.plan import RECORDING_NAME, RESERVED_NAMES, plan_alignment
 from mock_scheduler.alignment.plan.planned_run import PROOFS_NAME
 from mock_scheduler.cli import app
+from mock_scheduler.config.align import AlignConfig
 from mock_scheduler.config.layout import LAYOUT_AXES
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
 from mock_scheduler.support.run_files import BASELINE_NAME
@@ -59,7 +60,7 @@ def planned_names(block: str, folder: Path) -> dict[str, bool]:
 def test_every_configuration_of_the_page_is_planned(
     block: str, names: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert len(YAML_BLOCKS) == 3
+    assert len(YAML_BLOCKS) == 5
     for module in ("my_optimizer", "my_optimizer_2"):
         (tmp_path / f"{module}.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -109,3 +110,9 @@ def test_the_workflow_keeps_page_and_junit_file_of_a_failed_job_too(steps: list[
     names = [name for name in RESERVED_NAMES if "." in name]
     assert {f"align-output/{name}" for name in names} <= set(paths)
     assert {"align.html", "align.junit.xml"} <= set(names)
+
+
+@pytest.mark.parametrize(("block", "kind"), [(YAML_BLOCKS[3], "slurm"), (YAML_BLOCKS[4], "ray")])
+def test_every_executor_of_the_page_is_one(block: str, kind: str) -> None:
+    executor = AlignConfig.model_validate(yaml.safe_load(block)["align"]).executor
+    assert (executor.kind, executor.model_dump()["gpus_per_process"]) == (kind, 1)

@@ -10,19 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.text import Text
 
+from mock_scheduler.alignment.executors.protocol import EndsRuns, LaunchRun, OutlivesDriver
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
-from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.errors import AlignmentError, ExitCode
-from mock_scheduler.launch.launcher import RunningProcesses, plan_launch, run_plan
-from mock_scheduler.launch.warm_start import WarmStarts
 from mock_scheduler.run_folder.finished_run import RunFailure, load_failure
 from mock_scheduler.support.foreign_files import read_tail
 from mock_scheduler.support.processes import ending_signals_as_interrupt
@@ -32,61 +27,7 @@ from mock_scheduler.support.run_files import ERROR_FILE
 Outcome = float | RunFailure
 #: Is told how a run ended.
 OnDone = Callable[[PlannedRun, Outcome], None]
-#: Starts the processes of a run, waits for them, and gives the exit code.
-LaunchRun = Callable[[PlannedRun], int]
-#: Given a config's name and folder, what starts its runs.
-MakeLaunch = Callable[[str, Path], LaunchRun]
-
 _NUM_LOG_LINES = 15
-
-
-@runtime_checkable
-class EndsRuns(Protocol):
-    """A starter of runs from several threads that can end them all: a ``LaunchRun`` of processes."""
-
-    def end_running(self) -> None:
-        """Ends the processes of all threads; the main thread calls it when it is interrupted."""
-        ...
-
-
-def make_process_launch(config_name: str, config_path: Path) -> LaunchRun:
-    """Makes runs processes, through the launcher; their terminal output goes to each run's log."""
-    return _ProcessLaunch(config_name=config_name, config_path=config_path)
-
-
-def make_separate_launch(config_name: str, config_path: Path) -> LaunchRun:
-    """Makes runs processes with nothing in common, not even addresses, to tell whether a run repeats itself."""
-    return _ProcessLaunch(config_name=config_name, config_path=config_path, warm=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ProcessLaunch:
-    """Starts the processes of runs of one configuration, from any thread, and can end them."""
-
-    config_name: str
-    config_path: Path
-    running: RunningProcesses = field(default_factory=RunningProcesses)
-    warm: WarmStarts | None = field(default_factory=WarmStarts)
-
-    def __call__(self, run: PlannedRun) -> int:
-        """Starts the processes and waits for them, as a ``LaunchRun``."""
-        source = ConfigSource(
-            config_name=self.config_name, config_path=str(self.config_path), overrides=tuple(run.overrides)
-        )
-        plan = plan_launch(
-            run.config,
-            run.program.arguments(run.entry, source),
-            num_processes=run.program.num_processes(run.config),
-            python=run.python,
-        )
-        # A module of the user's may say what is imported, and from where, before anything else is.
-        preload = () if run.own_module else run.program.preload
-        plan = replace(plan, env={**plan.env, **run.env}, preload=preload)
-        return run_plan(plan, log_path=run.log_path, running=self.running, warm=self.warm)
-
-    def end_running(self) -> None:
-        """Ends the processes that other threads wait for."""
-        self.running.end()
 
 
 def execute_runs(
@@ -180,7 +121,9 @@ def _execute(run: PlannedRun, *, launch: LaunchRun, console: Console) -> Outcome
     console.print(Text.assemble((run.name, "bold"), f"  {run.layout}{_describe_mode(run)} …"))
     started_s = time.perf_counter()
     code = launch(run)
-    return time.perf_counter() - started_s if code == 0 else _read_failure(run, code)
+    if code != 0:
+        return _read_failure(run, code)
+    return launch.elapsed_s(run) if isinstance(launch, OutlivesDriver) else time.perf_counter() - started_s
 
 
 def _read_failure(run: PlannedRun, exit_code: int) -> RunFailure:

@@ -6,9 +6,7 @@ Contract: nothing is read, removed or written through a link below the alignment
 from __future__ import annotations
 
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +30,11 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.entry import find_module
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import rename_away
+from mock_scheduler.support.hardware import read_hardware
 from mock_scheduler.support.loaded_code import compare_with_disk, load_loaded_code
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import START_FOLDER
 from mock_scheduler.support.versions import VERSION
-
-_CPU_INFO = Path("/proc/cpuinfo")
-_QUERY_S = 20.0
 
 
 @dataclass(slots=True)
@@ -134,6 +130,10 @@ class RunCache:
             run.output_dir, self._fingerprint(run), elapsed_s=elapsed_s, recording_dir=self._recorded_by(run)
         )
 
+    def compute_key(self, run: PlannedRun) -> str:
+        """Computes the digest of everything with an effect on the results of a run."""
+        return self._fingerprint(run).digest
+
     def _recorded_by(self, run: PlannedRun) -> Path | None:
         mock = run.config.rollout_mock
         return self.recording_dir if mock is not None and mock.effective_mode == "dump" else None
@@ -180,10 +180,8 @@ class RunCache:
 def read_machine() -> dict[str, str]:
     """Reads the facts of this machine with an effect on the last bits: processor, its instructions, GPUs and driver."""
     return {
-        "architecture": platform.machine(),
-        "processor": _read_processor(),
+        **read_hardware(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "gpus": _read_gpus(),
     }
 
 
@@ -219,24 +217,3 @@ def _digest_entry(run: PlannedRun) -> JSON:
         return "of the project"
     depth = run.entry.count(".") + (path.name == "__main__.py")
     return digest_sources([path.parents[depth - 1]]) if depth else digest_sources([], [path])
-
-
-def _read_processor() -> str:
-    try:
-        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _read_gpus() -> str:
-    """Names and driver, asked of the driver's own tool: torch would take memory of every GPU to tell."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return "none"
-    query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return "; ".join(done.stdout.split("\n")).strip("; ") or "none"

@@ -17,9 +17,10 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from mock_scheduler.alignment.executors.protocol import LaunchRun, OutlivesDriver
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.alignment.runs.cache import Reusable
-from mock_scheduler.alignment.runs.execution import LaunchRun, OnDone, Outcome, execute_runs
+from mock_scheduler.alignment.runs.execution import OnDone, Outcome, execute_runs
 from mock_scheduler.alignment.runs.run_cache import RunCache
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, FolderMarker, prepare_folder
@@ -95,10 +96,12 @@ class RunStore:
                 say_taken_again(run, self.console)
                 on_done(run, found.elapsed_s)
                 continue
+            due.append(run)
+            if self._goes_on(run):
+                continue
             if found.was_there:
                 _say(run, f"run anew: {found.reason}", self.console)
             self.cache.clear(run)
-            due.append(run)
 
         def keep(run: PlannedRun, outcome: Outcome) -> None:
             if not isinstance(outcome, RunFailure):
@@ -107,10 +110,21 @@ class RunStore:
                     self.cache.keep(run, elapsed_s=outcome)
                 else:
                     changed[run.name] = outcome = failure
+            if isinstance(self.launch, OutlivesDriver):
+                self.launch.settle(run)
             on_done(run, outcome)
 
         made = execute_runs(due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep)
         return outcomes | made | changed
+
+    def _goes_on(self, run: PlannedRun) -> bool:
+        """Whether a job of this very run goes on, or has ended, that a driver left which is gone."""
+        if not isinstance(self.launch, OutlivesDriver):
+            return False
+        found = self.launch.take_up(run, self.cache.compute_key(run))
+        if found:
+            self._say(run, found)
+        return bool(found)
 
     def _find_changed_code(self, run: PlannedRun) -> RunFailure | None:
         """A verdict over runs of several forms of a file would be about none of them."""

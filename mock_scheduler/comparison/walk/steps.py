@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -79,6 +79,22 @@ class Found:
     squares: list[GradientSquare] = field(default_factory=list)
     keys: dict[int, tuple[frozenset[TraceKey], frozenset[TraceKey]]] = field(default_factory=dict)
 
+    def extend(self, part: Found) -> None:
+        """Adds the results of the step that follows, which were found apart."""
+        self.findings += part.findings
+        self.differences += part.differences
+        self.unusable += part.unusable
+        for conflicts, more in zip(self.conflicts, part.conflicts, strict=True):
+            conflicts.extend(more)
+        self.absences += part.absences
+        self.flips += part.flips
+        self.ledgers += part.ledgers
+        self.squares += part.squares
+        self.notes |= part.notes
+        self.num_located += part.num_located
+        self.num_exact += part.num_exact
+        self.is_by_content |= part.is_by_content
+
     def sort(self) -> None:
         """Puts the differences in the order training computes them."""
         position = {key: index for index, key in enumerate(order_keys(item.key for item in self.differences))}
@@ -120,10 +136,13 @@ def walk_steps(
     found: Found,
     open_step: Callable[[StepSides], StepComparer],
     on_key: OnKey | None,
+    *,
+    compare_apart: Callable[[Sequence[int]], Iterator[Found]] | None = None,
 ) -> tuple[int, ...]:
     """Compares every selected step of both traces, and their ledgers; returns these steps.
 
-    ``open_step``: makes the comparer of one step.
+    ``open_step``: makes the comparer of one step. ``compare_apart``: compares steps elsewhere, each as ``walk_step``
+    with results of its own, and yields these in order; ``None``: they are compared here.
 
     Raises:
         TraceError: A file is damaged.
@@ -140,18 +159,38 @@ def walk_steps(
     # All keys first: progress needs their number before the first is compared.
     keys = found.keys = {step: (sources[0].keys(step), sources[1].keys(step)) for step in steps}
     total, done = sum(len(mine | other) for mine, other in keys.values()), 0
+    apart = None if compare_apart is None else compare_apart(steps)
     for step in steps:
-        sides = StepSides.read(sources, step, keys[step], selection, found, is_first=step == steps[0])
-        for num_keys in open_step(sides).run():
+        if apart is None:
+            counts = walk_step(sources, step, selection, found, open_step, is_first=step == steps[0])
+        else:
+            found.extend(next(apart))
+            counts = iter([len(keys[step][0] | keys[step][1])])
+        for num_keys in counts:
             done += num_keys
             if on_key is not None:
                 on_key(done, total)
-        found.ledgers += compare_ledgers(sources, step, selection, found.notes)
     common = {key for mine, other in keys.values() for key in mine & other}
     found.unmatched = find_unmatched(selection, common, {ledger.kind for ledger in found.ledgers})
     # Walked by name, reported in the order of computation.
     found.sort()
     return steps
+
+
+def walk_step(
+    sources: tuple[StepSource, StepSource],
+    step: int,
+    selection: Selection,
+    found: Found,
+    open_step: Callable[[StepSides], StepComparer],
+    *,
+    is_first: bool,
+) -> Iterator[int]:
+    """Compares one step and its ledgers; yields after each group of tensors how many there were."""
+    keys = found.keys.setdefault(step, (sources[0].keys(step), sources[1].keys(step)))
+    sides = StepSides.read(sources, step, keys, selection, found, is_first=is_first)
+    yield from open_step(sides).run()
+    found.ledgers += compare_ledgers(sources, step, selection, found.notes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,8 +7,9 @@ read once more, to say where they differ and what that looks like.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,18 +20,20 @@ from mock_scheduler.comparison.explain.explanation import explain_differences, l
 from mock_scheduler.comparison.explain.noisy_places import PlaceNoise
 from mock_scheduler.comparison.findings import Finding
 from mock_scheduler.comparison.pairing.pairs import TracePair
+from mock_scheduler.comparison.pairing.precision import are_other
 from mock_scheduler.comparison.pairing.selection import EVERYTHING, Selection
 from mock_scheduler.comparison.pairing.sources import FullAsSketches, SketchSource
-from mock_scheduler.comparison.pairing.tokens import TokenAlignment, find_row_differences
+from mock_scheduler.comparison.pairing.tokens import TokenAlignment, align_tokens, find_row_differences
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.clipping import find_other_clips
 from mock_scheduler.comparison.walk.full_step import FullStep
 from mock_scheduler.comparison.walk.metrics import MetricLog
 from mock_scheduler.comparison.walk.norms import find_other_norms
 from mock_scheduler.comparison.walk.sketches import compare_sketches
-from mock_scheduler.comparison.walk.steps import Found, OnKey, StepSides, walk_steps
+from mock_scheduler.comparison.walk.steps import Found, OnKey, StepSides, walk_step, walk_steps
 from mock_scheduler.config.instruments import TraceKind
-from mock_scheduler.errors import TraceError
+from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.support.spread import Spread
 from mock_scheduler.support.threads import without_inner_threads
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
 from mock_scheduler.trace.sketch.files import has_full, has_sketches
@@ -62,18 +65,35 @@ def compare_trace_folders(
     selection: Selection = EVERYTHING,
     logs: tuple[MetricLog, MetricLog] | None = None,
     on_key: OnKey | None = None,
+    spread: Spread | None = None,
 ) -> TensorComparison:
     """Compares two traces: whole tensors where both have them, else sketches.
 
-    ``logs``: metrics of both runs, of which the norms are held to the gradients.
+    ``logs``: metrics of both runs, of which the norms are held to the gradients. ``spread``: shares the steps out to
+    processes that open both folders by these paths; ``None``: this process compares them.
 
     Raises:
+        ConfigError: Sketches are to be shared out.
         TraceError: A file is damaged.
     """
     levels = trace_level(baseline_dir), trace_level(candidate_dir)
     if levels == ("full", "full"):
+        compare_apart = None
+        if spread is not None:
+            folders = baseline_dir.absolute(), candidate_dir.absolute()
+            compare_apart = _SharedSteps(folders=folders, bounds=bounds, selection=selection, spread=spread)
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
-            return compare_traces(baseline, candidate, bounds=bounds, selection=selection, logs=logs, on_key=on_key)
+            return compare_traces(
+                baseline,
+                candidate,
+                bounds=bounds,
+                selection=selection,
+                logs=logs,
+                on_key=on_key,
+                compare_apart=compare_apart,
+            )
+    if spread is not None:
+        raise ConfigError("a comparison of sketches is not shared out: it reads a few bytes of each tensor")
     # Whole tensors can be sketched, and sketches can never be made whole.
     with open_sources(baseline_dir, candidate_dir) as (ours, theirs):
         return compare_sketches(ours, theirs, bounds=bounds, selection=selection, on_key=on_key)
@@ -87,8 +107,11 @@ def compare_traces(
     selection: Selection = EVERYTHING,
     logs: tuple[MetricLog, MetricLog] | None = None,
     on_key: OnKey | None = None,
+    compare_apart: Callable[[Sequence[int]], Iterator[Found]] | None = None,
 ) -> TensorComparison:
     """Compares every selected tensor of every step; tensors of one side only, or of other shapes, are findings.
+
+    ``compare_apart``: as of ``walk_steps``.
 
     Raises:
         TraceError: A file of either side is damaged.
@@ -98,11 +121,12 @@ def compare_traces(
     with TracePair(baseline, candidate) as traces, PlaceNoise(bounds.noise) as places, without_inner_threads():
 
         def open_step(sides: StepSides) -> FullStep:
-            step = FullStep(traces, sides, bounds=bounds, places=places)
-            alignments[sides.step] = step.tokens
-            return step
+            return FullStep(traces, sides, bounds=bounds, places=places)
 
-        steps = walk_steps(traces.readers, selection, found, open_step, on_key)
+        steps = walk_steps(traces.readers, selection, found, open_step, on_key, compare_apart=compare_apart)
+        for step in steps:
+            rows = (reader.footers(step)[0][1].rows for reader in traces.readers)
+            alignments[step] = align_tokens(*rows)
         # Numbers of the layouts serve the tests for scaled gradients, which need measured noise.
         if bounds.noise is not None:
             gradients = (item.key for item in found.differences if item.key.kind == "gradient")
@@ -112,6 +136,58 @@ def compare_traces(
         found.findings += others or find_other_clips(found.squares, found.keys, traces.readers)
         found.differences = explain_differences(found.differences, traces, alignments, found.conflicts[1])
     return found.result(steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepTask:
+    """Compares one step, in whatever process; ``found``: only what the step adds."""
+
+    folders: tuple[Path, Path]
+    bounds: Bounds
+    selection: Selection
+    step: int
+    is_first: bool
+    has_two_precisions: bool
+
+    def __call__(self) -> Found:
+        found = Found(has_two_precisions=self.has_two_precisions)
+        with ExitStack() as stack:
+            baseline, candidate = (stack.enter_context(open_trace(path)) for path in self.folders)
+            traces = stack.enter_context(TracePair(baseline, candidate))
+            places = stack.enter_context(PlaceNoise(self.bounds.noise))
+            stack.enter_context(without_inner_threads())
+
+            def open_step(sides: StepSides) -> FullStep:
+                return FullStep(traces, sides, bounds=self.bounds, places=places)
+
+            for _ in walk_step(traces.readers, self.step, self.selection, found, open_step, is_first=self.is_first):
+                pass
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SharedSteps:
+    """Shares steps out to other processes."""
+
+    folders: tuple[Path, Path]
+    bounds: Bounds
+    selection: Selection
+    spread: Spread
+
+    def __call__(self, steps: Sequence[int]) -> Iterator[Found]:
+        return self.spread(
+            [
+                _StepTask(
+                    folders=self.folders,
+                    bounds=self.bounds,
+                    selection=self.selection,
+                    step=step,
+                    is_first=step == steps[0],
+                    has_two_precisions=are_other(self.selection.precisions),
+                )
+                for step in steps
+            ]
+        )
 
 
 @contextmanager
