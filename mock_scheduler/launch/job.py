@@ -14,7 +14,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +42,7 @@ _LOCK_FILE = "lock"
 # The processes of a lost node end with it, and its locks some time later; one that only seems lost may go on.
 _PATIENCE_S = 300.0
 _LOOK_S = 0.2
+_REPLACED_S = 3.0
 
 
 class Job(ConfigSection):
@@ -146,15 +149,28 @@ def run_job(job: Job) -> int:
             return end.exit_code
         _clear(job)
         started_s = time.monotonic()
+        is_over = threading.Event()
+        threading.Thread(target=_end_if_replaced, args=(job, is_over), daemon=True).start()
         try:
             code = _run(job, descriptor)
         except KeyboardInterrupt:
             return 130
+        finally:
+            is_over.set()
         end = JobEnd(
             exit_code=code, elapsed_s=time.monotonic() - started_s, node=os.uname().nodename, hardware=read_hardware()
         )
         save_text(job.folder / f"end-{job.token}.json", end.model_dump_json())
     return code
+
+
+def _end_if_replaced(job: Job, is_over: threading.Event) -> None:
+    """Ends this process where another attempt has taken its place: a cluster lost it, and its node lives."""
+    while not is_over.wait(_REPLACED_S):
+        record = load_record(Path(job.output_dir))
+        if record is not None and record.token != job.token:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 def run_text(text: str) -> int:
