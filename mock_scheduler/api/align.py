@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.text import Text
 
 from mock_scheduler.alignment.executors.build import Execution, build_execution
+from mock_scheduler.alignment.executors.jobs import check_no_other_job
 from mock_scheduler.alignment.executors.protocol import MakeLaunch, OutlivesDriver
 from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.alignment.plan.planned_run import AlignPlan
@@ -202,7 +203,7 @@ def run_alignment(order: AlignmentOrder) -> Alignment:
 
 
 def view_alignment(order: AlignmentOrder) -> AlignmentView:
-    """As ``run_alignment``, but compares nothing where that would only repeat a finished alignment."""
+    """Gives the view of ``run_alignment``; compares nothing where that would only repeat a finished alignment."""
     with _opened(order) as opened:
         found = opened.find_answer()
         return opened.carry_out().view if found is None else found
@@ -230,8 +231,10 @@ def _opened(order: AlignmentOrder) -> Iterator[_Opened]:
     takes_foreign = order.run_stored_code if order.takes_foreign is None else order.takes_foreign
     execution = _build_execution(plan, order)
     with claim_folder(plan.output_dir, marker=ALIGN_MARKER):
-        if order.overwrite and isinstance(execution.launch, OutlivesDriver):
+        is_own = not plan.output_dir.is_symlink() and ALIGN_MARKER.is_in(plan.output_dir)
+        if order.overwrite and is_own and isinstance(execution.launch, OutlivesDriver):
             execution.launch.end_earlier(plan.output_dir)
+        check_no_other_job(plan.output_dir, execution.executor)
         open_folder(plan.output_dir, fresh=order.overwrite)
         cache = RunCache(
             root=plan.output_dir,
@@ -283,9 +286,11 @@ class _Opened:
         view = reports.view
         assert view is not None  # a result that has ended was saved
         write_alignment_page(view, plan.output_dir / PAGE_FILE)
-        # Without it the same question is answered by comparing again. A figure that is not finite is in no document.
-        with suppress(OSError, ValueError):
-            save_answer(plan, view, config_name=self.name, reports=_REPORTS)
+        # A run that failed may do better next time, so its verdict is no answer for good. Without an answer the same
+        # question is answered by comparing again. A figure that is not finite is in no document.
+        if not runner.store.has_failed:
+            with suppress(OSError, ValueError):
+                save_answer(plan, view, config_name=self.name, reports=_REPORTS)
         return Alignment(result=result, view=view)
 
 

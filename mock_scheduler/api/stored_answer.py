@@ -4,8 +4,8 @@
 
 - ``asked``: a digest of the question: baseline and candidates as planned, the ``align`` section, and the code that
   compares and judges (every source file of the library, torch, Python);
-- ``files``: of every file of the runs, the recording and the reports what the system knows about it (number, size,
-  times of content and state), by path;
+- ``files``: number, size and times of content and state of every file of the runs, the recording and the reports, as
+  the system knows them, by path;
 - ``view``: the answer, as all reports show it;
 - ``maker``: the ``keyed_digest`` of all that under the key of the user whose alignment it was.
 
@@ -25,8 +25,7 @@ from pathlib import Path
 
 from mock_scheduler import errors
 from mock_scheduler.alignment.plan.planned_run import AlignPlan
-from mock_scheduler.alignment.runs.cache import Reusable
-from mock_scheduler.alignment.runs.folder_digests import digest_sources
+from mock_scheduler.alignment.runs.cache import FINGERPRINT_FILE, Reusable
 from mock_scheduler.alignment.runs.run_cache import RunCache
 from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.support.digests import JSON, canonical_json, compute_json_digest, open_sealed, seal
@@ -34,6 +33,8 @@ from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import read_bytes
 from mock_scheduler.support.local_key import keyed_digest
+from mock_scheduler.support.run_files import JOB_FOLDER
+from mock_scheduler.support.sources import digest_sources
 from mock_scheduler.support.versions import read_package_version
 
 ANSWER_FILE = "answer.json"
@@ -90,9 +91,15 @@ def find_answer(
 def save_answer(plan: AlignPlan, view: AlignmentView, *, config_name: str, reports: tuple[str, ...]) -> None:
     """Keeps the answer to a question; last of all, since files that are written later are changed ones.
 
+    Nothing is kept where a file changed after its run had ended: the comparisons may have read it before.
+
     Raises:
         OSError: it cannot be written.
     """
+    if not all(_is_as_it_ended(path.parent) for path in plan.output_dir.rglob(FINGERPRINT_FILE)):
+        return
+    if plan.recording_dir is not None and not _is_older(plan.recording_dir, _ended_ns(plan.baseline.output_dir)):
+        return
     document: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,
         "asked": _digest_question(plan, config_name),
@@ -101,6 +108,24 @@ def save_answer(plan: AlignPlan, view: AlignmentView, *, config_name: str, repor
     }
     document["maker"] = _sign(document)
     save_json(plan.output_dir / ANSWER_FILE, seal(document))
+
+
+def _is_as_it_ended(run_dir: Path) -> bool:
+    """Whether no file of a run is newer than its fingerprint, which is written when it has ended."""
+    return _is_older(run_dir, _ended_ns(run_dir))
+
+
+def _ended_ns(run_dir: Path) -> int:
+    return (run_dir / FINGERPRINT_FILE).lstat().st_ctime_ns
+
+
+def _is_older(folder: Path, ended_ns: int) -> bool:
+    """Whether no file below a folder is newer than that; a job's own files, which say what became of it, apart."""
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if name != JOB_FOLDER]
+        if any((Path(parent) / name).lstat().st_ctime_ns > ended_ns for name in names):
+            return False
+    return True
 
 
 def _sign(document: Mapping[str, JSON]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,6 @@ from mock_scheduler.report.alignment.ci import alignment_summary, write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
 from mock_scheduler.report.alignment.terminal import print_report
 from mock_scheduler.report.alignment.view import AlignmentView
-from mock_scheduler.support.files import save_text
-from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.run_files import ALIGN_FILE, LOG_FILE
 
 JUNIT_FILE = "align.junit.xml"
@@ -124,6 +123,6 @@ def _write_copies(view: AlignmentView, options: AlignOptions) -> dict[str, Path]
 
 def _copy(path: Path, copy: Path) -> None:
     try:
-        save_text(copy, read_text(path))
+        shutil.copyfile(path, copy)
     except OSError as error:
         raise UnwrittenError(f"{copy} cannot be written: {error.strerror or error}") from error

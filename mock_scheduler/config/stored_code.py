@@ -264,7 +264,7 @@ class _Finder:
             # It says where jobs are sent, and may have them run a shell's lines first.
             case ("align", "executor") if value not in (None, {}, {"kind": "local"}):
                 yield _code("executor", key, value, Use.ALIGN)
-            case ("align", "executor", *names) if names != ["kind"] or value != "local":
+            case ("align", "executor", first, *_) if first != "kind" or value != "local":
                 yield _code("executor", key, value, Use.ALIGN)
             # Overrides of runs, each by itself.
             case ("align", "baseline", *_):

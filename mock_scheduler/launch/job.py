@@ -26,13 +26,16 @@ from typing import ClassVar
 
 from mock_scheduler.config.base import ConfigSection, Decides
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.determinism.settings import is_documented, is_per_node, recorded_names
 from mock_scheduler.errors import ExitCode, MockSchedulerError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.program import find_program
+from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.files import rename_away, save_json, save_text
 from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.hardware import read_hardware
 from mock_scheduler.support.run_files import ERROR_FILE, JOB_FOLDER, LOG_FILE
+from mock_scheduler.support.sources import digest_sources
 from mock_scheduler.support.terminal_streams import print_message
 
 MODULE = "mock_scheduler.launch.job"
@@ -50,7 +53,8 @@ class Job(ConfigSection):
 
     ``entry``, ``python``, ``env``: as a planned run has them. ``settings``: variables that decide bits, as whoever
     submitted it has them, so that no node has values of its own; ``None``: not set. ``clears``: further folders that
-    the run writes anew. ``working_dir``: of whoever submitted it.
+    the run writes anew. ``working_dir``: of whoever submitted it. ``sources``: folders of the project's packages, and
+    ``code`` the digest of what lay there: a queue may take hours, and a run of other code would be another run.
     """
 
     decides: ClassVar = Decides.LABEL
@@ -66,6 +70,8 @@ class Job(ConfigSection):
     output_dir: str
     clears: tuple[str, ...]
     working_dir: str
+    sources: tuple[str, ...]
+    code: str
 
     @property
     def folder(self) -> Path:
@@ -131,6 +137,9 @@ def run_job(job: Job) -> int:
     On SIGTERM, SIGINT or SIGHUP the run's processes are ended, no ``JobEnd`` is left, and the code is 130.
     """
     os.chdir(job.working_dir)
+    for name in recorded_names(os.environ):
+        if is_documented(name) and not is_per_node(name):
+            os.environ.pop(name)
     for name, value in job.settings.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -165,20 +174,37 @@ def run_job(job: Job) -> int:
 
 
 def _end_if_replaced(job: Job, is_over: threading.Event) -> None:
-    """Ends this process where another attempt has taken its place: a cluster lost it, and its node lives."""
+    """Ends this process where another attempt has taken its place, or its folder was emptied."""
+    num_absent = 0  # once may be the file system's fault
     while not is_over.wait(_REPLACED_S):
         record = load_record(Path(job.output_dir))
-        if record is not None and record.token != job.token:
+        num_absent = num_absent + 1 if record is None else 0
+        if num_absent > 1 or (record is not None and record.token != job.token):
             os.kill(os.getpid(), signal.SIGTERM)
-            return
+            num_absent = 0
 
 
 def run_text(text: str) -> int:
-    """Carries out a job that is given as JSON, as ``run_job``; for a cluster that calls functions."""
+    """Carries out a job that is given as JSON, as ``run_job``; for a cluster that calls functions.
+
+    submitit would end the job shortly before its limit, and passes over SIGTERM. Slurm itself says that time was out.
+    """
+    for which in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(which, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return run_job(Job.model_validate_json(text))
 
 
 def _run(job: Job, descriptor: int) -> int:
+    if compute_json_digest(digest_sources(map(Path, job.sources))) != job.code:
+        message = (
+            f"the code in {', '.join(job.sources)} is another than when the job was submitted. Give the same command "
+            "again: it makes the run with the code that lies there"
+        )
+        print_message(message)
+        content = {"type": "CodeChanged", "message": message, "exit_code": int(ExitCode.INCOMPARABLE)}
+        save_json(Path(job.output_dir) / ERROR_FILE, content)
+        return int(ExitCode.INCOMPARABLE)
     source = ConfigSource(config_name=job.config_name, config_path=job.config_path, overrides=job.overrides)
     try:
         program = find_program(job.config_name, job.config_path)

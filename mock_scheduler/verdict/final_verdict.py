@@ -60,8 +60,8 @@ def breaks_law(verdict: Verdict) -> bool:
 def is_vouched_for(direct: Verdict | None, emulated: Verdict | None) -> bool:
     """Whether a candidate has the bits of its reference, which is within theory: no noise has to be measured for it.
 
-    The bounds of theory are as narrow as rounding in the first update, and in each later one as wide as the weights are
-    apart before it; where any of them is exceeded, only noise tells whether the reference is one.
+    The bounds of theory are 24 unit roundoffs of a gradient and 96 of an update, and in each later update as wide as
+    the weights are apart before it; where any of them is exceeded, only noise tells whether the reference is one.
 
     Args:
         direct: The comparison with the baseline, by theory.
@@ -121,7 +121,7 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     if emulation == "proved" and evidence.rounds_in:
         return _judge_precision(evidence)
     if emulation == "proved":
-        return _equal_to_reference(direct, noise, referee)
+        return _equal_to_reference(evidence, noise, referee)
     # Only the layout is another, and the reference adds in its order: a difference is no rounding.
     if emulation == "refuted" and emulated is not None:
         return _diverged(direct, emulated, RefutedBy(proof="emulation"))
@@ -162,11 +162,12 @@ def _decide(evidence: Evidence, proofs: Sequence[Proof]) -> Verdict:
     return direct
 
 
-def _equal_to_reference(direct: Verdict, noise: Outcome, referee: Outcome) -> Verdict:
+def _equal_to_reference(evidence: Evidence, noise: Outcome, referee: Outcome) -> Verdict:
+    direct = evidence.direct
     # The reference replaces the baseline, so it must itself be one: within its noise, or theory, or equal in float64.
     if noise == "proved":
         return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="noise"), first=None)
-    if isinstance(direct.why, Uncalibrated):
+    if isinstance(direct.why, Uncalibrated) and evidence.may_be_vouched_for and referee != "refuted":
         return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="theory"), first=None)
     if referee == "proved":
         return replace(direct, kind=VerdictKind.EMULATED, why=EqualToReference(vouched_by="referee"), first=None)

@@ -64,6 +64,7 @@ class Evidence:
             ``no_referee`` says why.
         shrinking: How many times smaller rounding is in float64.
         must_equal_reference: It must equal the reference in its order, and in its precision, to the last bit.
+        may_be_vouched_for: By bounds of theory: a reference with its bits needs no measured noise.
         rounds_in: The coarser precision of the two, where they compute in different ones; else empty.
         law: Where a closer look found the candidate's own run to contradict itself: copies of a tensor, a
             recomputation or the clip; ``None`` where it did not, or there was none.
@@ -85,6 +86,7 @@ class Evidence:
     no_referee: NotTried = STRONGER_PROOF
     shrinking: float = 1.0
     must_equal_reference: bool = False
+    may_be_vouched_for: bool = False
     rounds_in: str = ""
     law: Divergence | None = None
 
@@ -193,7 +195,7 @@ def _judge_noise(evidence: Evidence) -> Proof:
         return Proof(name="noise", outcome="not tried", facts=NotTried(cause=NotTriedCause.NOTHING_MAY_ROUND))
     emulated = evidence.emulated
     is_proved = emulated is not None and emulated.kind is VerdictKind.IDENTICAL
-    if is_proved and isinstance(direct.why, Uncalibrated) and not evidence.rounds_in:
+    if is_proved and isinstance(direct.why, Uncalibrated) and evidence.may_be_vouched_for:
         return Proof(name="noise", outcome="not tried", facts=STRONGER_PROOF)
     return _proof("noise", _BY_KIND[direct.kind], direct)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mock_scheduler.alignment.runs.folder_digests import digest_sources
 from mock_scheduler.recording.reading.reader import RecordingReader
+from mock_scheduler.support.sources import digest_sources
 from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
 from pipelines.program import PROGRAM

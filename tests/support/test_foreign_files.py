@@ -164,7 +164,7 @@ BESIDE = {
     "alignment/extract/entry.py": "the user's code",
     "alignment/extract/extraction.py": "a log that this process writes",
     "alignment/runs/run_cache.py": "/proc/cpuinfo",
-    "alignment/runs/folder_digests.py": "the sources of this program",
+    "support/sources.py": "the sources of this program",
     "determinism/environment.py": "/proc/self/environ",
     "determinism/probes.py": "libraries of this process, and the driver's version",
     "determinism/operations/recorder.py": "a log that this process writes",

@@ -214,9 +214,21 @@ UNCALIBRATED = replace(compared(VerdictKind.SUSPECT, relative=1e-7), why=Uncalib
 
 def test_theory_vouches_for_a_reference_so_that_no_noise_has_to_be_measured() -> None:
     assert is_vouched_for(UNCALIBRATED, IDENTICAL)
-    verdict, found = outcomes(replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL))
+    evidence = replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL, may_be_vouched_for=True)
+    verdict, found = outcomes(evidence)
     assert (verdict, found["emulation"], found["noise"]) == (VerdictKind.EMULATED, "proved", "not tried")
-    assert judge(replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL)).why == EqualToReference(vouched_by="theory")
+    assert judge(evidence).why == EqualToReference(vouched_by="theory")
+
+
+def test_theory_vouches_for_nothing_where_noise_was_asked_for_and_failed() -> None:
+    verdict = judge(replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL))
+    assert (verdict.kind, verdict.why) == (VerdictKind.SUSPECT, EqualToReference(vouched_by=None))
+
+
+def test_theory_does_not_overrule_float64() -> None:
+    evidence = replace(LAYOUT, direct=UNCALIBRATED, emulated=IDENTICAL, may_be_vouched_for=True)
+    verdict = judge(replace(evidence, wide=compared(VerdictKind.DIVERGED, relative=1e-7)))
+    assert (verdict.kind, verdict.why) == (VerdictKind.SUSPECT, EqualToReference(vouched_by=None))
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ class Execution:
     """Holds how runs are carried out: by ``launch``, ``at_once`` of them.
 
     ``environ``, ``machine``: of their processes and of where they run, as far as it is known before; ``None``: this
-    process's.
+    process's. ``executor``: the cluster in a word, empty without one.
     """
 
     launch: LaunchRun
     at_once: int
     environ: Mapping[str, str] | None = None
     machine: Mapping[str, str] | None = None
+    executor: str = ""
 
 
 def build_execution(
@@ -49,7 +50,13 @@ def build_execution(
     )
     # Nobody knows before where a job will run; each says it at its end.
     machine = {"executor": launch.cluster.name}
-    return Execution(launch=launch, at_once=executor.max_jobs, environ=environ, machine=machine)
+    return Execution(
+        launch=launch,
+        at_once=executor.max_jobs,
+        environ=environ,
+        machine=machine,
+        executor=launch.cluster.name,
+    )
 
 
 def _build_cluster(config: ClusterExecutorConfig) -> Cluster:

@@ -22,13 +22,15 @@ from mock_scheduler.alignment.executors.protocol import Cluster, ClusterError, J
 from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.config.executor import ClusterExecutorConfig
 from mock_scheduler.determinism.settings import is_documented, is_per_node, recorded_names
-from mock_scheduler.errors import AlignmentError, ExitCode
+from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode
 from mock_scheduler.launch.job import RECORD_FILE, Job, JobEnd, JobRecord, load_end, load_record
+from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.files import save_json, save_text
 from mock_scheduler.support.foreign_files import read_tail
 from mock_scheduler.support.local_key import is_own, mark_own
 from mock_scheduler.support.processes import ending_signals_as_interrupt
 from mock_scheduler.support.run_files import ERROR_FILE, JOB_FOLDER
+from mock_scheduler.support.sources import digest_sources
 from mock_scheduler.support.text import count_of
 
 Answer = TypeVar("Answer")
@@ -133,7 +135,7 @@ class ClusterLaunch:
         self._is_interrupted.set()
 
     def _name(self, record: JobRecord) -> str:
-        return f"its job {record.job_id} of {self.cluster.name}"
+        return f"its job {record.job_id or record.token} of {self.cluster.name}"
 
     def _find(self, output_dir: Path) -> JobRecord | None:
         """Finds the record of a job whose end no alignment has taken, with the cluster's name for it."""
@@ -142,7 +144,7 @@ class ClusterLaunch:
             return None
         if not is_own(output_dir / JOB_FOLDER / RECORD_FILE):
             return None
-        if record.job_id is not None:
+        if record.job_id is not None or load_end(output_dir, record.token) is not None:
             return record
         # A driver was killed as it submitted it.
         job_id = self._ask(lambda: self.cluster.find(record.token, output_dir / JOB_FOLDER))
@@ -176,6 +178,8 @@ class ClusterLaunch:
             output_dir=str(output_dir),
             clears=(str(self.recording_dir.absolute()),) if records and self.recording_dir is not None else (),
             working_dir=os.getcwd(),
+            sources=tuple(str(folder.absolute()) for folder in run.sources),
+            code=compute_json_digest(digest_sources(run.sources)),
         )
         return Submission(
             name=run.name,
@@ -268,6 +272,22 @@ class ClusterLaunch:
                         "Its jobs may go on; the same command finds them when it answers again"
                     ) from error
             time.sleep(self.config.poll_s)
+
+
+def check_no_other_job(root: Path, executor: str) -> None:
+    """Raises ``ConfigError`` where a job that another executor started may still write below a folder.
+
+    ``executor``: the present cluster in a word; empty without one.
+    """
+    for path in sorted(root.glob(f"**/{JOB_FOLDER}/{RECORD_FILE}")):
+        record = load_record(path.parents[1])
+        if record is None or record.is_taken or record.executor == executor or not is_own(path):
+            continue
+        if load_end(path.parents[1], record.token) is None:
+            raise ConfigError(
+                f"{path.parents[1]}: job {record.job_id or record.token} of {record.executor} may still write there. "
+                f"Give the command with the executor that started it, or cancel the job and remove {path.parent}"
+            )
 
 
 def choose_environment(config: ClusterExecutorConfig, environ: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,9 @@ _MAY_ROUND = Decides.ROLLOUTS | Decides.TRAINING | Decides.BITS | Decides.OUTSID
 _MAY_CALL_OTHERWISE = _MAY_ROUND | Decides.ORDER | Decides.EXECUTION
 
 
+#: Of every program: what a reference in another order has of its own, and not of its candidate.
+_LAYOUT_SECTIONS = ("parallel.", "order.")
+
 #: Every program's key of the precision that a run computes in.
 PRECISION_KEY = "precision"
 
@@ -37,12 +40,14 @@ class Changes:
     """Holds the dotted keys with different values in two configurations, each in one of three classes.
 
     has_other_calls: one of them may change which collectives are issued, or their sizes.
+    has_other_execution: one that is no layout may change how training is computed or executed.
     """
 
     neutral: tuple[str, ...]
     layout: tuple[str, ...]
     other: tuple[str, ...]
     has_other_calls: bool = False
+    has_other_execution: bool = False
 
     @property
     def beside_precision(self) -> tuple[str, ...]:
@@ -69,11 +74,13 @@ def find_changes(
     neutral, layout, other = (
         tuple(key for key in differing if kinds[key] == kind) for kind in ("nothing", "layout", "other")
     )
+    calling = [key for key in differing if effect_of(key) & _MAY_CALL_OTHERWISE]
     return Changes(
         neutral=neutral,
         layout=layout,
         other=other,
-        has_other_calls=any(effect_of(key) & _MAY_CALL_OTHERWISE for key in differing),
+        has_other_calls=bool(calling),
+        has_other_execution=not all(key.startswith(_LAYOUT_SECTIONS) for key in calling),
     )
 
 

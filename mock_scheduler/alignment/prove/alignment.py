@@ -22,7 +22,6 @@ from rich.text import Text
 from mock_scheduler.alignment.plan.planned_run import AlignPlan, PlannedRun
 from mock_scheduler.alignment.prove.candidate import CandidateState, CloserLook
 from mock_scheduler.alignment.prove.proof_runs import (
-    has_other_precision,
     is_one_run,
     plan_emulated,
     plan_in_precision,
@@ -151,21 +150,13 @@ class AlignmentRunner:
 
     def _compare_first(self, baseline: RunSummary, item: CandidateState) -> Verdict:
         """Compare to the last bit, or by theory where that is what a reference in another order will be held to."""
-        if self._may_be_vouched_for(item) and item.why_not_emulated(baseline) is None:
+        if item.may_be_vouched_for and item.why_not_emulated(baseline) is None:
             with suppress(TraceError):  # a damaged file is a reason of the comparison below
                 by_theory = self._compare(baseline, item, self._bounds_of(baseline, item))
                 if by_theory.kind is not VerdictKind.IDENTICAL:
                     return by_theory
         # Equal bits settle it, and no noise has to be measured for it.
         return self._compare(baseline, item, EXACT)
-
-    def _may_be_vouched_for(self, item: CandidateState) -> bool:
-        """Whether a reference with the candidate's bits needs no measured noise, if it is within theory."""
-        return (
-            self.plan.baseline.config.align.proofs.noise == "auto"
-            and item.run.must_equal_reference
-            and not has_other_precision(self.plan.baseline, item.run)
-        )
 
     def _prove(self, baseline: RunSummary) -> None:
         """Make the further runs of candidates without a settled verdict, and judge all."""
@@ -175,9 +166,11 @@ class AlignmentRunner:
         outcomes = self._run_proofs("emulation", references)
         emulated = {run.name: self.store.summarise(run, outcomes[run.name]) for run in references}
         for item in noisy:
-            if item.emulated_run is not None and self._may_be_vouched_for(item):
+            if item.emulated_run is not None and item.may_be_vouched_for:
                 self._compare_with_emulated(baseline, item, emulated[item.emulated_run.name])
-        self._measure_noise([item for item in noisy if not is_vouched_for(item.direct, item.emulated)])
+        self._measure_noise(
+            [item for item in noisy if not (item.may_be_vouched_for and is_vouched_for(item.direct, item.emulated))]
+        )
         for item in noisy:
             # Noise that another candidate needed is there for all. Without it the bounds are still those of theory.
             has_theory = item.direct is not None and isinstance(item.direct.bounds, StatedBounds)

@@ -93,6 +93,22 @@ class CandidateState:
         return None
 
     @property
+    def may_be_vouched_for(self) -> bool:
+        """Whether a reference with its bits needs no measured noise where it lies within the bounds of theory.
+
+        They are narrow in float32 alone, and no test of slope or place is behind them. A fault of a key that the
+        reference has too would be on both sides.
+        """
+        run = self.run
+        return (
+            self.baseline.config.align.proofs.noise == "auto"
+            and run.must_equal_reference
+            and not run.changes.has_other_execution
+            and not has_other_precision(self.baseline, run)
+            and UNIT_ROUNDOFFS[self.precision] <= UNIT_ROUNDOFFS["float32"]
+        )
+
+    @property
     def precision(self) -> str:
         """The coarser precision of its baseline and its own: whose rounding the two are apart by."""
         return coarser_precision(self.baseline.config.precision, self.run.config.precision)
@@ -143,6 +159,7 @@ class CandidateState:
                 is_same_order=is_same_order(self.baseline, run),
                 must_be_exact=run.must_be_exact,
                 must_equal_reference=run.must_equal_reference,
+                may_be_vouched_for=self.may_be_vouched_for,
                 rounds_in=self.precision if has_other_precision(self.baseline, run) else "",
                 emulated=self.emulated,
                 not_followed=self.not_followed,

@@ -1,10 +1,9 @@
-"""Digests of the folders that a run reads and of those that it leaves, and of the sources it computes by."""
+"""Digests of the folders that a run reads and of those that it leaves."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from mock_scheduler.support.digests import JSON, compute_json_digest
@@ -51,18 +50,6 @@ def digest_checkpoint(folder: Path) -> str:
         for path in paths
     }
     return compute_json_digest(files)
-
-
-def digest_sources(folders: Sequence[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
-    """Computes the SHA-256 (hex) of every Python file below the folders by its path, and of further files by name.
-
-    Files with one name have all their digests there, in the order of the folders.
-    """
-    found = [(path.relative_to(folder.parent).as_posix(), path) for folder in folders for path in folder.rglob("*.py")]
-    digests: dict[str, list[str]] = {}
-    for name, path in [*found, *((path.name, path) for path in files)]:
-        digests.setdefault(name, []).append(hashlib.sha256(path.read_bytes()).hexdigest())
-    return {name: " ".join(digests[name]) for name in sorted(digests)}
 
 
 def _describe_folder(folder: Path, prefix: str) -> dict[str, JSON]:

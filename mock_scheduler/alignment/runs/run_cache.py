@@ -22,7 +22,7 @@ from mock_scheduler.alignment.runs.cache import (
     find_cached,
     save_fingerprint,
 )
-from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder, digest_sources
+from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder
 from mock_scheduler.config.stored_code import FLAG
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.determinism.settings import is_documented, is_per_node, recorded_names
@@ -34,6 +34,7 @@ from mock_scheduler.support.hardware import read_hardware
 from mock_scheduler.support.loaded_code import compare_with_disk, load_loaded_code
 from mock_scheduler.support.local_key import keyed_digest
 from mock_scheduler.support.run_files import START_FOLDER
+from mock_scheduler.support.sources import digest_sources
 from mock_scheduler.support.versions import VERSION
 
 

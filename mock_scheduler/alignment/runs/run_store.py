@@ -68,13 +68,14 @@ _PURPOSES: tuple[Purpose, ...] = (
 class RunStore:
     """Runs by their folders.
 
-    ``at_once``: runs that go at a time; ``console`` shows them.
+    ``at_once``: runs that go at a time; ``console`` shows them. ``has_failed``: one of them did so far.
     """
 
     launch: LaunchRun
     cache: RunCache
     console: Console
     at_once: int = 1
+    has_failed: bool = False
     _seconds: dict[Purpose, float] = field(default_factory=dict)
     _inside_s: list[float] = field(default_factory=list)
     _further: dict[tuple[str, ...], Path] = field(default_factory=dict)
@@ -115,7 +116,9 @@ class RunStore:
             on_done(run, outcome)
 
         made = execute_runs(due, launch=self.launch, console=self.console, at_once=self.at_once, on_done=keep)
-        return outcomes | made | changed
+        known = outcomes | made | changed
+        self.has_failed |= any(isinstance(outcome, RunFailure) for outcome in known.values())
+        return known
 
     def _goes_on(self, run: PlannedRun) -> bool:
         """Whether a job of this very run goes on, or has ended, that a driver left which is gone."""
@@ -123,7 +126,7 @@ class RunStore:
             return False
         found = self.launch.take_up(run, self.cache.compute_key(run))
         if found:
-            self._say(run, found)
+            _say(run, found, self.console)
         return bool(found)
 
     def _find_changed_code(self, run: PlannedRun) -> RunFailure | None:

@@ -20,8 +20,9 @@ from mock_scheduler.alignment.runs.cache import (
     find_cached,
     save_fingerprint,
 )
-from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder, digest_sources
+from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder
 from mock_scheduler.support.digests import JSON, seal
+from mock_scheduler.support.sources import digest_sources
 from tests.alignment.finished_runs import finish, plan_run
 from tests.recording.recordings import record
 
