@@ -98,7 +98,8 @@ def save_answer(plan: AlignPlan, view: AlignmentView, *, config_name: str, repor
     """
     if not all(_is_as_it_ended(path.parent) for path in plan.output_dir.rglob(FINGERPRINT_FILE)):
         return
-    if plan.recording_dir is not None and not _is_older(plan.recording_dir, _ended_ns(plan.baseline.output_dir)):
+    recording = plan.recording_dir
+    if recording is not None and recording.is_dir() and not _is_older(recording, _ended_ns(plan.baseline.output_dir)):
         return
     document: dict[str, JSON] = {
         "format_version": FORMAT_VERSION,

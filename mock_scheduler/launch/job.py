@@ -139,7 +139,7 @@ def run_job(job: Job) -> int:
     os.chdir(job.working_dir)
     for name in recorded_names(os.environ):
         if is_documented(name) and not is_per_node(name):
-            os.environ.pop(name)
+            os.environ.pop(name, None)
     for name, value in job.settings.items():
         os.environ.pop(name, None)
         if value is not None:

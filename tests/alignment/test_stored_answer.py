@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mock_scheduler.alignment.prove import alignment as runner
 from mock_scheduler.support.digests import open_sealed, seal
 from mock_scheduler.support.files import save_json
 from mock_scheduler.verdict.compare_runs import judge_runs
-from tests.alignment.test_align import CONFIG, Bench, FakeLauncher
+from tests.alignment.test_align import CONFIG, Bench, FakeLauncher, write_results
 
 
 @pytest.fixture
@@ -111,3 +112,28 @@ def test_an_answer_that_somebody_else_wrote_is_none(bench: Bench, compared: list
     bench.align(FakeLauncher())
     assert compared
     assert "all pass" not in report(bench)
+
+
+def test_a_verdict_without_a_proof_that_failed_is_no_answer_for_good(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.write(CONFIG.format(output_dir=tmp_path / "out dir=1"))
+    rounded = partial(write_results, gradient=1.0 + 2**-23)
+    failing = FakeLauncher({"tp2": rounded, "emulated-tp2": lambda run: 137})
+    assert bench.align(failing) == 0
+    assert json.loads((bench.root / "align.json").read_text())["candidates"][1]["verdict"] == "rounding"
+    again = FakeLauncher({"tp2": rounded, "emulated-tp2": partial(write_results, gradient=1.0 + 2**-22)})
+    assert bench.align(again) == 1
+    assert [run.name for run in again.started if run.name == "emulated-tp2"] == ["emulated-tp2"]
+
+
+def test_a_file_that_changed_while_others_were_compared_leaves_no_answer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.write(CONFIG.format(output_dir=tmp_path / "out dir=1"))
+
+    def damage(run: Any) -> int:
+        code: int = write_results(run)
+        flip_a_bit(trace_file(bench, "same"))
+        return code
+
+    bench.align(FakeLauncher({"tp2": damage}))
+    assert not (bench.root / "answer.json").exists()

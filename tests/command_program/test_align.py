@@ -82,7 +82,7 @@ def test_layouts_of_a_command_are_proved_as_far_as_it_goes(tmp_path: Path, runs:
     assert "cannot be followed: the loss function adds by itself" in proof(result, "dp2", "emulation")
     assert runs.made == [
         *("baseline", "same", "recompute", "tp2", "dp2"),
-        *("noise-0", "noise-1", "emulated-tp2"),
+        *("emulated-tp2", "noise-0", "noise-1"),
     ]
     order = "a reference in one process that adds in the order of tp2 pp1 dp1"
     assert f"to {order}, but for the loss function's own sums: " in proof(result, "tp2", "emulation")
@@ -103,7 +103,7 @@ def test_every_run_begins_with_the_baselines_initial_state(tmp_path: Path, runs:
     trace = str(root / "baseline" / "trace")
     assert told == {
         "baseline": None,
-        **dict.fromkeys(["tp2", "noise-0", "noise-1", "emulated-tp2"], trace),
+        **dict.fromkeys(["tp2", "emulated-tp2"], trace),
     }
 
 

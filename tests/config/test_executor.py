@@ -17,7 +17,7 @@ from pipelines.config.loading import load_config
 
 
 def load(*overrides: str) -> AlignConfig:
-    return load_config("quickstart", "configs", overrides).align
+    return load_config("quickstart", overrides=overrides).align
 
 
 def test_runs_are_processes_of_this_machine_unless_said_otherwise() -> None:

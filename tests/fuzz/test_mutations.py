@@ -16,7 +16,7 @@ def test_a_planted_traceback_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> int:
         raise KeyError("planted")
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli, "LazyCommands", fail)
     assert "KeyError: 'planted'" in run_command("inspect", "x")
     assert "ended with 70" in run_command("inspect", "x")
 

@@ -16,6 +16,7 @@ from mock_scheduler.alignment.executors.jobs import choose_environment
 from mock_scheduler.alignment.executors.protocol import ClusterError, JobState, Submission
 from mock_scheduler.config.executor import RayExecutorConfig
 from mock_scheduler.launch.job import Job, JobEnd, JobRecord, load_end, load_record, run_job
+from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.local_key import mark_own
 from tests.alignment.executors.process_cluster import ROOT, ProcessCluster, build_launch, plan_run
 
@@ -206,6 +207,8 @@ def make_job(run_dir: Path, token: str) -> Job:
         output_dir=str(run_dir),
         clears=(),
         working_dir=str(ROOT),
+        sources=(),
+        code=compute_json_digest({}),
     )
 
 
