@@ -85,8 +85,11 @@ def test_ms_swifts_own_trainer_replays_without_an_engine_and_is_traced(tmp_path:
 @pytest.mark.skipif(not SOURCES, reason="set MEGATRON_LM to Megatron-LM's sources: no wheel has megatron/rl")
 def test_megatron_rls_own_functions_collect_and_replay(tmp_path: Path) -> None:
     said = {}
+    only = tmp_path / "sources"  # their tests are a package, and would be found in place of ours
+    only.mkdir()
+    (only / "megatron").symlink_to(Path(SOURCES) / "megatron")
     for mode in ("dump", "mock"):
-        path = f"{SOURCES}:{ROOT}:{BUILT}:{TEXT}"
+        path = f"{only}:{ROOT}:{BUILT}:{TEXT}"
         said[mode] = run("megatron_rl_run", tmp_path, mode, {"PYTHONPATH": path})
     assert said["dump"]["calls"] == [*("inference mode", "generator") * 2, "evaluation", "shutdown"]
     assert said["mock"]["calls"] == ["shutdown"]
