@@ -180,7 +180,7 @@ class RecordingReader:
     def check_present(self, requests: Sequence[RolloutRequest]) -> None:
         """Look, with one listing per folder, whether all steps are there, each in one form; remember where they lie.
 
-        Raises ``StepNotFoundError`` listing all absent ones, and ``RecordingError`` where a step lies in two forms.
+        Raises ``StepNotFoundError`` listing all absent ones, and ``StepInTwoFormsError`` for a step in two forms.
         """
         folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in requests)
         present = self.storage.list_names("")
