@@ -84,7 +84,8 @@ def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
     """Finds the files of every step by their names, and reads the header of one rank of each.
 
     Raises:
-        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have.
+        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have. Where
+            the last rank's file is misplaced, that explains them, and opening says it.
     """
     steps = find_steps(trace_dir)
     if not steps:
@@ -98,16 +99,30 @@ def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
         if part.ending is not None:
             world_size = part.rank_step.world_size
             missing = name_missing(by_rank, list_writers(part.ending.footer.ranks, world_size), world_size, part_name)
-            if missing:
+            if missing and not _is_misplaced(by_rank[max(by_rank)], trace_dir, world_size):
                 raise TraceError(f"{folder}: {missing}")
     return listed
 
 
-def _list_parts(folder: Path) -> tuple[Path, ...]:
+def _is_misplaced(path: Path, trace_dir: Path, world_size: int) -> bool:
+    """Whether a file is of a run of another size, or of another rank than its name says; opening says all of that."""
     try:
-        paths = sorted(folder.iterdir())
+        part = read_part(path, trace_dir)
+    except TraceError:
+        return False
+    return (part.rank_step.world_size, part.rank) != (world_size, _named(path)[0])
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Lists the files of a step, sorted; raises ``TraceError`` where the folder cannot be read."""
+    try:
+        return sorted(folder.iterdir())
     except OSError as error:
         raise TraceError(f"{folder}: cannot be looked into: {error.strerror or error}") from error
+
+
+def _list_parts(folder: Path) -> tuple[Path, ...]:
+    paths = list_folder(folder)
     for path in paths:
         if OLD_RANK_FILE.fullmatch(path.name):
             raise TraceError(f"{path}: {another_release('format version 2 or less', FORMAT_VERSION)}")
