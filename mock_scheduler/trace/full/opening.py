@@ -1,6 +1,6 @@
 """Opens the files of a trace: reads every header, and checks that the ranks' parts are all there and fit together.
 
-Tensors are not read here. Names come first: a rank without a file is said when one header of its step was read, of
+Tensors are not read here. Names come first: a rank without a file is said when two headers of its step were read, of
 however many. What ranks and pieces have in common is kept once (``Shared``), so memory follows from their number alone.
 """
 
@@ -68,10 +68,13 @@ def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
     if len(paths) > _MOST_FILES_KEPT:
         return _open_step(paths, trace_dir)
     try:
-        states = [(path, path.lstat()) for path in paths]
+        # Of what a link leads to, since that is what is read.
+        states = [(path, path.stat()) for path in paths]
     except OSError as error:
         raise TraceError(f"{paths[0].parent}: cannot be looked into: {error.strerror or error}") from error
-    files = tuple((path, (is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states)
+    files = tuple(
+        (path, (is_.st_dev, is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states
+    )
     return _open_unchanged(files, trace_dir)
 
 
@@ -81,7 +84,7 @@ def _open_unchanged(files: tuple[_FileState, ...], trace_dir: Path) -> OpenedSte
 
 
 def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
-    """Finds the files of every step by their names, and reads the header of one rank of each.
+    """Finds the files of every step by their names, and reads the header of one rank of each, or of two.
 
     Raises:
         TraceError: there is no trace; or ranks have no file, named at once with the files that they should have. Where

@@ -48,6 +48,19 @@ def write_parts(trace_dir: Path, entries: Sequence[TraceEntry]) -> list[Path]:
     return sorted((trace_dir / "step_000000").iterdir())
 
 
+def test_a_file_that_a_link_leads_to_is_opened_anew_where_it_was_written_again(tmp_path: Path) -> None:
+    """The link was looked at, which stayed as it was."""
+    trace = tmp_path / "trace"
+    (path,) = save_ranks(trace, 1)
+    stored = path.rename(trace / "stored")
+    path.symlink_to(stored)
+    with open_trace(trace) as reader:
+        assert {item.name for item in reader.keys(0)} == {NORM}
+    save(tmp_path / "other", 0, 1, [entry(whole("other", (1,)), torch.ones(1))]).replace(stored)
+    with open_trace(trace) as reader:
+        assert {item.name for item in reader.keys(0)} == {"other"}
+
+
 def test_a_missing_rank_file_is_an_error_naming_the_rank(tmp_path: Path) -> None:
     save_ranks(tmp_path)[1].unlink()
     problem = "no file of global rank 1 of 2 (rank_00001.part_000.safetensors)"
