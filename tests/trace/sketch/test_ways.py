@@ -92,6 +92,14 @@ def test_both_ways_count_what_is_not_finite(dtype: torch.dtype) -> None:
         assert_equal(found, sketch_in_torch(changed, spec))
 
 
+def test_numbers_that_are_negative_by_a_flag_are_summed_as_such() -> None:
+    flagged = torch.complex(normal(9), normal(9)).conj().imag
+    assert flagged.is_neg()
+    spec = whole("x", (9,))
+    for found in (sketch_piece(flagged, spec), sketch_in_torch(flagged, spec)):
+        assert_equal(found, sketch_piece(-normal(9), spec))
+
+
 @needs_native
 def test_squares_that_overflow_are_no_infinities() -> None:
     found = sketch_piece(torch.full((20,), 1e200, dtype=torch.float64), whole("x", (20,)))
