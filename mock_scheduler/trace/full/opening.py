@@ -6,9 +6,10 @@ however many. What ranks and pieces have in common is kept once (``Shared``), so
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from mock_scheduler.trace.full.pieces import Piece, Shared, check_size
 from mock_scheduler.trace.rows import DensePlaces, is_virtual, unite_footers
 
 _NUM_NAMED = 20
-_NUM_KEPT = 64  # opened steps: headers alone
-_MOST_FILES_KEPT = 64  # of a step: those of a thousand ranks take 15 MB
+#: Of all opened steps that are kept together, headers alone: half a kilobyte each, so 100 MB.
+_MOST_PIECES_KEPT = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +64,41 @@ def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
 _FileState = tuple[Path, tuple[int, ...]]
 
 
+class _KeptSteps:
+    """Opened steps, to be given again while their files are unchanged; those asked for longest ago go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: OrderedDict[tuple[tuple[_FileState, ...], Path], OpenedStep] = OrderedDict()
+        self._num_pieces = 0
+
+    def open(self, files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
+        """Opens a step, or gives it again; raises ``TraceError`` as ``open_steps``."""
+        with self._lock:
+            known = self._steps.get((files, trace_dir))
+            if known is not None:
+                self._steps.move_to_end((files, trace_dir))
+                return known
+        opened = _open_step([path for path, _ in files], trace_dir)
+        with self._lock:
+            if (files, trace_dir) not in self._steps:
+                self._steps[files, trace_dir] = opened
+                self._num_pieces += _count_pieces(opened)
+            while self._num_pieces > _MOST_PIECES_KEPT:
+                self._num_pieces -= _count_pieces(self._steps.popitem(last=False)[1])
+        return opened
+
+
+def _count_pieces(step: OpenedStep) -> int:
+    """Counts the pieces of a step; a rank with none counts as one."""
+    return sum(max(len(rank_files.pieces), 1) for rank_files in step.ranks)
+
+
+_KEPT = _KeptSteps()
+
+
 def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
     """Opens a step, or gives it again: an alignment compares its baseline with every run, and parsing is dear."""
-    if len(paths) > _MOST_FILES_KEPT:
-        return _open_step(paths, trace_dir)
     try:
         # Of what a link leads to, since that is what is read.
         states = [(path, path.stat()) for path in paths]
@@ -75,12 +107,7 @@ def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
     files = tuple(
         (path, (is_.st_dev, is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states
     )
-    return _open_unchanged(files, trace_dir)
-
-
-@lru_cache(maxsize=_NUM_KEPT)
-def _open_unchanged(files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
-    return _open_step([path for path, _ in files], trace_dir)
+    return _KEPT.open(files, trace_dir)
 
 
 def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
