@@ -54,9 +54,9 @@ class OpenedStep:
         return len(self.ranks) == self.ranks[0].world_size
 
 
-def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
-    """All steps of a trace; raises ``TraceError`` as ``reader.open_trace`` does."""
-    listed = check_ranks(trace_dir)
+def open_steps(trace_dir: Path, *, steps: Collection[int] | None = None) -> dict[int, OpenedStep]:
+    """The steps of a trace, of ``steps`` alone where they are given; raises ``TraceError`` as ``reader.open_trace``."""
+    listed = check_ranks(trace_dir, steps=steps)
     return {step: _open_again(paths, trace_dir) for step, paths in listed.items()}
 
 
@@ -110,18 +110,22 @@ def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
     return _KEPT.open(files, trace_dir)
 
 
-def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
+def check_ranks(trace_dir: Path, *, steps: Collection[int] | None = None) -> dict[int, tuple[Path, ...]]:
     """Finds the files of every step by their names, and reads the header of one rank of each, or of two.
+
+    ``steps``: other ones are passed over, unread; ``None``: all.
 
     Raises:
         TraceError: there is no trace; or ranks have no file, named at once with the files that they should have. Where
             the last rank's file is misplaced, that explains them, and opening says it.
     """
-    steps = find_steps(trace_dir)
-    if not steps:
+    found = find_steps(trace_dir)
+    if not found:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
     listed: dict[int, tuple[Path, ...]] = {}
-    for step, folder in steps:
+    for step, folder in found:
+        if steps is not None and step not in steps:
+            continue
         paths = listed[step] = _list_parts(folder)
         by_rank = {_named(path)[0]: path for path in paths}
         # Its highest part: the last one says which ranks write the trace.
