@@ -2,7 +2,7 @@
 
 On a device nothing is waited for: all sums stay there until the sketches of a step are finished. On the CPU ``host``
 has a faster way.
-Every sum has a fixed order: there are no atomic operations, and a number of threads changes rounding at most.
+Every sum has a fixed order: there are no atomic operations. In torch, a number of threads changes rounding at most.
 """
 
 from __future__ import annotations
