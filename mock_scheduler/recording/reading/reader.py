@@ -107,7 +107,8 @@ class RecordingReader:
     def read_step(self, request: RolloutRequest, *, shard: RowShard | None = None, max_bytes: int) -> ReadStep | None:
         """The step for ``request``, or one process's part of it, read whatever the run will ask for.
 
-        None where its files have more than ``max_bytes``. Raises as ``open_step`` and ``StepFile.load``.
+        None where its files, decompressed, have more than ``max_bytes``; by then a compressed one of a remote recording
+        was fetched as a whole. Raises as ``open_step`` and ``StepFile.load``.
         """
         step = self.open_step(request)
         return None if step.size_of(shard) > max_bytes else self._read(step, shard)
