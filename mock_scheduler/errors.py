@@ -10,6 +10,7 @@
     ├── RecordingError(OSError)               a recording that cannot be written or read
     │   ├── StepNotFoundError(FileNotFoundError)   a step that was never recorded here
     │   ├── StepExistsError(FileExistsError)       a step that would be overwritten
+    │   ├── StepInTwoFormsError                    a step of which nothing tells the right file
     │   └── CorruptRecordingError                  bytes that are not what was written
     ├── ContractError(ValueError)             the replaying run differs from the recording one
     ├── SchedulerError(RuntimeError)          a scheduler that was used out of order
@@ -130,6 +131,10 @@ class StepNotFoundError(RecordingError, FileNotFoundError):
 
 class StepExistsError(RecordingError, FileExistsError):
     """Writing would replace a step that is already recorded."""
+
+
+class StepInTwoFormsError(RecordingError):
+    """A step lies in two forms, and nothing tells which one is meant."""
 
 
 class CorruptRecordingError(RecordingError):

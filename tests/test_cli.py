@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,17 @@ def test_help_is_that_of_typer_with_the_options_of_every_command(capsys: pytest.
     with pytest.raises(SystemExit):
         cli.app(["--help"], prog_name="mock-scheduler")
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_help_leaves_the_search_for_garbage_as_it_was(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        assert cli.main(["--help"]) == 0
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_no_help_and_no_configuration_imports_torch(config_path: str) -> None:

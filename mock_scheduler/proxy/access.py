@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import ContractError, SchedulerError, StepNotFoundError
+from mock_scheduler.errors import ContractError, SchedulerError, StepInTwoFormsError, StepNotFoundError
 from mock_scheduler.proxy.checks import BatchReports
 from mock_scheduler.proxy.read_ahead import ReadAhead
 from mock_scheduler.proxy.routing import Route, Router, request_stand_in
@@ -33,7 +33,8 @@ _NUM_ROWS_SHOWN = 10
 class RecordingAccess:
     """The proxy's way to its recording; ``reader``, ``writer`` None: this process does not read, or not write.
 
-    ``unlisted``: steps to look for beside the run; one that is absent is named by the next call, whatever it asks for.
+    ``unlisted``: steps to look for beside the run; one that is absent, or there in two forms, is named by the next
+    call, whatever it asks for. Where the store did not answer, that call has them looked for again.
     """
 
     def __init__(
@@ -50,17 +51,15 @@ class RecordingAccess:
         self._reader = reader
         self.writer = writer
         self._ahead = ReadAhead(settings.plan, source_of=self._readable_source, shard=settings.shard)
-        self._listing: Future[object] | None = None
-        if reader is not None and unlisted:
-            self._listing = self._ahead.run(lambda: reader.check_present(unlisted))
+        self._unlisted = unlisted
+        self._listing = self._begin_listing()
         self._logged: set[str] = set()
         if writer is not None:
             writer.on_written = self._on_written
 
     def load(self, request: RolloutRequest, route: Route) -> RecordedStep:
         """Load the step to answer ``request`` with, or to compare; raises as ``RecordingReader.load_step``."""
-        if self._listing is not None and self._listing.done():
-            self._listing.result()
+        self._heed_listing()
         source = self._source_of(request, route)
         reader = self._reader_of(source)
         is_stand_in = source is not request
@@ -84,6 +83,28 @@ class RecordingAccess:
                 *(request.mode, request.global_step),
             )
         return step
+
+    def _begin_listing(self) -> Future[object] | None:
+        reader, unlisted = self._reader, self._unlisted
+        if reader is None or not unlisted:
+            return None
+        return self._ahead.run(lambda: reader.check_present(unlisted))
+
+    def _heed_listing(self) -> None:
+        """Raise what the listing beside the run has found; begin it again where it only failed."""
+        if self._listing is None or not self._listing.done():
+            return
+        error = self._listing.exception()
+        if error is None:
+            return
+        if isinstance(error, (StepNotFoundError, StepInTwoFormsError)) or not isinstance(error, OSError):
+            raise error
+        self._log_once(
+            logging.WARNING,
+            "[Rollout Mock] The steps between both ends of the plan could not be looked for, which is tried again: %s",
+            error,
+        )
+        self._listing = self._begin_listing()
 
     def close(self) -> None:
         """Read nothing more, and write the rest; raises any error of writing, every time."""

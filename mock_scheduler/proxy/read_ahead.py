@@ -24,7 +24,7 @@ from mock_scheduler.support.threads import PerProcess
 #: As many as hide a request that fails, and that the client repeats a second later, behind short updates.
 _NUM_STEPS = 4
 _NUM_THREADS = 2
-#: So all of them take 2 GiB at most.
+#: So all of them take 2 GiB at most; beside them, for a moment, a compressed file that turns out to be larger.
 _MAX_STEP_BYTES = 2**29
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from mock_scheduler.config.steps import StepRanges
-from mock_scheduler.errors import RecordingError
+from mock_scheduler.errors import RecordingError, StepInTwoFormsError
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest, RowShard
 
@@ -95,7 +95,7 @@ def commit_name(step: str) -> str:
 def find_file(storage: Storage, step: str, *, shard: RowShard | None = None) -> str | None:
     """The file of a step or of a shard, compressed or not; None where there is none.
 
-    Raises ``RecordingError`` where there are both, since nothing tells the right one.
+    Raises ``StepInTwoFormsError`` where there are both, since nothing tells the right one.
     """
     names = [file_name(step, shard=shard, is_compressed=is_compressed) for is_compressed in (False, True)]
     return _only_one(storage, [name for name in names if storage.exists(name)])
@@ -104,7 +104,7 @@ def find_file(storage: Storage, step: str, *, shard: RowShard | None = None) -> 
 def find_step(storage: Storage, step: str) -> str | None:
     """Finds a step: the name of its file or, where it is sharded and committed, of its folder (= ``step``).
 
-    None where it is not recorded. Raises ``RecordingError`` naming both where it lies there in two forms.
+    None where it is not recorded. Raises ``StepInTwoFormsError`` naming both where it lies there in two forms.
     """
     names = [file_name(step, is_compressed=is_compressed) for is_compressed in (False, True)]
     found = [name for name in names if storage.exists(name)]
@@ -147,7 +147,7 @@ def format_present(steps: Mapping[str, Sequence[int]]) -> str:
 
 def _only_one(storage: Storage, names: Sequence[str]) -> str | None:
     if len(names) > 1:
-        raise RecordingError(
+        raise StepInTwoFormsError(
             f"[Rollout Mock] {' and '.join(storage.path(name) for name in names)} are the same step: remove all but "
             "the one that is meant"
         )

@@ -30,11 +30,13 @@ class LazyCommands(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's
         """Prints the list of commands."""
         # What rich imports and draws is in use until the process ends: to search it for garbage took a tenth.
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             super().format_help(ctx, formatter)
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:  # noqa: ANN401 - typer's
         """Returns the command that ``args`` begin with, now with its options, and the rest; raises as typer does."""

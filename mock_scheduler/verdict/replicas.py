@@ -45,7 +45,7 @@ class _CopiesTask:
     keys: tuple[TraceKey, ...]
 
     def __call__(self) -> _Copies:
-        with open_trace(self.trace_dir) as reader:
+        with open_trace(self.trace_dir, steps={key.step for key in self.keys}) as reader:
             return _read_copies(reader, self.keys)
 
 

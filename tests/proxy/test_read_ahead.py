@@ -13,7 +13,7 @@ import mock_scheduler.proxy.build
 import mock_scheduler.proxy.read_ahead
 import mock_scheduler.recording.reading.reader
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
-from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepNotFoundError
+from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepInTwoFormsError, StepNotFoundError
 from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.storage.remote import FsspecStorage
@@ -244,3 +244,36 @@ class TestLongPlan:
             listing.exception()
             with pytest.raises(StepNotFoundError, match="step_000006"):
                 scheduler.get_batch(request(0))
+
+    def test_a_listing_that_failed_is_begun_again_and_names_what_it_then_finds(
+        self, location: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """One answer that the store owed ended a good run, and every call after it."""
+        asked = requests(range(12))
+        record(location, asked)
+        list_names = FsspecStorage.list_names
+        failures = [RecordingError("the store does not answer"), RecordingError("nor now")]
+
+        def failing(self: FsspecStorage, folder: str) -> list[str]:
+            if failures and threading.current_thread().name.startswith(_THREADS):
+                raise failures.pop()
+            return list_names(self, folder)
+
+        monkeypatch.setattr(FsspecStorage, "list_names", failing)
+        with mocked(location, asked) as scheduler:
+            for item in asked[:3]:
+                listing = scheduler._core._access._listing
+                assert listing is not None
+                listing.exception()
+                scheduler.get_batch(item)
+            assert failures == []
+            assert listing.exception() is None
+        assert [line for line in caplog.messages if "which is tried again: nor now" in line] != []
+        path = f"{location}/train/step_000006.safetensors"
+        fsspec.filesystem("memory").cp_file(path, f"{path}.zst")
+        with mocked(location, asked) as scheduler:
+            listing = scheduler._core._access._listing
+            assert listing is not None
+            listing.exception()
+            with pytest.raises(StepInTwoFormsError, match="are the same step"):
+                scheduler.get_batch(asked[0])

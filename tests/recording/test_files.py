@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.errors import RecordingError
+from mock_scheduler.errors import RecordingError, StepInTwoFormsError
 from mock_scheduler.recording.paths import (
     file_name,
     find_file,
@@ -88,7 +88,7 @@ def test_one_step_in_two_forms_is_an_error_that_names_both(tmp_path: Path, one: 
         touch(tmp_path, f"train/{name}" if "." in name else f"train/{name}/commit.json")
     storage = open_storage(str(tmp_path))
     for ask in (lambda: find_step(storage, "train/step_000000"), lambda: list_steps(storage)):
-        with pytest.raises(RecordingError) as caught:
+        with pytest.raises(StepInTwoFormsError) as caught:
             ask()
         paths = sorted([f"{tmp_path}/train/{one}", f"{tmp_path}/train/{other}"])
         assert sorted(str(caught.value).split(" are the same step")[0].split("] ")[1].split(" and ")) == paths

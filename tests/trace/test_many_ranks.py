@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.run_folder.inputs import open_inputs
 from mock_scheduler.trace.entries import RankPlace, RowTable, StepFooter, TraceKey
 from mock_scheduler.trace.full import part, reader
-from mock_scheduler.trace.full.files import part_name
+from mock_scheduler.trace.full.files import part_name, sketch_name
 from mock_scheduler.trace.full.reader import open_trace
+from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, even_split, whole
 from mock_scheduler.trace.sketch.files import SketchSink
 from mock_scheduler.trace.sketch.opening import RankSketches, StoredSketch, open_sketch_steps
@@ -126,6 +127,55 @@ def test_a_missing_rank_among_thousands_is_named_before_the_others_are_read(tmp_
     problem = f"no file of global rank 5170 of 8192 ({part_name(5170)})"
     assert str(caught.value) == f"{tmp_path / 'step_000000'}: {problem}"
     assert opened.num_opens == 1
+
+
+def save_any(trace_dir: Path, rank: int, world_size: int, *, is_sketch: bool) -> Path:
+    """One rank's file, in which a vector lies."""
+    place = RankPlace(global_rank=rank, coordinates={"tp": rank})
+    kind = SketchSink if is_sketch else FullSink
+    sink = kind(trace_dir, step=0, place=place, world_size=world_size)
+    sink.add(entry(whole(NORM, (4,)), torch.ones(4)))
+    sink.close(FOOTER)
+    return trace_dir / "step_000000" / (sketch_name(rank) if is_sketch else part_name(rank))
+
+
+def refusal(trace_dir: Path, *, is_sketch: bool) -> str:
+    open_steps: Callable[[Path], object] = open_sketch_steps if is_sketch else open_trace
+    with pytest.raises(TraceError) as caught:
+        open_steps(trace_dir)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_sketch", [False, True])
+def test_a_file_that_is_misplaced_is_said_beside_the_rank_that_lacks_one(tmp_path: Path, is_sketch: bool) -> None:
+    """Only "no file of global rank 1" was said of one that had been renamed."""
+    for rank in range(2):
+        last = save_any(tmp_path / "renamed", rank, 2, is_sketch=is_sketch)
+    other = last.rename(last.with_name(last.name.replace("00001", "00002")))
+    text = refusal(tmp_path / "renamed", is_sketch=is_sketch)
+    assert other.name in text
+    assert "of global rank 1" in text
+    for rank, world_size in ((0, 4), (1, 2)):
+        save_any(tmp_path / "stale", rank, world_size, is_sketch=is_sketch)
+    text = refusal(tmp_path / "stale", is_sketch=is_sketch)
+    assert "files of runs with different world sizes [2, 4]" in text
+    assert "no file of global rank 2, 3 of 4" in text
+
+
+@pytest.mark.parametrize("is_sketch", [False, True])
+def test_a_folder_of_a_step_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sketch: bool
+) -> None:
+    folder = save_any(tmp_path, 0, 1, is_sketch=is_sketch).parent
+    listed = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == folder:
+            raise PermissionError(13, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert refusal(tmp_path, is_sketch=is_sketch) == f"{folder}: cannot be looked into: Permission denied"
 
 
 def test_missing_ranks_of_both_sides_are_said_at_once(tmp_path: Path) -> None:

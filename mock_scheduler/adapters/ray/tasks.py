@@ -1,6 +1,7 @@
 """Shares work out as tasks of a Ray cluster.
 
-Contract: Ray is imported where work is shared out, and nowhere else. A task whose node is lost runs again on another.
+Contract: Ray is imported where work is shared out, and nowhere else. A task whose node is lost runs again on another;
+one that is lost every time is a ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ class _RayTasks:
             except self.ray.exceptions.RayTaskError as error:
                 # As the task raised it, and not as Ray wraps it.
                 raise error.cause if isinstance(error.cause, Exception) else error from None
+            except self.ray.exceptions.RayError as error:
+                raise ConfigError(
+                    f"a task was lost each of {_NUM_RETRIES + 1} times: {error}. See whether the nodes of the Ray "
+                    "cluster stay up, and have the memory for one task on each CPU"
+                ) from error
             begun[position] = None
             if len(begun) < len(tasks):
                 begun.append(remote.remote(tasks[len(begun)]))

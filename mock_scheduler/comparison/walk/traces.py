@@ -152,7 +152,9 @@ class _StepTask:
     def __call__(self) -> Found:
         found = Found(has_two_precisions=self.has_two_precisions)
         with ExitStack() as stack:
-            baseline, candidate = (stack.enter_context(open_trace(path)) for path in self.folders)
+            # An update is held to the moments of the step before.
+            steps = (self.step - 1, self.step)
+            baseline, candidate = (stack.enter_context(open_trace(path, steps=steps)) for path in self.folders)
             traces = stack.enter_context(TracePair(baseline, candidate))
             places = stack.enter_context(PlaceNoise(self.bounds.noise))
             stack.enter_context(without_inner_threads())

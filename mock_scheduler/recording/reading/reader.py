@@ -11,9 +11,10 @@ then opened by the names that were listed, and all but one process may leave the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import RecordingError, StepNotFoundError, redact
@@ -34,6 +35,9 @@ from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from mock_scheduler.support.digests import canonical_json
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 #: How many steps of a plan are checked before a run begins: all of a shorter plan, half of them from either end of a
 #: longer one, so that a run over 100,000 steps begins as soon as one over 1,000.
@@ -103,7 +107,8 @@ class RecordingReader:
     def read_step(self, request: RolloutRequest, *, shard: RowShard | None = None, max_bytes: int) -> ReadStep | None:
         """The step for ``request``, or one process's part of it, read whatever the run will ask for.
 
-        None where its files have more than ``max_bytes``. Raises as ``open_step`` and ``StepFile.load``.
+        None where its files, decompressed, have more than ``max_bytes``; by then a compressed one of a remote recording
+        was fetched as a whole. Raises as ``open_step`` and ``StepFile.load``.
         """
         step = self.open_step(request)
         return None if step.size_of(shard) > max_bytes else self._read(step, shard)
@@ -144,39 +149,39 @@ class RecordingReader:
         ``stand_ins``: further steps in the place of others, as in ``load_step``. ``verify``: check every digest too, of
         all rows or of the part ``shard``. ``has_headers`` False: look at names alone, for a process beside which
         another one reads the same files; a load reads and checks the header anyway. Of more than ``MOST_CHECKED``
-        steps only the first and the last ones are checked: give all of them to ``check_present`` then, which may be
-        called beside the run. Returns the number of bytes read. Raises ``StepNotFoundError`` listing all absent ones,
-        and else as ``load_step``.
+        steps only the first and the last ones, of the plan and of the stand-ins, are checked: give all of them to
+        ``check_present`` then, which may be called beside the run. Returns the number of bytes read. Raises
+        ``StepNotFoundError`` listing all absent ones that are checked, of more than ``MOST_CHECKED`` steps with headers
+        the first; and else as ``load_step``.
         """
-        # Stand-ins come after the plan; they may be of another policy version and data cursor.
-        checked = [(request, index >= len(plan)) for index, request in enumerate([*plan, *stand_ins])]
-        if len(checked) > MOST_CHECKED:
-            self._is_unlisted = True
-            checked = [*checked[: MOST_CHECKED // 2], *checked[-(MOST_CHECKED // 2) :]]
-        else:
+        num_stand_ins = min(len(stand_ins), max(MOST_CHECKED // 2, MOST_CHECKED - len(plan)))
+        ends = _ends(plan, MOST_CHECKED - num_stand_ins), _ends(stand_ins, num_stand_ins)
+        # Stand-ins may be of another policy version and data cursor.
+        checked = [(request, is_stand_in) for is_stand_in, end in enumerate(ends) for request in end]
+        self._is_unlisted = len(plan) + len(stand_ins) > MOST_CHECKED
+        if not self._is_unlisted:
             self.check_present([request for request, _ in checked])
+        elif not has_headers:
+            self._look_for([request for request, _ in checked])
         if not has_headers:
             return 0
 
-        def check(item: tuple[RolloutRequest, bool]) -> int:
+        def check(item: tuple[RolloutRequest, int]) -> int:
             request, is_stand_in = item
             step = self.open_step(request)
-            _check_answer(step, request, is_stand_in=is_stand_in)
+            _check_answer(step, request, is_stand_in=bool(is_stand_in))
             if verify and shard is None:
                 step.verify()
             elif verify:
                 step.load(shard)
             return step.num_bytes_read
 
-        if not self.storage.is_remote:
-            return sum(map(check, checked))
-        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="rollout-check") as pool:
-            return sum(pool.map(check, checked))
+        return sum(self._map(check, checked))
 
     def check_present(self, requests: Sequence[RolloutRequest]) -> None:
         """Look, with one listing per folder, whether all steps are there, each in one form; remember where they lie.
 
-        Raises ``StepNotFoundError`` listing all absent ones, and ``RecordingError`` where a step lies in two forms.
+        Raises ``StepNotFoundError`` listing all absent ones, and ``StepInTwoFormsError`` for a step in two forms.
         """
         folders = dict.fromkeys(step_folder(request.mode, request.scheduler_id) for request in requests)
         present = self.storage.list_names("")
@@ -186,6 +191,25 @@ class RecordingReader:
         missing = [request for request in requests if request_name(request) not in self._located]
         if missing:
             raise StepNotFoundError(self._missing_text(missing))
+
+    def _look_for(self, requests: Sequence[RolloutRequest]) -> None:
+        """Look for steps one by one, without a listing; raises ``StepNotFoundError`` listing all absent ones."""
+
+        def is_present(request: RolloutRequest) -> bool:
+            # As most lie; the listing to come finds those that lie there in two forms.
+            return self.storage.exists(file_name(request_name(request))) or self.has_step(request)
+
+        found = self._map(is_present, requests)
+        missing = [request for request, is_there in zip(requests, found, strict=True) if not is_there]
+        if missing:
+            raise StepNotFoundError(self._missing_text(missing))
+
+    def _map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Applies a function that reads, to several items at once where each answer takes a round trip."""
+        if not self.storage.is_remote:
+            return list(map(function, items))
+        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="rollout-check") as pool:
+            return list(pool.map(function, items))
 
     def _possible_names(self, request: RolloutRequest) -> Iterator[str]:
         """Gives where the step was when it was listed, and then where it is now."""
@@ -254,6 +278,13 @@ class RecordingReader:
             f"{removed}"
             "Please run in dump mode first to ensure all step data is generated."
         )
+
+
+def _ends(requests: Sequence[RolloutRequest], number: int) -> Sequence[RolloutRequest]:
+    """Gives the first and the last requests, ``number`` in all; all where they are no more."""
+    if len(requests) <= number:
+        return requests
+    return [*requests[: number - number // 2], *requests[len(requests) - number // 2 :]]
 
 
 def _removed_steps(missing: Mapping[str, Sequence[int]], record: RetentionRecord) -> dict[str, list[int]]:

@@ -1,14 +1,15 @@
 """Opens the files of a trace: reads every header, and checks that the ranks' parts are all there and fit together.
 
-Tensors are not read here. Names come first: a rank without a file is said when one header of its step was read, of
+Tensors are not read here. Names come first: a rank without a file is said when two headers of its step were read, of
 however many. What ranks and pieces have in common is kept once (``Shared``), so memory follows from their number alone.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from mock_scheduler.trace.full.pieces import Piece, Shared, check_size
 from mock_scheduler.trace.rows import DensePlaces, is_virtual, unite_footers
 
 _NUM_NAMED = 20
-_NUM_KEPT = 64  # opened steps: headers alone
-_MOST_FILES_KEPT = 64  # of a step: those of a thousand ranks take 15 MB
+#: Of all opened steps that are kept together, headers alone: half a kilobyte each, so 100 MB.
+_MOST_PIECES_KEPT = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +54,9 @@ class OpenedStep:
         return len(self.ranks) == self.ranks[0].world_size
 
 
-def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
-    """All steps of a trace; raises ``TraceError`` as ``reader.open_trace`` does."""
-    listed = check_ranks(trace_dir)
+def open_steps(trace_dir: Path, *, steps: Collection[int] | None = None) -> dict[int, OpenedStep]:
+    """The steps of a trace, of ``steps`` alone where they are given; raises ``TraceError`` as ``reader.open_trace``."""
+    listed = check_ranks(trace_dir, steps=steps)
     return {step: _open_again(paths, trace_dir) for step, paths in listed.items()}
 
 
@@ -63,34 +64,68 @@ def open_steps(trace_dir: Path) -> dict[int, OpenedStep]:
 _FileState = tuple[Path, tuple[int, ...]]
 
 
+class _KeptSteps:
+    """Opened steps, to be given again while their files are unchanged; those asked for longest ago go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: OrderedDict[tuple[tuple[_FileState, ...], Path], OpenedStep] = OrderedDict()
+        self._num_pieces = 0
+
+    def open(self, files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
+        """Opens a step, or gives it again; raises ``TraceError`` as ``open_steps``."""
+        with self._lock:
+            known = self._steps.get((files, trace_dir))
+            if known is not None:
+                self._steps.move_to_end((files, trace_dir))
+                return known
+        opened = _open_step([path for path, _ in files], trace_dir)
+        with self._lock:
+            if (files, trace_dir) not in self._steps:
+                self._steps[files, trace_dir] = opened
+                self._num_pieces += _count_pieces(opened)
+            while self._num_pieces > _MOST_PIECES_KEPT:
+                self._num_pieces -= _count_pieces(self._steps.popitem(last=False)[1])
+        return opened
+
+
+def _count_pieces(step: OpenedStep) -> int:
+    """Counts the pieces of a step; a rank with none counts as one."""
+    return sum(max(len(rank_files.pieces), 1) for rank_files in step.ranks)
+
+
+_KEPT = _KeptSteps()
+
+
 def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
     """Opens a step, or gives it again: an alignment compares its baseline with every run, and parsing is dear."""
-    if len(paths) > _MOST_FILES_KEPT:
-        return _open_step(paths, trace_dir)
     try:
-        states = [(path, path.lstat()) for path in paths]
+        # Of what a link leads to, since that is what is read.
+        states = [(path, path.stat()) for path in paths]
     except OSError as error:
         raise TraceError(f"{paths[0].parent}: cannot be looked into: {error.strerror or error}") from error
-    files = tuple((path, (is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states)
-    return _open_unchanged(files, trace_dir)
+    files = tuple(
+        (path, (is_.st_dev, is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states
+    )
+    return _KEPT.open(files, trace_dir)
 
 
-@lru_cache(maxsize=_NUM_KEPT)
-def _open_unchanged(files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
-    return _open_step([path for path, _ in files], trace_dir)
+def check_ranks(trace_dir: Path, *, steps: Collection[int] | None = None) -> dict[int, tuple[Path, ...]]:
+    """Finds the files of every step by their names, and reads the header of one rank of each, or of two.
 
-
-def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
-    """Finds the files of every step by their names, and reads the header of one rank of each.
+    ``steps``: other ones are passed over, unread; ``None``: all.
 
     Raises:
-        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have.
+        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have. Where
+            the last rank's file is misplaced, that explains them, and opening says it.
     """
-    steps = find_steps(trace_dir)
-    if not steps:
+    found = find_steps(trace_dir)
+    if not found:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=full")
     listed: dict[int, tuple[Path, ...]] = {}
-    for step, folder in steps:
+    for step, folder in found:
+        if steps is not None and step not in steps:
+            continue
         paths = listed[step] = _list_parts(folder)
         by_rank = {_named(path)[0]: path for path in paths}
         # Its highest part: the last one says which ranks write the trace.
@@ -98,16 +133,30 @@ def check_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
         if part.ending is not None:
             world_size = part.rank_step.world_size
             missing = name_missing(by_rank, list_writers(part.ending.footer.ranks, world_size), world_size, part_name)
-            if missing:
+            if missing and not _is_misplaced(by_rank[max(by_rank)], trace_dir, world_size):
                 raise TraceError(f"{folder}: {missing}")
     return listed
 
 
-def _list_parts(folder: Path) -> tuple[Path, ...]:
+def _is_misplaced(path: Path, trace_dir: Path, world_size: int) -> bool:
+    """Whether a file is of a run of another size, or of another rank than its name says; opening says all of that."""
     try:
-        paths = sorted(folder.iterdir())
+        part = read_part(path, trace_dir)
+    except TraceError:
+        return False
+    return (part.rank_step.world_size, part.rank) != (world_size, _named(path)[0])
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Lists the files of a step, sorted; raises ``TraceError`` where the folder cannot be read."""
+    try:
+        return sorted(folder.iterdir())
     except OSError as error:
         raise TraceError(f"{folder}: cannot be looked into: {error.strerror or error}") from error
+
+
+def _list_parts(folder: Path) -> tuple[Path, ...]:
+    paths = list_folder(folder)
     for path in paths:
         if OLD_RANK_FILE.fullmatch(path.name):
             raise TraceError(f"{path}: {another_release('format version 2 or less', FORMAT_VERSION)}")

@@ -39,16 +39,19 @@ _MAX_MAPPED_FILES = 4096
 _NUM_TENSORS = 3
 
 
-def open_trace(trace_dir: Path, *, num_tensors: int = _NUM_TENSORS) -> TraceReader:
+def open_trace(
+    trace_dir: Path, *, num_tensors: int = _NUM_TENSORS, steps: Collection[int] | None = None
+) -> TraceReader:
     """Read the headers of every file of a trace, and check that they are complete and fit together.
 
     ``num_tensors``: merged tensors that are used together; memory of as many is kept to be used again.
+    ``steps``: the only ones to open, as far as they are there; ``None``: all.
 
     Raises ``TraceError`` listing everything wrong with a step: a missing rank or part, a file that does not
     match its name, ranks that disagree about the step; and at once where there is no trace, or a
     file is unreadable.
     """
-    return TraceReader(open_steps(trace_dir), num_tensors=num_tensors)
+    return TraceReader(open_steps(trace_dir, steps=steps), num_tensors=num_tensors)
 
 
 class TraceReader:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ from mock_scheduler.trace.sketch.windows import Run
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 #: Entries behind a table that the C file may read, and leaves out of all sums.
 _NUM_LANES = 8
-#: Fewer elements a thread are done before another has started.
-_LEAST_OF_A_THREAD = 1 << 18
+#: Elements that are summed apart, by whichever thread: fewer are done before another thread has started.
+_ELEMENTS_OF_A_PART = 1 << 20
 _HOST = torch.device("cpu")
 
 
@@ -36,26 +37,37 @@ def can_sum(dtype: torch.dtype) -> bool:
 
 
 def sum_on_host(runs: Sequence[Run], dtype: torch.dtype) -> Totals:
-    """Sums the elements of runs on the CPU; NaN and infinities are counted, and add 0."""
-    num_elements = sum(run.values.numel() for run in runs)
-    num_threads = min(torch.get_num_threads(), max(num_elements // _LEAST_OF_A_THREAD, 1))
-    shares = [list(runs)] if num_threads == 1 else _share_out(runs, num_threads)
-    others = [_workers(torch.get_num_threads()).submit(_sum_runs, share, dtype) for share in shares[1:]]
-    totals = _sum_runs(shares[0], dtype)
-    for other in others:
-        totals.add_(other.result())
+    """Sums the elements of runs on the CPU; NaN and infinities are counted, and add 0.
+
+    The sums have the same bits for any number of threads: each part has its own, which are added in order.
+    """
+    parts = _cut(runs)
+    num_threads = min(torch.get_num_threads(), len(parts))
+    shares = [parts[number::num_threads] for number in range(num_threads)]
+    others = [_workers(torch.get_num_threads()).submit(_sum_parts, share, dtype) for share in shares[1:]]
+    found = [_sum_parts(shares[0], dtype), *(other.result() for other in others)]
+    totals = Totals.zero(_HOST)
+    for number in range(len(parts)):
+        totals.add_(found[number % num_threads][number // num_threads])
     return totals
 
 
-def _share_out(runs: Sequence[Run], num_threads: int) -> list[list[Run]]:
-    """Cuts each run into as many parts as there are threads, of whole blocks where it can be."""
-    shares: list[list[Run]] = [[] for _ in range(num_threads)]
+def _cut(runs: Sequence[Run]) -> list[list[Run]]:
+    """Cuts runs into parts at edges of blocks, whatever the number of threads, on which no sum may depend."""
+    parts: list[list[Run]] = [[]]
+    num_elements = 0
     for run in runs:
         first, last = run.start // BLOCK, -(-run.end // BLOCK)
-        edges = [first + (last - first) * number // num_threads for number in range(num_threads + 1)]
-        for number, share in enumerate(shares):
-            share += run.clip(edges[number] * BLOCK, edges[number + 1] * BLOCK)
-    return shares
+        num_cuts = max(min(run.values.numel() // _ELEMENTS_OF_A_PART, last - first), 1)
+        edges = [(first + (last - first) * number // num_cuts) * BLOCK for number in range(num_cuts + 1)]
+        for begin, end in pairwise(edges):
+            if num_elements >= _ELEMENTS_OF_A_PART:
+                parts.append([])
+                num_elements = 0
+            own = [run] if num_cuts == 1 else list(run.clip(begin, end))
+            parts[-1] += own
+            num_elements += sum(item.values.numel() for item in own)
+    return parts
 
 
 @lru_cache(maxsize=1)
@@ -65,6 +77,10 @@ def _workers(num_threads: int) -> ThreadPoolExecutor:
 
 # Its threads are not there in a forked child.
 os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
+def _sum_parts(parts: Sequence[Sequence[Run]], dtype: torch.dtype) -> list[Totals]:
+    return [_sum_runs(part, dtype) for part in parts]
 
 
 def _sum_runs(runs: Sequence[Run], dtype: torch.dtype) -> Totals:
@@ -111,12 +127,14 @@ def _padded_tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def _native() -> Callable[..., None] | None:
-    """Returns ``sketch_rows`` of the C file; ``None`` where it was not built."""
+    """Returns the function of the C file; ``None`` where it was not built, or from another version of the file."""
     path = Path(__file__).with_name(f"native{EXTENSION_SUFFIXES[0]}")
     if not path.is_file():
         return None
     # A call gives the interpreter free.
-    add_rows = ctypes.CDLL(str(path)).sketch_rows
+    add_rows: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(str(path)), "sketch_rows_1", None)
+    if add_rows is None:
+        return None
     pointer, number, index = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
     add_rows.argtypes = [
         *(pointer, number, number, number, index, index),

@@ -1,6 +1,6 @@
 /* Sums elements into the parts of a sketch; constants.py and sketch.py say what is summed. host.py calls it, and has the
  * same in torch for where this is not built. Elements are read once, where they lie. Sums are made in eight lanes and
- * without contraction to fused operations, so they have the same bits on every processor.
+ * without contraction to fused operations, so one call's have the same bits on every processor.
  */
 #include <stdint.h>
 #include <string.h>
@@ -142,15 +142,17 @@ INLINE void add_all(Sums *sums, const char *elements, int64_t num_rows, int64_t 
 #define FOR_EACH_PROCESSOR
 #endif
 
-/* Adds rows of elements, of which row r begins at the canonical index start + r * stride.
+/* Its name ends in a version: raise it, here and in host.py, with any change of arguments or of sums.
+ *
+ * Adds rows of elements, of which row r begins at the canonical index start + r * stride.
  *
  * signs, keys: [BLOCK + LANES]. slots: added to. squares: [1], counts: [3]: the fingerprint, NaN, infinities; written.
  * is_masked: NaN and infinities are counted, and add 0; else they are not looked for, and make the squares so too.
  */
 FOR_EACH_PROCESSOR
-void sketch_rows(const void *elements, int64_t num_rows, int64_t row_bytes, int64_t length, uint64_t start,
-                 uint64_t stride, int dtype, int is_masked, const uint8_t *signs, const int64_t *keys, double *slots,
-                 double *squares, int64_t *counts) {
+void sketch_rows_1(const void *elements, int64_t num_rows, int64_t row_bytes, int64_t length, uint64_t start,
+                   uint64_t stride, int dtype, int is_masked, const uint8_t *signs, const int64_t *keys, double *slots,
+                   double *squares, int64_t *counts) {
     Sums sums = {.signs = signs, .keys = keys, .slots = slots, .block = start / BLOCK};
 #define ADD(TYPE, MASKED) add_all(&sums, elements, num_rows, row_bytes, length, start, stride, TYPE, MASKED)
     if (dtype == FLOAT32) is_masked ? ADD(FLOAT32, 1) : ADD(FLOAT32, 0);

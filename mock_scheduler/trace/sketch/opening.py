@@ -21,7 +21,7 @@ from mock_scheduler.support.tensor_bytes import compute_tensor_digest, find_dtyp
 from mock_scheduler.trace.entries import DimName, RankPlace, RowTable, StepFooter, TraceKey
 from mock_scheduler.trace.full.files import SKETCH_FILE, find_steps, sketch_name
 from mock_scheduler.trace.full.header import TensorName, parse_footer, parse_rank_step
-from mock_scheduler.trace.full.opening import list_writers, name_missing, writer_problems
+from mock_scheduler.trace.full.opening import list_folder, list_writers, name_missing, writer_problems
 from mock_scheduler.trace.full.part import open_file, read_metadata
 from mock_scheduler.trace.full.pieces import DAMAGED, Shared
 from mock_scheduler.trace.geometry import ElementSet, Rectangle
@@ -98,14 +98,15 @@ def check_sketch_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
     """Finds the files of every step by their names, and reads that of one rank of each.
 
     Raises:
-        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have.
+        TraceError: there is no trace; or ranks have no file, named at once with the files that they should have. Where
+            the last rank's file is misplaced, that explains them, and opening says it.
     """
     steps = find_steps(trace_dir)
     if not steps:
         raise TraceError(f"{trace_dir}: no trace here; run with trace.level=sketch")
     listed: dict[int, tuple[Path, ...]] = {}
     for step, folder in steps:
-        named = [(name, path) for path in sorted(folder.iterdir()) if (name := SKETCH_FILE.fullmatch(path.name))]
+        named = [(name, path) for path in list_folder(folder) if (name := SKETCH_FILE.fullmatch(path.name))]
         if not named:
             raise TraceError(
                 f"{folder}: no sketches; the run ended before any rank wrote this step, or trace.level is full"
@@ -114,10 +115,19 @@ def check_sketch_ranks(trace_dir: Path) -> dict[int, tuple[Path, ...]]:
         first = _read_file(by_rank[min(by_rank)], trace_dir)
         writers = list_writers(first.footer.ranks, first.world_size)
         missing = name_missing(by_rank, writers, first.world_size, sketch_name)
-        if missing:
+        if missing and not _is_misplaced(by_rank[max(by_rank)], trace_dir, first.world_size):
             raise TraceError(f"{folder}: {missing}")
         listed[step] = tuple(path for _, path in named)
     return listed
+
+
+def _is_misplaced(path: Path, trace_dir: Path, world_size: int) -> bool:
+    """Whether a file is of a run of another size, or of another rank than its name says."""
+    try:
+        rank = _read_file(path, trace_dir)
+    except TraceError:
+        return False
+    return (rank.world_size, sketch_name(rank.place.global_rank)) != (world_size, path.name)
 
 
 def _open_step(paths: Sequence[Path], trace_dir: Path) -> tuple[RankSketches, ...]:

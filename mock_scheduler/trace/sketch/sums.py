@@ -2,7 +2,7 @@
 
 On a device nothing is waited for: all sums stay there until the sketches of a step are finished. On the CPU ``host``
 has a faster way.
-Every sum has a fixed order: there are no atomic operations, and a number of threads changes rounding at most.
+Every sum has a fixed order: there are no atomic operations. In torch, a number of threads changes rounding at most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class SketchSums:
         # A training's modes, as the one that runs Megatron on the host, have nothing to change here, and cost more than
         # the sums of a small tensor.
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            parts = list(rectangles_of(tensor.detach(), spec))
+            # A conjugate's imaginary part is negative by a flag, and its bits are not what they mean.
+            parts = list(rectangles_of(tensor.detach().resolve_neg(), spec))
             runs = [run for rectangle, values in parts for run in runs_of(rectangle, values, spec.global_shape)]
             self.num_elements += sum(rectangle.num_elements for rectangle, _ in parts)
             is_native = _is_host(tensor.device) and can_sum(self.dtype)

@@ -9,7 +9,7 @@ Indices are taken modulo 2^64: those of rows by content (``entries.virtual_start
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -23,11 +23,15 @@ _NUM_INDICES = 1 << 64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """Rows ``[R, L]`` of elements one after another; row r begins at canonical index ``start + r * stride``."""
+    """Rows ``[R, L]`` of elements one after another; row r begins at canonical index ``start + r * stride``.
+
+    turn: multiples of 2^64 that were taken off. Runs of two turns may have the same indices: both are summed.
+    """
 
     start: int
     stride: int
     values: torch.Tensor
+    turn: int = 0
 
     @property
     def end(self) -> int:
@@ -37,7 +41,7 @@ class Run:
     def rows(self, first: int, last: int, columns: slice) -> Run:
         """Some rows, of each some elements; ``columns`` has a start."""
         start = self.start + first * self.stride + columns.start
-        return Run(start=start, stride=self.stride, values=self.values[first:last, columns])
+        return replace(self, start=start, values=self.values[first:last, columns])
 
     def clip(self, begin: int, end: int) -> Iterator[Run]:
         """Yields the part within ``begin`` to ``end``: whole rows, and at both edges the rest of a row."""
@@ -64,7 +68,7 @@ class Run:
         for turn in range(self.start // _NUM_INDICES, (self.end - 1) // _NUM_INDICES + 1):
             first = turn * _NUM_INDICES
             for run in self.clip(first, first + _NUM_INDICES):
-                yield Run(start=run.start - first, stride=run.stride, values=run.values)
+                yield replace(run, start=run.start - first, turn=turn)
 
 
 def runs_of(rectangle: Rectangle, values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[Run]:
@@ -114,15 +118,16 @@ class Window:
 
 
 def windows_of(runs: Sequence[Run], *, num_elements: int) -> list[Window]:
-    """Cuts runs into windows of at most ``num_elements``, in canonical order.
+    """Cuts runs into windows of at most ``num_elements``, in canonical order within each turn.
 
     ``num_elements``: a number of rows that divides a block, or a multiple of a block.
     """
-    by_window: dict[int, list[Run]] = {}
+    by_window: dict[tuple[int, int], list[Run]] = {}
     for run in runs:
         for window in range(run.start // num_elements, (run.end - 1) // num_elements + 1):
-            by_window.setdefault(window, []).extend(run.clip(window * num_elements, (window + 1) * num_elements))
-    return [_window(by_window[window]) for window in sorted(by_window) if by_window[window]]
+            own = by_window.setdefault((run.turn, window), [])
+            own.extend(run.clip(window * num_elements, (window + 1) * num_elements))
+    return [_window(by_window[place]) for place in sorted(by_window) if by_window[place]]
 
 
 def _window(runs: Sequence[Run]) -> Window:

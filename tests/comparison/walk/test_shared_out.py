@@ -14,6 +14,9 @@ from mock_scheduler.comparison.pairing.selection import EVERYTHING
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.traces import compare_trace_folders
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.trace.full import opening
+from mock_scheduler.trace.full.part import Part
+from mock_scheduler.trace.full.pieces import Shared
 from mock_scheduler.verdict.replicas import check_replicas_at
 from tests.comparison.walk.test_walk import BOUNDS, LAYER, WEIGHT, Run, changed, make_run, noise
 
@@ -64,6 +67,37 @@ def test_shared_copies_are_counted_as_one_process_counts_them(pair: tuple[Path, 
     assert spread.num_tasks > 1
     assert alone == shared
     assert len(shared.conflicts) == 3
+
+
+class StepsOfTasks(OtherProcesses):
+    """Notes the steps of which each task reads a header."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[set[str]] = []
+        read_part = opening.read_part
+
+        def noted(path: Path, trace_dir: Path, *, shared: Shared | None = None) -> Part:
+            if self.steps:
+                self.steps[-1].add(path.parent.name)
+            return read_part(path, trace_dir, shared=shared)
+
+        monkeypatch.setattr(opening, "read_part", noted)
+
+    def __call__(self, tasks: Sequence[Callable[[], T]]) -> Iterator[T]:
+        for task in tasks:
+            self.steps.append(set())
+            yield from super().__call__([task])
+
+
+def test_a_task_reads_the_headers_of_its_steps_alone(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task had opened the whole trace."""
+    spread = StepsOfTasks(monkeypatch)
+    compare_trace_folders(*pair, bounds=BOUNDS, spread=spread)
+    first, second, third = (f"step_{step:06d}" for step in range(3))
+    assert spread.steps == [{first}, {first, second}, {second, third}]
+    spread.steps.clear()
+    check_replicas_at(pair[1], spread=spread)
+    assert max(map(len, spread.steps)) == 1
 
 
 def test_sketches_are_not_shared_out(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import mock_scheduler.recording.reading.reader
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepNotFoundError
@@ -332,6 +333,35 @@ def test_a_rank_that_reads_beside_another_asks_for_names_once_however_long_the_p
         assert reader.load_step(request(step)).batch.is_identical(make_batch(seed=step))
     # Each step is opened where the plan found it.
     assert asked.calls == {"read_bytes": 1, "list_names": 2, "open_source": num_steps}
+
+
+@pytest.mark.parametrize("has_headers", [False, True])
+def test_of_a_long_plan_both_ends_of_steps_and_of_stand_ins_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_headers: bool
+) -> None:
+    monkeypatch.setattr(mock_scheduler.recording.reading.reader, "MOST_CHECKED", 8)
+    record(tmp_path, [step for step in range(20) if step not in (5, 15)])
+    reader = RecordingReader(str(tmp_path))
+    steps, stand_ins = [request(step) for step in range(10)], [request(step) for step in range(10, 20)]
+    reader.check_plan(steps, stand_ins=stand_ins, has_headers=has_headers)
+    assert reader.check_plan(steps[:1], stand_ins=stand_ins[:1], has_headers=False) == 0
+    for absent in (1, 8, 11, 18):
+        path = tmp_path / f"train/step_{absent:06d}.safetensors"
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(StepNotFoundError, match=f"step_{absent:06d}"):
+            reader.check_plan(steps, stand_ins=stand_ins, has_headers=has_headers)
+        path.write_bytes(content)
+
+
+def test_a_rank_beside_another_lists_all_steps_that_both_ends_of_a_long_plan_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mock_scheduler.recording.reading.reader, "MOST_CHECKED", 4)
+    record(tmp_path, range(2, 8))
+    plan = [request(step) for step in range(10)]
+    with pytest.raises(StepNotFoundError, match=r"train 0-1, 8-9 were not run in dump mode"):
+        RecordingReader(str(tmp_path)).check_plan(plan, has_headers=False)
 
 
 def test_a_planned_step_that_took_another_form_since_is_found(tmp_path: Path) -> None:

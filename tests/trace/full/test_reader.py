@@ -11,6 +11,9 @@ import torch
 
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import LedgerCall, RowTable, StepFooter, TraceEntry
+from mock_scheduler.trace.full import opening
+from mock_scheduler.trace.full.part import Part
+from mock_scheduler.trace.full.pieces import Shared
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import ShardSpec, cut_shard, whole
@@ -46,6 +49,43 @@ def write_parts(trace_dir: Path, entries: Sequence[TraceEntry]) -> list[Path]:
         sink.add(item)
     sink.close(StepFooter())
     return sorted((trace_dir / "step_000000").iterdir())
+
+
+def test_a_file_that_a_link_leads_to_is_opened_anew_where_it_was_written_again(tmp_path: Path) -> None:
+    """The link was looked at, which stayed as it was."""
+    trace = tmp_path / "trace"
+    (path,) = save_ranks(trace, 1)
+    stored = path.rename(trace / "stored")
+    path.symlink_to(stored)
+    with open_trace(trace) as reader:
+        assert {item.name for item in reader.keys(0)} == {NORM}
+    save(tmp_path / "other", 0, 1, [entry(whole("other", (1,)), torch.ones(1))]).replace(stored)
+    with open_trace(trace) as reader:
+        assert {item.name for item in reader.keys(0)} == {"other"}
+
+
+def test_opened_steps_are_kept_up_to_a_number_of_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were kept by a number of files, whatever these held."""
+    monkeypatch.setattr(opening, "_KEPT", opening._KeptSteps())
+    monkeypatch.setattr(opening, "_MOST_PIECES_KEPT", 5)
+    read: list[Path] = []
+    read_part = opening.read_part
+
+    def noted(path: Path, trace_dir: Path, *, shared: Shared | None = None) -> Part:
+        if shared is not None:  # not the first look at who writes
+            read.append(path)
+        return read_part(path, trace_dir, shared=shared)
+
+    monkeypatch.setattr(opening, "read_part", noted)
+    two, other, six = (tmp_path / name for name in ("two", "other", "six"))
+    for folder, num_ranks in ((two, 2), (other, 2), (six, 6)):
+        save_ranks(folder, num_ranks)
+    num_read = []
+    for folder in (two, other, two, six, two, six):
+        read.clear()
+        open_trace(folder).close()
+        num_read.append(len(read))
+    assert num_read == [2, 2, 0, 6, 2, 6]
 
 
 def test_a_missing_rank_file_is_an_error_naming_the_rank(tmp_path: Path) -> None:

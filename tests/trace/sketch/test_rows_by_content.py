@@ -13,6 +13,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, RowTable, virtual_start
 from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
+from mock_scheduler.trace.sketch import sums
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import add, difference, sketch_piece
 from tests.content_traces import HIDDEN, LOSS, save_content_trace
@@ -98,6 +99,22 @@ def test_indices_are_taken_modulo_2_to_the_64(width: int) -> None:
     )
     assert found.is_identical(expected)
     assert torch.allclose(found.sums, expected.sums, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_with_the_same_indices_in_two_turns_are_both_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 2^61 apart coincide at a width of 8: in torch one overwrote the other, amid memory that nobody had set."""
+    monkeypatch.setattr(sums, "can_sum", lambda dtype: False)
+    width, num_rows, starts = 8, 150, (5 << 22, (5 << 22) + 2**61)
+    values = torch.randn(2 * num_rows, width, generator=torch.Generator().manual_seed(3))
+    blocks = tuple(
+        Block(local_start=index * num_rows, global_start=start, length=num_rows) for index, start in enumerate(starts)
+    )
+    both = replace(token_spec(0, 2 * num_rows, width), splits=(Split(dim=0, blocks=blocks),))
+    halves = values.split(num_rows)
+    apart = [sketch_piece(half, token_spec(start, num_rows, width)) for half, start in zip(halves, starts, strict=True)]
+    found = sketch_piece(values, both)
+    assert found.is_identical(add(*apart))
+    assert found.sum_of_squares == pytest.approx(float(values.double().square().sum()), rel=1e-12)
 
 
 def test_parts_of_wrapping_columns_add_up_to_the_whole() -> None:

@@ -1,8 +1,10 @@
 """A sketch is computed in two ways, by C on the host and by torch anywhere: both give the same, without waiting."""
 
+import ctypes
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +94,14 @@ def test_both_ways_count_what_is_not_finite(dtype: torch.dtype) -> None:
         assert_equal(found, sketch_in_torch(changed, spec))
 
 
+def test_numbers_that_are_negative_by_a_flag_are_summed_as_such() -> None:
+    flagged = torch.complex(normal(9), normal(9)).conj().imag
+    assert flagged.is_neg()
+    spec = whole("x", (9,))
+    for found in (sketch_piece(flagged, spec), sketch_in_torch(flagged, spec)):
+        assert_equal(found, sketch_piece(-normal(9), spec))
+
+
 @needs_native
 def test_squares_that_overflow_are_no_infinities() -> None:
     found = sketch_piece(torch.full((20,), 1e200, dtype=torch.float64), whole("x", (20,)))
@@ -102,7 +112,7 @@ def test_squares_that_overflow_are_no_infinities() -> None:
 @needs_native
 def test_threads_share_the_work_and_change_rounding_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(host, "_LEAST_OF_A_THREAD", 1)
+    monkeypatch.setattr(host, "_ELEMENTS_OF_A_PART", 1)
     host._workers.cache_clear()
     try:
         for tensor, spec in pieces(torch.float32):
@@ -114,12 +124,39 @@ def test_threads_share_the_work_and_change_rounding_at_most(monkeypatch: pytest.
         host._workers.cache_clear()
 
 
+@needs_native
+def test_sums_have_the_same_bits_for_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_ELEMENTS_OF_A_PART", BLOCK)
+    cases = [
+        (normal(7 * BLOCK + 5), whole("x", (7 * BLOCK + 5,))),
+        (normal(200, 3000), at(2**64 // 3000 - 3, 200, 3000)),
+    ]
+    found = []
+    for num_threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num_threads=num_threads: num_threads)
+        host._workers.cache_clear()
+        try:
+            sketches = [sketch_piece(tensor, spec) for tensor, spec in cases]
+        finally:
+            if num_threads > 1:
+                host._workers(num_threads).shutdown()
+            host._workers.cache_clear()
+        found.append([(item.sums.tolist(), item.sum_of_squares, item.fingerprint) for item in sketches])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(sketch_rows=None))
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    assert host._native.__wrapped__() is None
+
+
 def test_an_error_of_one_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("one thread's")
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(host, "_LEAST_OF_A_THREAD", 1)
+    monkeypatch.setattr(host, "_ELEMENTS_OF_A_PART", 1)
     monkeypatch.setattr(host, "_native", lambda: fail)
     host._workers.cache_clear()
     try:
