@@ -71,11 +71,8 @@ def judge_runs(
     other_draws = _find_other_draws(baseline, candidate)
     if other_draws is not None:
         return Verdict(kind=VerdictKind.INCOMPARABLE, why=other_draws)
-    selection = replace(
-        selection,
-        stated=(baseline.steps, candidate.steps),
-        precisions=(baseline.precision, candidate.precision),
-    )
+    precisions = (baseline.precision, candidate.precision)
+    selection = replace(selection, stated=(baseline.steps, candidate.steps), precisions=precisions)
     try:
         verdict = compare_runs(
             baseline.output_dir,
@@ -94,7 +91,7 @@ def judge_runs(
         parameters={**baseline.untraced_parameters, **candidate.untraced_parameters},
         metrics=verdict.metrics,
         # Runs of earlier releases, which state no precision, could not show it.
-        asks_last_state=bool(baseline.precision and candidate.precision),
+        asks_last_state=all(precisions),
         selection=selection,
     )
     verdict = replace(verdict, unseen=unseen)
