@@ -12,17 +12,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
 
+from mock_scheduler.support.native import DTYPE_NUMBERS, load_function
 from mock_scheduler.trace.sketch.constants import BLOCK, tables
 from mock_scheduler.trace.sketch.totals import Totals
 from mock_scheduler.trace.sketch.windows import Run
 
-#: As the C file numbers them.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 #: Entries behind a table that the C file may read, and leaves out of all sums.
 _NUM_LANES = 8
 #: Fewer elements a thread are done before another has started.
@@ -32,7 +29,7 @@ _HOST = torch.device("cpu")
 
 def can_sum(dtype: torch.dtype) -> bool:
     """Whether ``sum_on_host`` is there, for elements of this dtype."""
-    return dtype in _DTYPES and _native() is not None
+    return dtype in DTYPE_NUMBERS and _native() is not None
 
 
 def sum_on_host(runs: Sequence[Run], dtype: torch.dtype) -> Totals:
@@ -91,7 +88,7 @@ def _sum_run(run: Run, dtype: torch.dtype, *, is_masked: bool) -> Totals:
         values.shape[1],
         run.start,
         run.stride,
-        _DTYPES[dtype],
+        DTYPE_NUMBERS[dtype],
         is_masked,
         signs.data_ptr(),
         keys.data_ptr(),
@@ -112,15 +109,6 @@ def _padded_tables() -> tuple[torch.Tensor, torch.Tensor]:
 @lru_cache(maxsize=1)
 def _native() -> Callable[..., None] | None:
     """Returns ``sketch_rows`` of the C file; ``None`` where it was not built."""
-    path = Path(__file__).with_name(f"native{EXTENSION_SUFFIXES[0]}")
-    if not path.is_file():
-        return None
-    # A call gives the interpreter free.
-    add_rows = ctypes.CDLL(str(path)).sketch_rows
-    pointer, number, index = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-    add_rows.argtypes = [
-        *(pointer, number, number, number, index, index),
-        *(ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, pointer, pointer),
-    ]
-    add_rows.restype = None
-    return add_rows
+    pointer, number, index, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
+    rows, sums = [pointer, number, number, number, index, index], [pointer, pointer, pointer, pointer, pointer]
+    return load_function(__file__, "sketch_rows", [*rows, flag, flag, *sums])
