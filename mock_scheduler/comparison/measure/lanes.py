@@ -18,10 +18,8 @@ import numpy as np
 import torch
 
 from mock_scheduler.comparison.measure.large_tensors import SCRATCH
-from mock_scheduler.comparison.thresholds import CHUNK_ELEMENTS
+from mock_scheduler.comparison.thresholds import CHUNK_ELEMENTS, NUM_LANES
 from mock_scheduler.support.native import DTYPE_NUMBERS, load_function
-
-NUM_LANES = 16
 
 
 def dot(left: torch.Tensor, right: torch.Tensor) -> float:
