@@ -23,29 +23,38 @@ enum { NONE = -1, FLOAT32 = 0, BFLOAT16 = 1, FLOAT64 = 2 };
 
 INLINE int64_t size_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
+/* Elements are read by groups of LANES, of each of which the lower half comes first. Where all are bfloat16, in PAIRS,
+ * the even elements do, which need but be shifted.
+ */
+enum { LOW = 0, HIGH = 1, PAIRS = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? 2 : 0 };
+
 /* Loads float64. */
-INLINE Longs load_longs(const char *elements) {
+INLINE Longs load_longs(const char *group, int half) {
     Longs bits;
-    memcpy(&bits, elements, sizeof bits);
+    memcpy(&bits, group + (half & HIGH) * sizeof bits, sizeof bits);
     return bits;
 }
 
 /* Loads float32 or bfloat16, as float32. */
-INLINE Ints load_ints(const char *elements, int dtype) {
+INLINE Ints load_ints(const char *group, int dtype, int half) {
     Ints bits;
+    if (half & PAIRS) {
+        memcpy(&bits, group, sizeof bits);
+        return half & HIGH ? bits & (int32_t)0xFFFF0000 : bits << 16;
+    }
     if (dtype == FLOAT32) {
-        memcpy(&bits, elements, sizeof bits);
+        memcpy(&bits, group + half * sizeof bits, sizeof bits);
         return bits;
     }
     Shorts halves;
-    memcpy(&halves, elements, sizeof halves);
+    memcpy(&halves, group + half * sizeof halves, sizeof halves);
     return __builtin_convertvector(halves, Ints) << 16;
 }
 
 INLINE Doubles widen(Ints bits) { return __builtin_convertvector((Floats)bits, Doubles); }
 
-INLINE Doubles load(const char *elements, int dtype) {
-    return dtype == FLOAT64 ? (Doubles)load_longs(elements) : widen(load_ints(elements, dtype));
+INLINE Doubles load(const char *group, int dtype, int half) {
+    return dtype == FLOAT64 ? (Doubles)load_longs(group, half) : widen(load_ints(group, dtype, half));
 }
 
 INLINE double load_one(const char *element, int dtype) {
@@ -67,10 +76,14 @@ INLINE double load_one(const char *element, int dtype) {
     return narrow;
 }
 
-/* Adds both halves of the lanes, then halves of these. */
-INLINE double fold(Doubles low, Doubles high) {
-    Doubles sums = low + high;
-    for (int width = HALF / 2; width; width /= 2)
+/* Adds the upper half of the lanes to the lower one, until one is left. */
+INLINE double fold(Doubles low, Doubles high, int pairs) {
+    double sums[LANES];
+    for (int lane = 0; lane < HALF; lane++) {
+        sums[pairs ? 2 * lane : lane] = low[lane];
+        sums[pairs ? 2 * lane + 1 : lane + HALF] = high[lane];
+    }
+    for (int width = HALF; width; width /= 2)
         for (int lane = 0; lane < width; lane++) sums[lane] += sums[lane + width];
     return sums[0];
 }
@@ -88,11 +101,11 @@ typedef struct {
     LongWords wide_distances;
 } Extremes;
 
-INLINE void add_pair(Lanes *lanes, Extremes *seen, const char *left, const char *right, int dtype) {
+INLINE void add_pair(Lanes *lanes, Extremes *seen, const char *left, const char *right, int dtype, int half) {
     Doubles mine, other;
     /* Bits in the order of the numbers, where both zeros are 0: the magnitude, with the sign. */
     if (dtype == FLOAT64) {
-        Longs a = load_longs(left), b = load_longs(right), sign_a = a >> 63, sign_b = b >> 63;
+        Longs a = load_longs(left, half), b = load_longs(right, half), sign_a = a >> 63, sign_b = b >> 63;
         mine = (Doubles)a;
         other = (Doubles)b;
         seen->num_different -= a != b;
@@ -103,7 +116,7 @@ INLINE void add_pair(Lanes *lanes, Extremes *seen, const char *left, const char 
         LongWords is_farther = (LongWords)(distances > seen->wide_distances);
         seen->wide_distances = (distances & is_farther) | (seen->wide_distances & ~is_farther);
     } else {
-        Ints a = load_ints(left, dtype), b = load_ints(right, dtype), sign_a = a >> 31, sign_b = b >> 31;
+        Ints a = load_ints(left, dtype, half), b = load_ints(right, dtype, half), sign_a = a >> 31, sign_b = b >> 31;
         mine = widen(a);
         other = widen(b);
         seen->num_different -= __builtin_convertvector(a != b, Longs);
@@ -123,8 +136,8 @@ INLINE void add_pair(Lanes *lanes, Extremes *seen, const char *left, const char 
     lanes->difference += difference * difference;
 }
 
-INLINE void add_equal(Lanes *lanes, const char *elements, int dtype) {
-    Doubles values = load(elements, dtype), squares = values * values;
+INLINE void add_equal(Lanes *lanes, const char *group, int dtype, int half) {
+    Doubles values = load(group, dtype, half), squares = values * values;
     lanes->mine += squares;
     lanes->product += squares;
     lanes->other += squares;
@@ -165,7 +178,8 @@ INLINE int add_extremes(PairSums *sums, const Extremes *seen, const char *left, 
 }
 
 INLINE int sum_pair_of(PairSums *sums, const char *left, const char *right, int64_t length, int64_t chunk, int dtype) {
-    int64_t size = size_of(dtype), half = HALF * size;
+    int64_t size = size_of(dtype);
+    int pairs = dtype == BFLOAT16 ? PAIRS : 0;
     Lanes low = {0}, high = {0};
     for (int64_t start = 0, stop, chunk_stop = 0; start < length; start = stop) {
         if (start == chunk_stop) chunk_stop = length - start < chunk ? length : start + chunk;
@@ -178,25 +192,25 @@ INLINE int sum_pair_of(PairSums *sums, const char *left, const char *right, int6
         if (memcmp(a, b, num * size)) {
             Extremes seen = {0};
             for (; done + LANES <= num; done += LANES) {
-                add_pair(&low, &seen, a + done * size, b + done * size, dtype);
-                add_pair(&high, &seen, a + done * size + half, b + done * size + half, dtype);
+                add_pair(&low, &seen, a + done * size, b + done * size, dtype, pairs | LOW);
+                add_pair(&high, &seen, a + done * size, b + done * size, dtype, pairs | HIGH);
             }
-            add_pair(&low, &seen, rest_a, rest_b, dtype);
-            add_pair(&high, &seen, rest_a + half, rest_b + half, dtype);
+            add_pair(&low, &seen, rest_a, rest_b, dtype, pairs | LOW);
+            add_pair(&high, &seen, rest_a, rest_b, dtype, pairs | HIGH);
             if (!add_extremes(sums, &seen, a, b, start, num, dtype)) return 0;
         } else {
             for (; done + LANES <= num; done += LANES) {
-                add_equal(&low, a + done * size, dtype);
-                add_equal(&high, a + done * size + half, dtype);
+                add_equal(&low, a + done * size, dtype, pairs | LOW);
+                add_equal(&high, a + done * size, dtype, pairs | HIGH);
             }
-            add_equal(&low, rest_a, dtype);
-            add_equal(&high, rest_a + half, dtype);
+            add_equal(&low, rest_a, dtype, pairs | LOW);
+            add_equal(&high, rest_a, dtype, pairs | HIGH);
         }
         if (stop == chunk_stop) {
-            sums->squares[0] += fold(low.mine, high.mine);
-            sums->squares[1] += fold(low.product, high.product);
-            sums->squares[2] += fold(low.other, high.other);
-            sums->squares[3] += fold(low.difference, high.difference);
+            sums->squares[0] += fold(low.mine, high.mine, pairs);
+            sums->squares[1] += fold(low.product, high.product, pairs);
+            sums->squares[2] += fold(low.other, high.other, pairs);
+            sums->squares[3] += fold(low.difference, high.difference, pairs);
             low = high = (Lanes){0};
         }
     }
@@ -215,28 +229,28 @@ typedef struct {
 } Sides;
 
 /* Returns where an element has a say: all bits of it. */
-INLINE Longs find_counted(const Sides *sides, int64_t offset, int dtype, double significant) {
+INLINE Longs find_counted(const Sides *sides, int64_t offset, int dtype, int half, double significant) {
     const char *left = sides->gradient[0] + offset, *right = sides->gradient[1] + offset;
     if (dtype == FLOAT64) {
-        Doubles mine = (Doubles)load_longs(left), distance = mine - (Doubles)load_longs(right);
+        Doubles mine = (Doubles)load_longs(left, half), distance = mine - (Doubles)load_longs(right, half);
         return (Doubles)((Longs)distance & INT64_MAX) <= (Doubles)((Longs)mine & INT64_MAX) * significant;
     }
-    Floats mine = (Floats)load_ints(left, dtype), distance = mine - (Floats)load_ints(right, dtype);
+    Floats mine = (Floats)load_ints(left, dtype, half), distance = mine - (Floats)load_ints(right, dtype, half);
     Ints is_counted = (Floats)((Ints)distance & INT32_MAX) <= (Floats)((Ints)mine & INT32_MAX) * (float)significant;
     return __builtin_convertvector(is_counted, Longs);
 }
 
 INLINE void add_change(ChangeLanes *lanes, Longs *num_excluded, const Sides *sides, int64_t index, int dtype,
-                       int gradient_dtype, double significant) {
+                       int gradient_dtype, int half, double significant) {
     int64_t offset = index * size_of(dtype);
-    Doubles mine = load(sides->new[0] + offset, dtype) - load(sides->old[0] + offset, dtype);
-    Doubles other = load(sides->new[1] + offset, dtype) - load(sides->old[1] + offset, dtype);
+    Doubles mine = load(sides->new[0] + offset, dtype, half) - load(sides->old[0] + offset, dtype, half);
+    Doubles other = load(sides->new[1] + offset, dtype, half) - load(sides->old[1] + offset, dtype, half);
     Doubles difference = other - mine, space;
     /* The power of two below a number: it without sign and mantissa. */
-    if (dtype == FLOAT64) space = (Doubles)(load_longs(sides->new[0] + offset) & INFINITE);
-    else space = widen(load_ints(sides->new[0] + offset, dtype) & 0x7F800000);
+    if (dtype == FLOAT64) space = (Doubles)(load_longs(sides->new[0] + offset, half) & INFINITE);
+    else space = widen(load_ints(sides->new[0] + offset, dtype, half) & 0x7F800000);
     if (gradient_dtype != NONE) {
-        Longs is_counted = find_counted(sides, index * size_of(gradient_dtype), gradient_dtype, significant);
+        Longs is_counted = find_counted(sides, index * size_of(gradient_dtype), gradient_dtype, half, significant);
         *num_excluded += is_counted + 1;
         mine = (Doubles)((Longs)mine & is_counted);
         difference = (Doubles)((Longs)difference & is_counted);
@@ -266,23 +280,24 @@ INLINE Sides copy_rest(const Sides *sides, char *rest, int64_t index, int64_t nu
 INLINE int64_t sum_changes_of(double *sums, const Sides *sides, int64_t length, int64_t chunk, int dtype,
                               int gradient_dtype, double significant, double unit) {
     Longs num_excluded = {0};
+    int pairs = dtype == BFLOAT16 && (gradient_dtype == NONE || gradient_dtype == BFLOAT16) ? PAIRS : 0;
     char rest[6 * 8 * LANES];
     for (int64_t start = 0, stop; start < length; start = stop) {
         ChangeLanes low = {0}, high = {0};
         stop = length - start < chunk ? length : start + chunk;
         int64_t whole = stop - (stop - start) % LANES;
         for (int64_t index = start; index < whole; index += LANES) {
-            add_change(&low, &num_excluded, sides, index, dtype, gradient_dtype, significant);
-            add_change(&high, &num_excluded, sides, index + HALF, dtype, gradient_dtype, significant);
+            add_change(&low, &num_excluded, sides, index, dtype, gradient_dtype, pairs | LOW, significant);
+            add_change(&high, &num_excluded, sides, index, dtype, gradient_dtype, pairs | HIGH, significant);
         }
         if (whole < stop) {
             Sides copy = copy_rest(sides, rest, whole, stop - whole, dtype, gradient_dtype);
-            add_change(&low, &num_excluded, &copy, 0, dtype, gradient_dtype, significant);
-            add_change(&high, &num_excluded, &copy, HALF, dtype, gradient_dtype, significant);
+            add_change(&low, &num_excluded, &copy, 0, dtype, gradient_dtype, pairs | LOW, significant);
+            add_change(&high, &num_excluded, &copy, 0, dtype, gradient_dtype, pairs | HIGH, significant);
         }
-        sums[0] += fold(low.difference, high.difference);
-        sums[1] += fold(low.size, high.size);
-        sums[2] += fold(low.rounding, high.rounding) * unit;
+        sums[0] += fold(low.difference, high.difference, pairs);
+        sums[1] += fold(low.size, high.size, pairs);
+        sums[2] += fold(low.rounding, high.rounding, pairs) * unit;
     }
     int64_t num = 0;
     for (int lane = 0; lane < HALF; lane++) num += num_excluded[lane];
