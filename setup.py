@@ -8,10 +8,18 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
-# Optional: sketches of traces are the same without a compiler, and slower. No contraction: the same bits everywhere.
-SKETCH_FLAGS = ["-O3", "-ffp-contract=off", "-fwrapv", "-Wno-psabi"]
-SKETCH_SOURCES = ["mock_scheduler/trace/sketch/native.c"]
-SKETCH = Extension("mock_scheduler.trace.sketch.native", SKETCH_SOURCES, extra_compile_args=SKETCH_FLAGS, optional=True)
+# Optional: sketches and comparisons are the same without a compiler, and slower. No contraction: the same bits
+# everywhere.
+NATIVE_FLAGS = ["-O3", "-ffp-contract=off", "-fwrapv", "-Wno-psabi"]
+NATIVE = [
+    Extension(
+        f"mock_scheduler.{folder.replace('/', '.')}.native",
+        [f"mock_scheduler/{folder}/native.c"],
+        extra_compile_args=NATIVE_FLAGS,
+        optional=True,
+    )
+    for folder in ("trace/sketch", "comparison/measure")
+]
 
 setup(
     name="mock-scheduler",
@@ -23,7 +31,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["mock_scheduler", "mock_scheduler.*", "pipelines", "pipelines.*"]),
-    ext_modules=[SKETCH],
+    ext_modules=NATIVE,
     package_data={"mock_scheduler": ["py.typed", "**/templates/*"]},
     install_requires=[
         "torch>=2.6",

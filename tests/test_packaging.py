@@ -111,10 +111,12 @@ def test_what_is_built_has_every_template_of_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_the_c_file_of_sketches_is_built_without_headers_of_python(tmp_path: Path) -> None:
+def test_c_files_are_built_without_headers_of_python(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path), "--build-temp"]
     done = subprocess.run([*command, str(tmp_path / "temp")], check=True, cwd=ROOT, capture_output=True, text=True)
     assert done.stderr == ""
-    (built,) = (tmp_path / "mock_scheduler/trace/sketch").iterdir()
-    assert ctypes.CDLL(str(built)).sketch_rows_1
-    assert "Python.h" not in (ROOT / "mock_scheduler/trace/sketch/native.c").read_text(encoding="utf-8")
+    functions = {"trace/sketch": ["sketch_rows_1"], "comparison/measure": ["sum_pair_1", "sum_changes_1"]}
+    for folder, names in functions.items():
+        (built,) = (tmp_path / "mock_scheduler" / folder).iterdir()
+        assert all(hasattr(ctypes.CDLL(str(built)), name) for name in names)
+        assert "Python.h" not in (ROOT / "mock_scheduler" / folder / "native.c").read_text(encoding="utf-8")

@@ -167,6 +167,12 @@ BLOCK_ELEMENTS = _define(
     unit="elements",
     reason="what one thread takes at a time; the order of sums depends on it, so that it is fixed on every machine",
 )
+NUM_LANES = _define(
+    "NUM_LANES",
+    16,
+    unit="sums that stand for one",
+    reason="two vectors of the widest processors; every sum's bits depend on it",
+)
 MOST_THREADS = _define(
     "MOST_THREADS", 8, unit="threads", reason="a comparison leaves some of a large machine to what else runs there"
 )

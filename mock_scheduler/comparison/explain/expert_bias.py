@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
-from mock_scheduler.comparison.measure.distance import Pair
+from mock_scheduler.comparison.measure.changes import Pair
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import DECISION_UNITS, ELEMENTS_OF_A_TOKEN
 from mock_scheduler.trace.entries import TraceKey

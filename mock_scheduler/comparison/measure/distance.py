@@ -1,6 +1,6 @@
 """How far two tensors are apart, and how far they may be.
 
-All sums are in float64 and by chunks, so nothing larger than a chunk is made beside the tensors.
+All sums are in float64 and by chunks (``lanes``), so nothing larger than a chunk is made beside the tensors.
 
 - A tensor of the forward or backward pass is judged by ||a - b|| / ||a|| and its bound (``bounds``). A bound not
   measured for this tensor gets the *rounding* added no such tensor can be without: 16 units in the last place of the
@@ -24,16 +24,14 @@ bound it still exceeds it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 
 from mock_scheduler.comparison.bounds.bound import TensorBound
 from mock_scheduler.comparison.findings import NonFinite
+from mock_scheduler.comparison.measure.changes import Changes, Pair, sum_changes
 from mock_scheduler.comparison.measure.figures import PairSums, compute_figures, sum_pair
-from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
 from mock_scheduler.comparison.tensors import Figures, TensorDifference
 from mock_scheduler.comparison.thresholds import (
     LARGEST_SIGNIFICANT,
@@ -42,16 +40,13 @@ from mock_scheduler.comparison.thresholds import (
     POOL_ROUNDING_UNITS,
     SIGNIFICANT,
 )
-from mock_scheduler.support.tensor_bytes import dtype_name, view_as_bits
+from mock_scheduler.support.tensor_bytes import dtype_name, have_equal_bytes
 from mock_scheduler.trace.entries import TraceKey
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""The same tensor of baseline and candidate."""
 
 
 def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape and equal bits."""
-    return left.dtype == right.dtype and torch.equal(view_as_bits(left), view_as_bits(right))
+    return left.dtype == right.dtype and left.shape == right.shape and have_equal_bytes(left, right)
 
 
 def count_non_finite(tensor: torch.Tensor) -> NonFinite | None:
@@ -180,11 +175,12 @@ def compare_updates(
     is_same_before = is_bit_equal(*before) if is_same_before is None else is_same_before
     bit_equal = figures.num_different == 0 and is_same_before
     # What is equal needs no bound, and summing what the update did costs more than all else.
-    sums = (
-        _Changes() if bit_equal else _sum_changes(before, after, gradients, significant, is_same_before=is_same_before)
-    )
+    sums = Changes() if bit_equal else sum_changes(before, after, gradients, significant, is_same_before=is_same_before)
     # Two changes are compared in float64, since the parameters they are taken from nearly cancel.
-    relative, tolerance = (0.0, bound.relative) if bit_equal else sums.relate(bound)
+    relative, tolerance = (0.0, bound.relative)
+    if not bit_equal:
+        rounding = bound.absolute + (sums.rounding if bound.has_rounding else 0.0)
+        relative, tolerance = relate(sums.distance, sums.size, rounding=rounding, tolerance=bound.relative)
     return TensorDifference(
         key=key,
         num_elements=after[0].numel(),
@@ -192,8 +188,8 @@ def compare_updates(
         max_abs=figures.max_abs,
         relative=relative,
         tolerance=tolerance,
-        distance=math.sqrt(sums.difference),
-        size=math.sqrt(sums.size),
+        distance=sums.distance,
+        size=sums.size,
         is_estimate=bound.is_estimate,
         num_excluded=sums.num_excluded,
         is_zero=is_bit_equal(before[0], after[0]),
@@ -205,106 +201,6 @@ def compare_updates(
 def rounding_unit(tensor: torch.Tensor) -> float:
     """Returns the spacing of its numbers at 1; 0 for integers."""
     return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
-
-
-@dataclass(kw_only=True, slots=True)
-class _Changes:
-    """Holds squares of d_a - d_b, of the rounding of storing and of d_a, over the elements with a say."""
-
-    difference: float = 0.0
-    rounding: float = 0.0
-    size: float = 0.0
-    num_excluded: int = 0
-
-    def relate(self, bound: TensorBound) -> tuple[float, float]:
-        """Returns the relative difference of the changes, and its bound."""
-        difference, size, rounding = (math.sqrt(square) for square in (self.difference, self.size, self.rounding))
-        rounding = bound.absolute + (rounding if bound.has_rounding else 0.0)
-        return relate(difference, size, rounding=rounding, tolerance=bound.relative)
-
-    def add(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], counts: torch.Tensor | None) -> None:
-        """Adds a chunk. ``old``: of both sides, or one tensor of both. ``counts``: bool; ``None``: all elements."""
-        first, last = _widen(old[0], 2), _widen(old[-1], 3) if len(old) > 1 else None
-        mine = _subtract(_widen(new[0], 0), first)
-        other = _subtract(_widen(new[1], 1), first if last is None else last)
-        difference = _subtract(other, mine)
-        # The spacing of the numbers of the dtype is this times its eps.
-        space = _widen(_power_of_two_below(new[0]), 2)
-        if counts is not None:
-            kept = counts.numpy()
-            self.num_excluded += len(kept) - int(np.count_nonzero(kept))
-            for values in (mine, difference, space):
-                # Six times as fast as filling the others with 0. All are finite, and a square has no sign.
-                np.multiply(values.numpy(), kept, out=values.numpy())
-        self.size += float(mine.dot(mine))
-        # The error of storing is at most half the spacing on each side, so one spacing between them.
-        self.rounding += float(space.dot(space)) * torch.finfo(new[0].dtype).eps ** 2
-        self.difference += float(difference.dot(difference))
-
-
-def _sum_changes(
-    before: Pair, after: Pair, gradients: Pair | None, significant: float, *, is_same_before: bool
-) -> _Changes:
-    old, new, grads = (None if pair is None else tuple(map(_flat, pair)) for pair in (before, after, gradients))
-    assert old is not None
-    assert new is not None
-
-    def add_up(block: tuple[int, int]) -> _Changes:
-        part = _Changes()
-        for start, stop in split_chunks(*block):
-            counts = None if grads is None else _find_counted(grads[0][start:stop], grads[1][start:stop], significant)
-            olds = old[:1] if is_same_before else old
-            part.add([side[start:stop] for side in olds], [side[start:stop] for side in new], counts)
-        return part
-
-    sums = _Changes()
-    for part in map_blocks(add_up, split_blocks(new[0].numel())):
-        # In the order of the blocks, whichever thread was first: the sum has the same bits every time.
-        sums.difference += part.difference
-        sums.rounding += part.rounding
-        sums.size += part.size
-        sums.num_excluded += part.num_excluded
-    return sums
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
-
-
-def _find_counted(mine: torch.Tensor, other: torch.Tensor, significant: float) -> torch.Tensor | None:
-    """Returns bool: elements whose gradients differ by little; ``None``: all of them."""
-    wide = (torch.float32, torch.float64)  # numpy has no bfloat16
-    if mine.dtype not in wide or other.dtype not in wide:
-        other = SCRATCH.floats(3, len(other), torch.float32).copy_(other)
-    if mine.dtype not in wide:
-        mine = SCRATCH.floats(2, len(mine), torch.float32).copy_(mine)
-    # numpy compares and counts eight times as fast as torch.
-    left, right = mine.numpy(), other.numpy()
-    distance = SCRATCH.floats(0, len(left), torch.promote_types(mine.dtype, other.dtype)).numpy()
-    largest = SCRATCH.floats(1, len(left), mine.dtype).numpy()
-    counts = SCRATCH.flags(len(left))
-    # |g_a - g_b| <= s · |g_a|: relative to the element itself, as one gradient holds elements of all sizes.
-    np.abs(np.subtract(left, right, out=distance), out=distance)
-    np.multiply(np.abs(left, out=largest), significant, out=largest)
-    return None if np.less_equal(distance, largest, out=counts.numpy()).all() else counts
-
-
-def _subtract(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Subtracts in place; a third faster than torch does it."""
-    left = values.numpy()
-    np.subtract(left, other.numpy(), out=left)
-    return values
-
-
-def _widen(values: torch.Tensor, place: int) -> torch.Tensor:
-    return SCRATCH.wide(place, len(values)).copy_(values)
-
-
-def _power_of_two_below(values: torch.Tensor) -> torch.Tensor:
-    """Returns, at each value, the power of two below its magnitude; 0 at 0: the number without sign and mantissa."""
-    exponent_bits = int(view_as_bits(torch.tensor(math.inf, dtype=values.dtype)))
-    bits = view_as_bits(values)
-    return torch.bitwise_and(bits, exponent_bits, out=SCRATCH.bits(len(bits), bits.dtype)).view(values.dtype)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

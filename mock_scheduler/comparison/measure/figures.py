@@ -2,20 +2,22 @@
 
 Contract: figures are computed in float64; bits are compared as integers, so -0.0 differs from 0.0 and one NaN from
 another. Tensors are read once, in chunks small enough for the processor's cache, by several threads
-(``large_tensors``): memory beyond the tensors is a few chunks for each, and the sums do not depend on their number.
-Contiguous tensors are not copied.
+(``large_tensors``): memory beyond the tensors is a few chunks for each, and the sums do not depend on their number, nor
+on the processor (``lanes``). Contiguous tensors are not copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mock_scheduler.comparison.measure.lanes import dot, sum_pair_in_c
 from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.measure.spacing import SAME_SIGN, largest_distance
 from mock_scheduler.comparison.tensors import Figures, WorstElement
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits
@@ -113,13 +115,29 @@ class PairSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Chunk:
-    """Flat parts of both tensors: of ``rows`` of ``row_size`` elements after ``start``; ``None``: all that follow."""
+    """Flat parts of both tensors, of one chunk or several: of ``rows`` of ``row_size`` elements after ``start``;
+    ``None``: all that follow.
+    """
 
     baseline: torch.Tensor
     candidate: torch.Tensor
     start: int
     rows: torch.Tensor | None = None
     row_size: int = 1
+
+    @staticmethod
+    def between(left: torch.Tensor, right: torch.Tensor, start: int, stop: int) -> _Chunk:
+        """Returns all from one element to another."""
+        return _Chunk(baseline=left[start:stop], candidate=right[start:stop], start=start)
+
+    def split(self) -> Iterator[_Chunk]:
+        """Yields parts of at most ``CHUNK_ELEMENTS``, which are summed by themselves; chosen rows are never more."""
+        if self.rows is not None:
+            yield self
+            return
+        for start, stop in split_chunks(0, self.baseline.numel()):
+            baseline, candidate = self.baseline[start:stop], self.candidate[start:stop]
+            yield _Chunk(baseline=baseline, candidate=candidate, start=self.start + start)
 
     def find(self, place: int) -> int:
         """Returns the index in the flattened tensor of an element of the chunk."""
@@ -134,7 +152,7 @@ def _read_block(
 ) -> Iterator[_Chunk]:
     """Yields the chunks of a block: of elements, or of rows where there is a mask of them."""
     if rows is None:
-        yield from _dense_chunks(left, right, *block)
+        yield _Chunk.between(left, right, *block)
         return
     row_size = left.numel() // max(rows.numel(), 1)
     rows_per_chunk = max(CHUNK_ELEMENTS // max(row_size, 1), 1)
@@ -142,7 +160,7 @@ def _read_block(
         stop = min(start + rows_per_chunk, block[1])
         mask = rows[start:stop]
         if bool(mask.all()):
-            yield from _dense_chunks(left, right, start * row_size, stop * row_size)
+            yield _Chunk.between(left, right, start * row_size, stop * row_size)
         elif bool(mask.any()):
             chosen = mask.nonzero().squeeze(1)
             mine, other = (
@@ -156,11 +174,6 @@ def _split_rows(num_rows: int, num_elements: int) -> list[tuple[int, int]]:
     """Returns blocks of rows, each of as many elements as a block has, or of one row."""
     step = max(BLOCK_ELEMENTS // max(num_elements // max(num_rows, 1), 1), 1)
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
-
-
-def _dense_chunks(left: torch.Tensor, right: torch.Tensor, start: int, stop: int) -> Iterator[_Chunk]:
-    for begin, end in split_chunks(start, stop):
-        yield _Chunk(baseline=left[begin:end], candidate=right[begin:end], start=begin)
 
 
 class _Sums:
@@ -177,6 +190,19 @@ class _Sums:
 
     def add(self, chunk: _Chunk) -> None:
         """Counts elements with other bits, and adds the products of the values."""
+        found = sum_pair_in_c(chunk.baseline, chunk.candidate, self._squares)
+        if found is None:
+            for part in chunk.split():
+                self._add_part(part)
+            return
+        if found.num_different and not self._num_different:
+            self._worst = chunk.find(found.first)
+        if found.max_abs > self._max_abs:
+            self._max_abs, self._worst = found.max_abs, chunk.find(found.worst)
+        self._num_different += found.num_different
+        self._max_ulp = max(self._max_ulp, found.max_ulp)
+
+    def _add_part(self, chunk: _Chunk) -> None:
         size = chunk.baseline.numel()
         baseline = SCRATCH.wide(0, size)
         # The bytes themselves, and no digest of them: a file may say any digest.
@@ -200,8 +226,8 @@ class _Sums:
             unequal = self._clear_non_finite(baseline, candidate, distance)
             products = _multiply(baseline, candidate)
         if self._is_floating:
-            same_sign = 0 if unequal is not None else _SAME_SIGN.get(chunk.baseline.dtype, 0)
-            self._max_ulp = max(self._max_ulp, _largest_distance(left, right, distance, same_sign=same_sign))
+            same_sign = 0 if unequal is not None else SAME_SIGN.get(chunk.baseline.dtype, 0)
+            self._max_ulp = max(self._max_ulp, largest_distance(left, right, distance, same_sign=same_sign))
         # Float64 holds integers up to 2^53 exactly, so only int64 needs care.
         exact = chunk.baseline.dtype is torch.int64
         difference = _subtract_exactly(left, right) if exact else torch.sub(baseline, candidate, out=candidate)
@@ -219,11 +245,11 @@ class _Sums:
         self._is_finite &= other._is_finite
 
     def _add_equal(self, values: torch.Tensor) -> None:
-        square = float(torch.dot(values, values))
+        square = dot(values, values)
         if not math.isfinite(square):
             self._is_finite &= bool(values.isfinite().all())
             values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            square = float(torch.dot(values, values))
+            square = dot(values, values)
         # <a, a>, <a, b> and <b, b> are one number where a and b are equal; ||a - b||² stays 0.
         for place in range(3):
             self._squares[place] += square
@@ -240,7 +266,7 @@ class _Sums:
 
     def _add_difference(self, chunk: _Chunk, difference: torch.Tensor, products: tuple[float, float, float]) -> None:
         # ||a - b||² from the differences themselves: <a,a> - 2<a,b> + <b,b> would cancel where the two are near.
-        for place, product in enumerate((*products, float(torch.dot(difference, difference)))):
+        for place, product in enumerate((*products, dot(difference, difference))):
             self._squares[place] += product
         values = difference.numpy()  # torch.aminmax takes twice as long here
         low, high = float(values.min()), float(values.max())
@@ -276,50 +302,8 @@ class _Sums:
 def _multiply(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[float, float, float]:
     """Returns <a, a>, <a, b> and <b, b>."""
     pairs = ((baseline, baseline), (baseline, candidate), (candidate, candidate))
-    mine, product, other = (float(torch.dot(left, right)) for left, right in pairs)
+    mine, product, other = (dot(left, right) for left, right in pairs)
     return mine, product, other
-
-
-#: Finite floats of opposite signs are farther apart than this, as integers: 2^(width - 1) less the bits of the largest.
-_SAME_SIGN: Mapping[torch.dtype, int] = {
-    dtype: round(1.0 / torch.finfo(dtype).eps)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
-
-
-def _largest_distance(left: torch.Tensor, right: torch.Tensor, distance: torch.Tensor, *, same_sign: int) -> int:
-    """Returns the largest number of representable numbers between two floats.
-
-    Bits of floats of one sign are ordered as integers are. Across zero, the distances of both from it are added; -0.0
-    and 0.0 are one number.
-
-    Args:
-        left: Bits of the floats.
-        right: Of the other side.
-        distance: ``left - right``; overwritten.
-        same_sign: Where all are at most this far apart, no signs are opposite; 0 where that is not known.
-    """
-    largest = _span(distance)
-    if largest <= same_sign:
-        return largest
-    signs = torch.bitwise_xor(left, right, out=distance).numpy()
-    opposite = np.flatnonzero(signs < 0) if signs.min() < 0 else signs[:0]  # torch.nonzero takes six times as long
-    torch.sub(left, right, out=distance)
-    if not opposite.size:
-        return largest
-    places = torch.from_numpy(opposite)
-    # Without the sign bit the bits are the distance from zero. Two may exceed 2^63 together.
-    magnitudes = (
-        (side.index_select(0, places) & torch.iinfo(side.dtype).max).to(torch.int64).numpy().astype(np.uint64)
-        for side in (left, right)
-    )
-    across = int(sum(magnitudes, np.uint64(0)).max())
-    return max(across, _span(distance.index_fill_(0, places, 0)))
-
-
-def _span(distance: torch.Tensor) -> int:
-    low, high = torch.aminmax(distance)
-    return max(-int(low), int(high))
 
 
 def _subtract_exactly(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from mock_scheduler.comparison.findings import SIDES, RoundedOtherwise, RoundingRule
-from mock_scheduler.comparison.measure.distance import Pair, is_bit_equal
+from mock_scheduler.comparison.measure.changes import Pair
+from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
 from mock_scheduler.support.tensor_bytes import dtype_name
 

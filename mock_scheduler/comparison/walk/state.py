@@ -18,7 +18,8 @@ import torch
 from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.comparison.explain.expert_bias import judge_decisions, read_decisions
 from mock_scheduler.comparison.findings import SIDES, LacksParameter, OtherStart, OtherWeight
-from mock_scheduler.comparison.measure.distance import Pair, compare_updates, find_significant, is_bit_equal
+from mock_scheduler.comparison.measure.changes import Pair
+from mock_scheduler.comparison.measure.distance import compare_updates, find_significant, is_bit_equal
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.pairing.pairs import TensorPair, all_of
 from mock_scheduler.comparison.pairing.precision import Narrow, check_rounded

@@ -12,18 +12,15 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
+from mock_scheduler.support.native import DTYPE_NUMBERS, load_function
 from mock_scheduler.trace.sketch.constants import BLOCK, tables
 from mock_scheduler.trace.sketch.totals import Totals
 from mock_scheduler.trace.sketch.windows import Run
 
-#: As the C file numbers them.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 #: Entries behind a table that the C file may read, and leaves out of all sums.
 _NUM_LANES = 8
 #: Elements that are summed apart, by whichever thread: fewer are done before another thread has started.
@@ -33,7 +30,7 @@ _HOST = torch.device("cpu")
 
 def can_sum(dtype: torch.dtype) -> bool:
     """Whether ``sum_on_host`` is there, for elements of this dtype."""
-    return dtype in _DTYPES and _native() is not None
+    return dtype in DTYPE_NUMBERS and _native() is not None
 
 
 def sum_on_host(runs: Sequence[Run], dtype: torch.dtype) -> Totals:
@@ -107,7 +104,7 @@ def _sum_run(run: Run, dtype: torch.dtype, *, is_masked: bool) -> Totals:
         values.shape[1],
         run.start,
         run.stride,
-        _DTYPES[dtype],
+        DTYPE_NUMBERS[dtype],
         is_masked,
         signs.data_ptr(),
         keys.data_ptr(),
@@ -127,18 +124,7 @@ def _padded_tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def _native() -> Callable[..., None] | None:
-    """Returns the function of the C file; ``None`` where it was not built, or from another version of the file."""
-    path = Path(__file__).with_name(f"native{EXTENSION_SUFFIXES[0]}")
-    if not path.is_file():
-        return None
-    # A call gives the interpreter free.
-    add_rows: ctypes._NamedFuncPointer | None = getattr(ctypes.CDLL(str(path)), "sketch_rows_1", None)
-    if add_rows is None:
-        return None
-    pointer, number, index = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-    add_rows.argtypes = [
-        *(pointer, number, number, number, index, index),
-        *(ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, pointer, pointer),
-    ]
-    add_rows.restype = None
-    return add_rows
+    """Returns the function of the C file; ``None`` where it was not built, or is of another version of the file."""
+    pointer, number, index, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
+    rows, sums = [pointer, number, number, number, index, index], [pointer, pointer, pointer, pointer, pointer]
+    return load_function(__file__, "sketch_rows_1", [*rows, flag, flag, *sums])

@@ -1,18 +1,22 @@
 """The figures of a pair and of an update, computed plainly: whole arrays, a Python integer for each distance.
 
-Sums are ``torch.dot`` of each chunk, added in the order of chunks within a block and of blocks, which is the contract
-of ``figures``: everything else here is written another way than there.
+Sums are of 16 lanes for each chunk, added in the order of chunks within a block and of blocks, which is the contract of
+``lanes`` and ``figures``: everything else here is written another way than there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
+from mock_scheduler.comparison.measure import lanes
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import view_as_bits
 
@@ -54,7 +58,19 @@ def _dots(baseline: torch.Tensor, candidate: torch.Tensor) -> npt.NDArray[np.flo
     exact = torch.from_numpy(_subtract(baseline, candidate)) if baseline.dtype is torch.int64 else mine - other
     difference = exact.where(finite | ~differs, math.inf)
     pairs = ((mine, mine), (mine, other), (other, other), (difference, difference))
-    return np.array([float(torch.dot(left, right)) for left, right in pairs])
+    return np.array([plain_dot(left, right) for left, right in pairs])
+
+
+def plain_dot(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Element after element: each is added to lane i % 16, and the upper half of the lanes to the lower one."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = (left.numpy() * right.numpy()).tolist()
+    lanes = [0.0] * 16
+    for index, product in enumerate(products):
+        lanes[index % 16] += product
+    for width in (8, 4, 2, 1):
+        lanes = [low + high for low, high in zip(lanes[:width], lanes[width:], strict=True)]
+    return lanes[0]
 
 
 def _subtract(baseline: torch.Tensor, candidate: torch.Tensor) -> npt.NDArray[np.float64]:
@@ -69,6 +85,15 @@ def _ordered(bits: npt.NDArray[np.signedinteger]) -> list[int]:
     """Bits of floats as integers in the order of the numbers, where both zeros are 0."""
     largest = int(np.iinfo(bits.dtype).max)
     return [each if each >= 0 else -(each & largest) for each in bits.tolist()]
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    """As where there was no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_sum_pair", "_sum_changes"):
+            patch.setattr(lanes, name, lambda: None)
+        yield
 
 
 def plain_bits(tensor: torch.Tensor, stored: int) -> int | None:
@@ -100,8 +125,8 @@ def plain_changes(
         mine, difference, space = (each.where(kept, 0.0) for each in (mine, difference, space))
     eps = torch.finfo(new[0].dtype).eps
     return (
-        math.sqrt(float(difference.dot(difference))),
-        math.sqrt(float(mine.dot(mine))),
-        math.sqrt(float(space.dot(space)) * eps**2),
+        math.sqrt(plain_dot(difference, difference)),
+        math.sqrt(plain_dot(mine, mine)),
+        math.sqrt(plain_dot(space, space) * eps**2),
         num_excluded,
     )

@@ -1,4 +1,4 @@
-"""Every figure equals a plain computation to the last bit, of whatever bits the tensors are."""
+"""Every figure equals a plain computation to the last bit, of whatever bits the tensors are, in C and in NumPy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.comparison.explain.narrowing import count_bits, stored_bits
-from mock_scheduler.comparison.measure import distance
+from mock_scheduler.comparison.measure.changes import sum_changes
 from mock_scheduler.comparison.measure.figures import sum_pair
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import view_as_bits
-from tests.comparison.measure.plain import plain_bits, plain_changes, plain_figures
+from tests.comparison.measure.plain import plain_bits, plain_changes, plain_figures, without_c
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
@@ -57,6 +57,9 @@ def draw_pair(seed: int, size: int, dtype: torch.dtype, kind: str) -> tuple[torc
 
 def check(left: torch.Tensor, right: torch.Tensor, present: torch.Tensor | None = None) -> None:
     sums = sum_pair(left, right, present=present)
+    with without_c():
+        # As text, since a worst value may be NaN.
+        assert repr(sum_pair(left, right, present=present)) == repr(sums)
     kept = None if present is None else present.expand(left.shape).reshape(-1)
     plain = plain_figures(left.reshape(-1), right.reshape(-1), kept)
     figures = sums.figures
@@ -115,9 +118,13 @@ def test_changes_by_an_update_are_those_of_a_plain_computation(
     old, _ = draw_pair(seed, 150, dtype, "close")
     new = draw_pair(seed + 1, 150, dtype, "other signs")
     gradients = None if gradient is None else draw_pair(seed + 2, 150, gradient, "close")
-    sums = distance._sum_changes((old, old), new, gradients, 1e-3, is_same_before=True)
-    found = (math.sqrt(sums.difference), math.sqrt(sums.size), math.sqrt(sums.rounding), sums.num_excluded)
+    sums = sum_changes((old, old), new, gradients, 1e-3, is_same_before=True)
+    found = (sums.distance, sums.size, sums.rounding, sums.num_excluded)
     assert found == plain_changes((old, old), new, gradients, 1e-3)
+    with without_c():
+        assert sum_changes((old, old), new, gradients, 1e-3, is_same_before=True) == sums
+        assert sum_changes((old, old.clone()), new, gradients, 1e-3, is_same_before=False) == sums
+    assert sum_changes((old, old.clone()), new, gradients, 1e-3, is_same_before=False) == sums
 
 
 def test_gradients_of_two_dtypes_tell_elements_apart() -> None:
@@ -125,7 +132,7 @@ def test_gradients_of_two_dtypes_tell_elements_apart() -> None:
     wide, _ = draw_pair(2, 64, torch.float32, "close")
     narrow = wide.bfloat16()
     for pair in ((wide, narrow), (narrow, wide), (wide.double(), narrow), (narrow, wide.double())):
-        sums = distance._sum_changes((old, old), (new, new * 2), pair, 1e-3, is_same_before=True)
+        sums = sum_changes((old, old), (new, new * 2), pair, 1e-3, is_same_before=True)
         assert sums.num_excluded == int(((wide - narrow.float()).abs() > wide.abs() * 1e-3).sum())
 
 
