@@ -55,8 +55,11 @@ class Changes:
             kept = counts.numpy()
             self.num_excluded += len(kept) - int(np.count_nonzero(kept))
             for values in (mine, difference, space):
-                # Six times as fast as filling the others with 0. All are finite, and a square has no sign.
+                # Six times as fast as filling the others with 0; a square has no sign.
                 np.multiply(values.numpy(), kept, out=values.numpy())
+                # A change between huge numbers overflows, and infinity times 0 is NaN.
+                if not math.isfinite(float(values.sum())):
+                    values.masked_fill_(~counts, 0.0)
         # The error of storing is at most half the spacing on each side, so one spacing between them.
         rounding = dot(space, space) * torch.finfo(new[0].dtype).eps ** 2
         self._add_squares((dot(difference, difference), dot(mine, mine), rounding))
@@ -95,7 +98,8 @@ def sum_changes(
             return part
         for start, stop in split_chunks(0, new[0].numel()):
             counts = None if grad is None else _find_counted(grad[0][start:stop], grad[1][start:stop], significant)
-            part.add([side[start:stop] for side in old], [side[start:stop] for side in new], counts)
+            with np.errstate(over="ignore", invalid="ignore"):
+                part.add([side[start:stop] for side in old], [side[start:stop] for side in new], counts)
         return part
 
     sums = Changes()

@@ -72,7 +72,7 @@ class _KeptSteps:
         self._steps: OrderedDict[tuple[tuple[_FileState, ...], Path], OpenedStep] = OrderedDict()
         self._num_pieces = 0
 
-    def open(self, files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
+    def give(self, files: tuple[_FileState, ...], trace_dir: Path) -> OpenedStep:
         """Opens a step, or gives it again; raises ``TraceError`` as ``open_steps``."""
         with self._lock:
             known = self._steps.get((files, trace_dir))
@@ -107,7 +107,7 @@ def _open_again(paths: Sequence[Path], trace_dir: Path) -> OpenedStep:
     files = tuple(
         (path, (is_.st_dev, is_.st_ino, is_.st_size, is_.st_mtime_ns, is_.st_ctime_ns)) for path, is_ in states
     )
-    return _KEPT.open(files, trace_dir)
+    return _KEPT.give(files, trace_dir)
 
 
 def check_ranks(trace_dir: Path, *, steps: Collection[int] | None = None) -> dict[int, tuple[Path, ...]]:

@@ -131,3 +131,15 @@ def test_denormal_numbers_are_counted_and_subtracted() -> None:
         found = sum_pair_in_c(left, right, [0.0] * 4)
         assert found is not None
         assert (found.max_ulp, found.max_abs, found.worst) == (2, 2 * tiny, 0)
+
+
+def test_a_change_that_overflows_and_is_left_out_adds_nothing_in_both_ways() -> None:
+    old = torch.tensor([0.5, 0.5, 0.5, -1.7e308], dtype=torch.float64)
+    new = torch.tensor([1.0, 2.0, 3.0, 1.7e308], dtype=torch.float64)
+    other = torch.tensor([1.0, 2.5, 3.0, 1.7e308], dtype=torch.float64)
+    gradients = torch.ones(4, dtype=torch.float64), torch.tensor([1.0, 1.0, 1.0, 5.0], dtype=torch.float64)
+    found = [sum_changes((old, old), (new, other), gradients, 0.05, is_same_before=True)]
+    with without_c():
+        found.append(sum_changes((old, old), (new, other), gradients, 0.05, is_same_before=True))
+    for changes in found:
+        assert (changes.squares[:2], changes.num_excluded) == ([0.25, 8.75], 1)
