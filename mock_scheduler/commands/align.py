@@ -123,6 +123,7 @@ def _write_copies(view: AlignmentView, options: AlignOptions) -> dict[str, Path]
 
 def _copy(path: Path, copy: Path) -> None:
     try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
     except OSError as error:
         raise UnwrittenError(f"{copy} cannot be written: {error.strerror or error}") from error

@@ -136,8 +136,26 @@ def test_changes_are_sorted_by_kind_and_keys_of_one_side_alone_are_among_them() 
         {"name": "b", "tp": 2, "lr": 0.1, "same": 1, "env.A": "1"},
         facts.__getitem__,
     )
-    assert found == Changes(neutral=("name",), layout=("tp",), other=("env.A",), has_other_calls=True)
+    assert found == Changes(
+        neutral=("name",), layout=("tp",), other=("env.A",), has_other_calls=True, has_other_execution=True
+    )
     assert found.kind == "other"
+
+
+@pytest.mark.parametrize(
+    ("key", "facts", "has_other_execution"),
+    [
+        ("parallel.tensor_model_parallel_size", Decides.ORDER, False),
+        ("training.use_distributed_optimizer", Decides.ORDER, True),
+        ("training.recompute", Decides.EXECUTION, True),
+        ("exp_name", Decides.LABEL, False),
+    ],
+)
+def test_a_reference_has_every_key_of_its_candidate_but_the_layouts(
+    key: str, facts: Decides, *, has_other_execution: bool
+) -> None:
+    found = find_changes({key: 1}, {key: 2}, {key: facts}.__getitem__)
+    assert (found.has_other_calls, found.has_other_execution) == (facts is not Decides.LABEL, has_other_execution)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -19,6 +20,14 @@ from mock_scheduler.launch.job import Job, JobEnd, JobRecord, load_end, load_rec
 from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.local_key import mark_own
 from tests.alignment.executors.process_cluster import ROOT, ProcessCluster, build_launch, plan_run
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """A job sets what decides bits, and unsets the rest, for its process."""
+    with patch.dict(os.environ):
+        yield
+
 
 END = JobEnd(exit_code=0, elapsed_s=7.5, node="n", hardware={"processor": "p"})
 
