@@ -46,7 +46,7 @@ from mock_scheduler.trace.replicas import ReplicaConflict
 from mock_scheduler.trace.start_report import load_start
 from mock_scheduler.verdict.compare_runs import judge_runs
 from mock_scheduler.verdict.consequence.consequence import find_consequence
-from mock_scheduler.verdict.final_verdict import breaks_law, is_vouched_for
+from mock_scheduler.verdict.final_verdict import breaks_law
 from mock_scheduler.verdict.reasons import NotTried, NotTriedCause, RunFailed
 from mock_scheduler.verdict.results import AlignmentResult
 from mock_scheduler.verdict.verdict import WITHOUT_COMPARISON, EqualInputsFacts, Verdict, VerdictKind
@@ -168,9 +168,7 @@ class AlignmentRunner:
         for item in noisy:
             if item.emulated_run is not None and item.may_be_vouched_for:
                 self._compare_with_emulated(baseline, item, emulated[item.emulated_run.name])
-        self._measure_noise(
-            [item for item in noisy if not (item.may_be_vouched_for and is_vouched_for(item.direct, item.emulated))]
-        )
+        self._measure_noise([item for item in noisy if not item.is_vouched_for])
         for item in noisy:
             # Noise that another candidate needed is there for all. Without it the bounds are still those of theory.
             has_theory = item.direct is not None and isinstance(item.direct.bounds, StatedBounds)

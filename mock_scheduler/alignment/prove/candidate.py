@@ -40,7 +40,7 @@ from mock_scheduler.trace.full.reader import open_trace
 from mock_scheduler.trace.start_report import StartReport
 from mock_scheduler.verdict.consequence.figures import Consequence
 from mock_scheduler.verdict.divergences import Divergence, from_conflict, from_finding, from_tensor
-from mock_scheduler.verdict.final_verdict import judge, withdraw
+from mock_scheduler.verdict.final_verdict import is_vouched_for, judge, withdraw
 from mock_scheduler.verdict.ladder import Evidence, is_settled
 from mock_scheduler.verdict.localisation import Localisation
 from mock_scheduler.verdict.reasons import NOT_NEEDED, STRONGER_PROOF, NotTried, NotTriedCause, StillOpen
@@ -107,6 +107,11 @@ class CandidateState:
             and not has_other_precision(self.baseline, run)
             and UNIT_ROUNDOFFS[self.precision] <= UNIT_ROUNDOFFS["float32"]
         )
+
+    @property
+    def is_vouched_for(self) -> bool:
+        """Whether its verdict needs no measured noise."""
+        return self.may_be_vouched_for and is_vouched_for(self.direct, self.emulated)
 
     @property
     def precision(self) -> str:
