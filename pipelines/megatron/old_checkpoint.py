@@ -1,6 +1,6 @@
 """Reads checkpoints of before there were seals: Megatron's distributed checkpoint, which torch's pickles describe.
 
-Contract: no pickle is run. Its descriptions are read as data (``mock_scheduler.support.pickled_data``) against a closed
+Contract: no pickle is run. Its descriptions are read as data (``mock_scheduler.support.pickles.data``) against a closed
 list of names, and tensors are the bytes of stored, never inflated entries of torch's archives, of the size that their
 shape says. Where a tensor lies in the whole one says Megatron's ``sharded_state_dict``, as when the files were written.
 It can go when no such checkpoint is needed any more (written up to megatron-core 0.19.2, format ``torch_dist``).
@@ -27,7 +27,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.megatron.observed_model import unwrapped
 from mock_scheduler.megatron.optimizer_state import ParameterState, state_dtype, state_names
 from mock_scheduler.support.foreign_files import open_foreign, read_bytes
-from mock_scheduler.support.pickled_data import MAX_PICKLE_BYTES, Name, PickledDataError, Record, read_pickled_data
+from mock_scheduler.support.pickles.data import MAX_PICKLE_BYTES, Name, PickledDataError, Record, read_pickled_data
 from mock_scheduler.support.tensor_bytes import from_bytes
 from mock_scheduler.trace.geometry import Rectangle, intersect
 from pipelines.megatron.run_state import ModelCounters

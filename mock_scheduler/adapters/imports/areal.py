@@ -18,7 +18,7 @@ from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions, fi
 from mock_scheduler.adapters.padded import AREAL, PaddedCodec
 from mock_scheduler.errors import BatchError, ForeignFileError, RecordingError
 from mock_scheduler.scheduler import RolloutRequest
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 
 _PATTERN = r"(?:[^/]*/)*step_(\d+)(?:_dp_(\d+))?\.pt"
 

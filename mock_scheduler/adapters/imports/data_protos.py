@@ -21,9 +21,9 @@ from mock_scheduler.adapters.imports.tensordicts import TENSORDICT_NAMES, read_t
 from mock_scheduler.adapters.padded import ROLL_AGENTIC, ROLL_RLVR, VERL, PaddedCodec, PaddedLayout
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import Mode, RolloutRequest
-from mock_scheduler.support.pickled_data import Record
+from mock_scheduler.support.pickles.data import Record
+from mock_scheduler.support.pickles.torch_files import read_pickle_file, read_torch_bytes
 from mock_scheduler.support.tensor_bytes import find_dtype, from_bytes
-from mock_scheduler.support.torch_files import read_pickle_file, read_torch_bytes
 
 _VERL_CLASS = "verl.protocol.DataProto"
 _ROLL_CLASS = "roll.distributed.scheduler.protocol.DataProto"

@@ -24,7 +24,7 @@ from mock_scheduler.adapters.imports.steps import find_files
 from mock_scheduler.adapters.imports.traces import RankTensors, Traces, write_ranks
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError, TraceError
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.shards import ShardSpec, even_split, whole
 

@@ -27,8 +27,8 @@ from mock_scheduler.adapters.imports.traces import (
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError
 from mock_scheduler.support.foreign_files import load_json
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 from mock_scheduler.support.text import is_real
-from mock_scheduler.support.torch_files import read_torch_file
 from mock_scheduler.trace.entries import TraceEntry
 from mock_scheduler.trace.shards import whole
 

@@ -23,8 +23,8 @@ from mock_scheduler.adapters.imports.traces import RankTensors, Traces, name_apa
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError
 from mock_scheduler.support.foreign_files import load_json, read_bytes
+from mock_scheduler.support.pickles.torch_files import MAX_TORCH_BYTES, read_torch_bytes
 from mock_scheduler.support.text import is_real
-from mock_scheduler.support.torch_files import MAX_TORCH_BYTES, read_torch_bytes
 from mock_scheduler.trace.entries import VIRTUAL_TOKENS, RowTable, TraceEntry, virtual_start
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, whole
 

@@ -20,8 +20,8 @@ from mock_scheduler.adapters.imports.traces import RankTensors, Traces, name_ten
 from mock_scheduler.errors import ForeignFileError, RecordingError
 from mock_scheduler.support.digests import compute_json_digest
 from mock_scheduler.support.foreign_files import load_json
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 from mock_scheduler.support.text import list_some
-from mock_scheduler.support.torch_files import read_torch_file
 from mock_scheduler.trace.entries import ROW_PLACES, RowTable, TraceEntry
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices
 

@@ -30,8 +30,8 @@ from mock_scheduler.adapters.imports.traces import (
 )
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ForeignFileError
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 from mock_scheduler.support.tensor_bytes import compute_tensor_digest
-from mock_scheduler.support.torch_files import read_torch_file
 from mock_scheduler.trace.entries import TraceEntry, Unobserved
 from mock_scheduler.trace.shards import whole
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mock_scheduler.errors import BatchError
-from mock_scheduler.support.pickled_data import Name, Record
-from mock_scheduler.support.pickled_values import Jagged
+from mock_scheduler.support.pickles.data import Name, Record
+from mock_scheduler.support.pickles.values import Jagged
 from mock_scheduler.support.tensor_bytes import find_dtype, from_bytes
 from mock_scheduler.support.text import shorten
 

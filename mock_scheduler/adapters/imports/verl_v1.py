@@ -20,8 +20,8 @@ from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows
 from mock_scheduler.adapters.transfer_queue.columns import QueueColumn, select_rows
 from mock_scheduler.adapters.transfer_queue.row_fields import FieldNames, read_version
 from mock_scheduler.errors import BatchError, ForeignFileError
-from mock_scheduler.support.pickled_values import Jagged
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
+from mock_scheduler.support.pickles.values import Jagged
 
 _PATTERN = r"(?:[^/]*/)*(\d+)/(\d+)/tq_batch\.pt"
 _EXAMPLE = "GBS8_N4_in512_out512/1/0/tq_batch.pt"

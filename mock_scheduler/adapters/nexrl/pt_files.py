@@ -1,11 +1,11 @@
-"""Reads a ``.pt`` file of a debug dump: plain containers and tensors; ``support.torch_files`` says what is refused."""
+"""Reads a ``.pt`` file of a debug dump: plain containers and tensors, refusing what ``support.pickles`` refuses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mock_scheduler.errors import ForeignFileError, TraceError
-from mock_scheduler.support.torch_files import MAX_TORCH_BYTES, read_torch_file
+from mock_scheduler.support.pickles.torch_files import MAX_TORCH_BYTES, read_torch_file
 
 #: The limit of one file of a dump.
 MAX_DUMP_BYTES = MAX_TORCH_BYTES

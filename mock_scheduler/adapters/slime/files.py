@@ -21,7 +21,7 @@ from mock_scheduler.errors import BatchError, ForeignFileError
 from mock_scheduler.scheduler import Mode
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.files import written_aside
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 
 _PATTERN = r"(?:[^/]*/)*(?:[^/]*?(eval_)|[^/]*_)?(\d+)\.pt"
 _EXAMPLE = "12.pt or eval_12.pt"

@@ -23,7 +23,7 @@ from mock_scheduler.adapters.formats import FORMATS
 from mock_scheduler.adapters.imports.sglang_dims import AxisPlace, place_tensor
 from mock_scheduler.commands.foreign import ImportCommand, run_import
 from mock_scheduler.errors import ConfigError, ForeignFileError, MockSchedulerError, RecordingError
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 from mock_scheduler.trace.full.reader import open_trace as open_whole
 from mock_scheduler.trace.shards import cut_shard
 from mock_scheduler.verdict.replicas import check_replicas_at

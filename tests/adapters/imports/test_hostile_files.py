@@ -14,7 +14,7 @@ from mock_scheduler.adapters.formats import FORMATS, find_format
 from mock_scheduler.adapters.imports import miles_columns
 from mock_scheduler.commands.foreign import ImportCommand, run_export, run_import
 from mock_scheduler.errors import BatchError, ConfigError, ForeignFileError, MockSchedulerError, RecordingError
-from mock_scheduler.support.pickled_arrays import ArrayProblemError, read_numbers
+from mock_scheduler.support.pickles.arrays import ArrayProblemError, read_numbers
 from tests.adapters.imports.forging import (
     Described,
     Global,

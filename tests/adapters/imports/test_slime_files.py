@@ -13,7 +13,7 @@ from mock_scheduler.adapters.imports.steps import state_sampling
 from mock_scheduler.adapters.slime.files import build_content
 from mock_scheduler.commands.foreign import ImportCommand, run_export, run_import
 from mock_scheduler.errors import ForeignFileError, RecordingError, StepNotFoundError
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 from tests.adapters.bits import bits
 from tests.adapters.imports.forging import (
     Described,

@@ -19,7 +19,7 @@ from mock_scheduler.recording.inspection.description import RecordingStatistics
 from mock_scheduler.recording.inspection.diff import compare_batches
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_file import decode_step
-from mock_scheduler.support.torch_files import read_torch_file
+from mock_scheduler.support.pickles.torch_files import read_torch_file
 
 ARGUMENTS = {
     "num_generations": 2,

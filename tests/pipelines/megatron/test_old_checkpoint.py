@@ -10,7 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from mock_scheduler.errors import ForeignFileError
-from mock_scheduler.support.pickled_data import PickledDataError
+from mock_scheduler.support.pickles.data import PickledDataError
 from mock_scheduler.trace.geometry import Rectangle
 from pipelines.megatron.old_checkpoint import _Chunk, _Index
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mock_scheduler.support.pickled_data import MAX_PICKLE_BYTES, Name, PickledDataError, Record, read_pickled_data
+from mock_scheduler.support.pickles.data import MAX_PICKLE_BYTES, Name, PickledDataError, Record, read_pickled_data
 
 NAMES = ("torch.Size", "collections.OrderedDict", "torch.float32")
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.errors import ForeignFileError
-from mock_scheduler.support.pickled_data import PickledDataError, Record
-from mock_scheduler.support.pickled_values import Jagged, read_values
+from mock_scheduler.support.pickles.data import PickledDataError, Record
+from mock_scheduler.support.pickles.torch_files import read_pickle_file, read_torch_bytes, read_torch_file
+from mock_scheduler.support.pickles.values import Jagged, read_values
 from mock_scheduler.support.tensor_bytes import DTYPES, as_bytes
-from mock_scheduler.support.torch_files import read_pickle_file, read_torch_bytes, read_torch_file
 from tests.fuzz.mutations import limits
 from tests.fuzz.test_nexrl_fuzz import claim_tensor, pack_pt
 

@@ -1,6 +1,6 @@
 """Makes NumPy arrays of what a pickle describes: a dtype by its code, a shape, and bytes that are there.
 
-Contract: pure functions of inert data (``pickled_data``); no object of the pickle is called. An array has numbers,
+Contract: pure functions of inert data (``data``); no object of the pickle is called. An array has numbers,
 bools, texts or plain objects, and as many bytes or objects as its shape says.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mock_scheduler.support.pickled_data import Record
+from mock_scheduler.support.pickles.data import Record
 from mock_scheduler.support.text import shorten
 
 #: Numbers of one to sixteen bytes, bools and texts; never objects of a class, records or dates.

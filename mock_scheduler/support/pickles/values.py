@@ -1,6 +1,6 @@
 """Makes tensors, arrays and plain data of what a pickle describes; nothing of the pickle is run.
 
-Contract: ``pickled_data`` gives inert data, and this module alone turns the closed list ``VALUE_NAMES`` of it into
+Contract: ``data`` gives inert data, and this module alone turns the closed list ``VALUE_NAMES`` of it into
 values, by code of its own: a tensor out of a storage that is there, an array out of bytes that are there, ``dict`` for
 ``OrderedDict``. A caller may keep further objects as ``Record``, whose arguments and states are made in the same way.
 A tensor lies within its storage with every element once, unless a caller states how large those may be that repeat
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.support.pickled_arrays import (
+from mock_scheduler.support.pickles.arrays import (
     NO_BYTES,
     ArrayProblemError,
     read_bytes,
@@ -28,7 +28,7 @@ from mock_scheduler.support.pickled_arrays import (
     read_numbers,
     shape_array,
 )
-from mock_scheduler.support.pickled_data import Name, PickledDataError, Record, read_pickled_data
+from mock_scheduler.support.pickles.data import Name, PickledDataError, Record, read_pickled_data
 from mock_scheduler.support.tensor_bytes import DTYPES, find_dtype, from_bytes
 from mock_scheduler.support.text import shorten
 

@@ -1,7 +1,7 @@
 """Reads what ``torch.save`` wrote: a zip archive of stored entries, by a reader that runs nothing of it.
 
 Contract: torch itself never sees the file. Each entry lies within the file and has its checksum; none is compressed;
-the pickle in it makes tensors, arrays and plain data alone (``pickled_values``), and what it claims must be there.
+the pickle in it makes tensors, arrays and plain data alone (``values``), and what it claims must be there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from mock_scheduler.errors import ForeignFileError
 from mock_scheduler.support.foreign_files import open_foreign, read_bytes
-from mock_scheduler.support.pickled_data import PickledDataError, UnlistedNameError
-from mock_scheduler.support.pickled_values import MAX_VALUES_BYTES, read_values
+from mock_scheduler.support.pickles.data import PickledDataError, UnlistedNameError
+from mock_scheduler.support.pickles.values import MAX_VALUES_BYTES, read_values
 
 #: The limit of one file.
 MAX_TORCH_BYTES = 64 * 2**30
