@@ -68,11 +68,12 @@ def test_verl_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert sorted(path.name for path in traces[0].iterdir()) == [f"step_{step:06}" for step in range(6)]
     assert compare(*traces).kind is VerdictKind.IDENTICAL
 
-    prompts, another, unplugged, bare = run(
+    prompts, another, unplugged, bare, unrecorded = run(
         *(root, "prompts:mock:data=other.parquet", "another:mock:n=4:model=larger", "unplugged:mock:plugins=none"),
-        "bare:mock:bare=1",
+        *("bare:mock:bare=1", "unrecorded:dump:bare=1"),
     )
-    for result in (prompts, another, unplugged, bare):
+    assert "verl makes its own agent loops, and no rollout would be recorded" in unrecorded["output"]
+    for result in (prompts, another, unplugged, bare, unrecorded):
         assert result["code"] != 0
         assert result["weights"] == {}
     # The other prompt is drawn for the third step.

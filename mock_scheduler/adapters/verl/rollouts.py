@@ -47,7 +47,9 @@ class AgentLoopManager:
         check_process(self.settings)
         _check_rewards(config)
         show_lines()
-        self.ledger: Ledger = this_process().ledger
+        state = this_process()
+        state.has_proxy = True
+        self.ledger: Ledger = state.ledger
         self._config, self._arguments, self._options = config, arguments, options
         self._num_evaluated = 0
         self._is_live = self._is_told = False

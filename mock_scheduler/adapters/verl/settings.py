@@ -39,6 +39,12 @@ class VerlSettings(RolloutSettings):
         config = self.mock_config()
         return config.enable and config.modes_in_use == {"mock"}
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether some rollouts are live, and pass the proxy."""
+        config = self.mock_config()
+        return config.enable and not config.modes_in_use <= {"mock", "real"}
+
 
 def load_settings(path: Path | None = None) -> VerlSettings:
     """Read the file; ``None``: the one that the variable names; raises ``ConfigError`` listing all its problems."""

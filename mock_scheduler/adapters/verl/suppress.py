@@ -1,9 +1,9 @@
 """What else must not start where rollouts are replayed: engines, weights sent to them, reward workers, teachers.
 
 verl makes all of it before it asks for a rollout, by classes that no key can change. So the plugin rebinds, in each
-process of a run that only replays, the methods that start something. Contract: nothing is rebound in any other run; a
-replay whose process has no plugin is refused before engines start; one whose rollouts verl would play itself is refused
-where it makes its agent loops, or asks an engine. Both trainers use this.
+process of a run that only replays, the methods that start something. Contract: in any other run nothing starts or
+ends otherwise. A replay whose process has no plugin is refused before engines start; a run whose rollouts verl would
+play past the proxy, where it makes its agent loops or asks an engine. Both trainers use this.
 """
 
 from __future__ import annotations
@@ -32,19 +32,24 @@ _TEACHERS = "verl.experimental.teacher_loop.teacher_model"
 _AGENT_LOOPS = "verl.experimental.agent_loop.agent_loop"
 _LIBRARY = "mock_scheduler"
 _LOGGER = logging.getLogger(f"{_LIBRARY}.rollout_mock")
-_REMEDY = (
-    f"the rollout was not taken from the recording. {VARIABLE} says mode: mock. Trainer V0: set {_KEY}="
-    "mock_scheduler.adapters.verl.AgentLoopManager as well. Trainer V1: set trainer.v1.trainer_mode=mock_sync (or "
-    "mock_colocate_async, mock_separate_async), with VERL_USE_EXTERNAL_MODULES=mock_scheduler.adapters.verl.v1"
+_KEYS = (
+    f"Trainer V0: set {_KEY}=mock_scheduler.adapters.verl.AgentLoopManager as well. Trainer V1: set "
+    "trainer.v1.trainer_mode=mock_sync (or mock_colocate_async, mock_separate_async), with "
+    "VERL_USE_EXTERNAL_MODULES=mock_scheduler.adapters.verl.v1"
 )
+_REMEDY = f"the rollout was not taken from the recording. {VARIABLE} says mode: mock. {_KEYS}"
 
 
 @dataclass
 class ProcessState:
-    """What the plugin did in this process. ``error``: why it was not loaded; ``restore``: put back what it rebound."""
+    """What the plugin did in this process.
+
+    ``has_proxy``: rollouts pass one; ``error``: why the plugin was not loaded; ``restore``: put back what it rebound.
+    """
 
     ledger: Ledger = field(default_factory=Ledger)
     is_loaded: bool = False
+    has_proxy: bool = False
     error: str | None = None
     restore: list[Callable[[], None]] = field(default_factory=list)
 
@@ -64,6 +69,8 @@ def prepare_process() -> None:
         settings = find_settings()
         if settings is not None and settings.is_replay and not settings.with_engines:
             state.restore.append(suppress_engines(state.ledger))
+        elif settings is not None and settings.is_recorded:
+            state.restore.append(watch_agent_loops(state))
         if (settings is not None and settings.trace_dir is not None) or os.environ.get(RUN_FILE_VARIABLE):
             state.restore.append(trace_engines(settings))
     except (MockSchedulerError, ImportError, AttributeError) as error:
@@ -148,6 +155,27 @@ def suppress_engines(ledger: Ledger, find: Callable[[str], Any] = import_module)
         registry.update(rollouts)
         for found, name, value in originals:
             setattr(found, name, value)
+
+    return restore
+
+
+def watch_agent_loops(state: ProcessState, find: Callable[[str], Any] = import_module) -> Callable[[], None]:
+    """Refuse agent loops of verl's own where no proxy is before them; returns what puts everything back."""
+    kind = getattr(find(_AGENT_LOOPS), "AgentLoopManager", None)
+    if kind is None:  # another release: its rollouts may be played by another class
+        return lambda: None
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def make(self: object, *arguments: object, **options: object) -> None:
+        if not state.has_proxy:
+            raise SchedulerError(f"verl makes its own agent loops, and no rollout would be recorded: {_KEYS}")
+        original(self, *arguments, **options)
+
+    kind.__init__ = make
+
+    def restore() -> None:
+        kind.__init__ = original
 
     return restore
 

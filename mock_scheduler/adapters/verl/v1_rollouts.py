@@ -24,7 +24,7 @@ from mock_scheduler.adapters.transfer_queue import queue
 from mock_scheduler.adapters.transfer_queue.codec import QueueCodec, QueueRows, read_notes
 from mock_scheduler.adapters.verl.description import describe_run, group_sizes, read_sampling
 from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings, load_settings
-from mock_scheduler.adapters.verl.suppress import show_lines
+from mock_scheduler.adapters.verl.suppress import show_lines, this_process
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.ledger import Ledger
@@ -131,6 +131,7 @@ class V1Rollouts:
                     "by its own, or by actor_rollout_ref.rollout.agent.agent_loop_manager_class. Take real out"
                 )
             show_lines()
+            this_process().has_proxy = True
             modes = self.mock.modes_in_use
             if "cache" in modes or ("mock" in modes and not self.is_replay_only):
                 raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 
 from mock_scheduler.adapters.verl import suppress, trace
 from mock_scheduler.adapters.verl.settings import VerlSettings
-from mock_scheduler.adapters.verl.suppress import prepare_process, suppress_engines, this_process
+from mock_scheduler.adapters.verl.suppress import ProcessState, prepare_process, suppress_engines, this_process
 from mock_scheduler.errors import ConfigError, SchedulerError
 from mock_scheduler.ledger import Ledger
 
@@ -109,6 +109,19 @@ def test_nothing_is_started_and_everything_is_counted_and_put_back() -> None:
     assert ROLLOUTS == {("vllm", "async"): "verl.workers.rollout.vllm_rollout.ServerAdapter"}
 
 
+def test_a_dump_whose_rollouts_pass_no_proxy_is_refused() -> None:
+    state = ProcessState()
+    restore = suppress.watch_agent_loops(state, find)
+    with pytest.raises(SchedulerError, match=r"no rollout would be recorded: Trainer V0: set actor_rollout_ref\."):
+        AgentLoopManagerTQ(config=1, llm_client=2)
+    state.has_proxy = True
+    with pytest.raises(AssertionError, match="were started"):
+        AgentLoopManagerTQ(config=1, llm_client=2)
+    restore()
+    assert not hasattr(AgentLoopManager.__init__, "__wrapped__")
+    suppress.watch_agent_loops(state, lambda module: SimpleNamespace())()
+
+
 def test_a_worker_takes_no_weights() -> None:
     rollout = suppress.SuppressedRollout(config=1, model_config=2, device_mesh=3)
 
@@ -144,6 +157,7 @@ def write(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plugin_touches_what_the_settings_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(suppress, "suppress_engines", lambda ledger: made.append("suppress") or (lambda: None))
+    monkeypatch.setattr(suppress, "watch_agent_loops", lambda state: made.append("watch") or (lambda: None))
     monkeypatch.setattr(suppress, "trace_engines", lambda settings: made.append("trace") or (lambda: None))
     monkeypatch.delenv("MOCK_SCHEDULER_VERL", raising=False)
     monkeypatch.delenv("MOCK_SCHEDULER_RUN", raising=False)
@@ -153,8 +167,9 @@ def test_the_plugin_touches_what_the_settings_ask_for(tmp_path: Path, monkeypatc
         (mock, ["suppress"]),
         (mock + "trace_dir: t\n", ["suppress", "trace"]),
         (mock + "with_engines: true\n", []),
-        (mock.replace("mode: mock", "mode: dump"), []),
-        (mock.replace("mode: mock", "mode: cache"), []),
+        (mock.replace("mode: mock", "mode: dump"), ["watch"]),
+        (mock.replace("mode: mock", "mode: cache"), ["watch"]),
+        (mock.replace("mode: mock", "mode: real"), []),
         (mock.replace("enable: true", "enable: false"), []),
     ):
         if text is not None:
