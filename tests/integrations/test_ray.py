@@ -263,10 +263,7 @@ def find_folders(mark: str) -> set[Path]:
 def test_a_script_that_is_ended_leaves_nothing(tmp_path: Path, end: signal.Signals, code: int) -> None:
     """No process, and no folder where it can still remove it."""
     mark = f"ray-{end.name}"
-    # A shell that was started with SIGINT ignored, as in the background of another, goes on ignoring it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = start_script(tmp_path / "run", mark)
-    signal.signal(signal.SIGINT, before)
     while not any("ray::EnvironmentActor" in command for command in find_marked(mark).values()):
         assert process.poll() is None, finish(process)
         time.sleep(0.1)

@@ -200,8 +200,7 @@ def test_running_forks_end_when_they_are_told_to(tmp_path: Path) -> None:
 
 
 LAUNCHER = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
+import sys
 from pathlib import Path
 from tests.launch.test_warm_start import SLEEPS, make_plan
 from mock_scheduler.launch.launcher import run_plan
