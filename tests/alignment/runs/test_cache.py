@@ -21,6 +21,7 @@ from mock_scheduler.alignment.runs.cache import (
     save_fingerprint,
 )
 from mock_scheduler.alignment.runs.folder_digests import digest_checkpoint, digest_folder
+from mock_scheduler.support import sources
 from mock_scheduler.support.digests import JSON, seal
 from mock_scheduler.support.sources import digest_sources
 from tests.alignment.finished_runs import finish, plan_run
@@ -260,6 +261,23 @@ def test_sources_are_told_by_their_paths_and_content(tmp_path: Path) -> None:
         "package/a.py": f"{one} {two}",
         "package/sub/b.py": two,
     }
+
+
+def test_a_source_is_read_again_where_its_file_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, read = tmp_path / "package", []
+    package.mkdir()
+    (package / "a.py").write_text("1")
+    original = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or original(path))
+    first = digest_sources([package])
+    assert digest_sources([package]) == first
+    assert read == ["a.py"] * 2  # it has only just changed
+    monkeypatch.setattr(sources.time, "time_ns", lambda: (package / "a.py").stat().st_ctime_ns + 3 * 10**9)
+    for _ in range(3):
+        assert digest_sources([package]) == first
+    assert read == ["a.py"] * 3
+    (package / "a.py").write_text("2")
+    assert digest_sources([package]) == {"package/a.py": hashlib.sha256(b"2").hexdigest()}
 
 
 def test_a_secret_value_is_known_by_its_digest_under_the_users_key(
