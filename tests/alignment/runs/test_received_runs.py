@@ -18,14 +18,26 @@ from mock_scheduler.support.digests import JSON, open_sealed, seal
 from tests.alignment.test_align import CONFIG, Bench, FakeLauncher, write_results
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    """A finished alignment whose candidate tp2 diverged."""
-    bench = Bench(tmp_path)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, Path]:
+    """A finished alignment whose candidate tp2 diverged, and a copy of its folder."""
+    folder = tmp_path_factory.mktemp("received")
+    bench, kept = Bench(folder / "here"), folder / "kept"
+    bench.folder.mkdir()
     bench.write(
-        CONFIG.format(output_dir=tmp_path / "out dir=1") + "  proofs: {num_perturbations: 1, localise: false}\n"
+        CONFIG.format(output_dir=bench.folder / "out dir=1") + "  proofs: {num_perturbations: 1, localise: false}\n"
     )
     assert bench.align(FakeLauncher(behave={"tp2": diverge})) == 1
+    shutil.copytree(bench.folder, kept)
+    return bench, kept
+
+
+@pytest.fixture
+def bench(finished: tuple[Bench, Path]) -> Bench:
+    """The finished alignment, as it was: a run's maker is told with the place where it lies."""
+    bench, kept = finished
+    shutil.rmtree(bench.folder)
+    shutil.copytree(kept, bench.folder)
     return bench
 
 
