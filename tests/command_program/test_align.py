@@ -156,10 +156,13 @@ def test_a_passing_verdict_names_what_it_did_not_look_at_and_its_share(tmp_path:
     assert compare_runs(root / "baseline", root / "same", kinds="gradient").unseen is None
 
 
-def test_a_fault_is_found_and_localised_with_grafts(tmp_path: Path, runs: Runs) -> None:
-    path = write_config(tmp_path, {"fault": [TP2, "options.fault=scale"]}, align=FEW)
+def test_a_fault_is_found_and_localised_with_grafts_and_the_page_speaks_of_no_recording(
+    tmp_path: Path, runs: Runs
+) -> None:
+    path = write_config(tmp_path, {"same": [], "fault": [TP2, "options.fault=scale"]}, align=FEW)
     code, result, _ = align(path, runs)
     assert code == 1
+    assert verdicts(result)["same"] == "identical"
     found = candidate(result, "fault")
     assert found["verdict"] == "diverged"
     assert found["localisation"]["causes"][0]["name"] == "decoder.layers.0.mlp.linear_fc1"
@@ -167,6 +170,11 @@ def test_a_fault_is_found_and_localised_with_grafts(tmp_path: Path, runs: Runs) 
     referee = proof(result, "fault", "referee")
     assert referee.startswith("it cannot be run in float64: ")
     assert "nothing passes precision to the command, which is float64 here and float32 in the file" in referee
+    page = (tmp_path / "out" / "align" / "align.html").read_text(encoding="utf-8")
+    body = page[page.index("<body") :]
+    for words in ("recording", "contract", "Contract", "Ledger", "engines built", "nothing counted", ">rollout<"):
+        assert words not in body, words
+    assert "decoder.layers.0.mlp.linear_fc1" in body
 
 
 def test_the_referee_judges_where_precision_has_arguments(tmp_path: Path, runs: Runs) -> None:
@@ -315,16 +323,6 @@ def test_a_matrix_of_layouts_and_options_writes_junit(tmp_path: Path, runs: Runs
     assert "4 candidates pass" in text
 
 
-def test_the_page_speaks_of_no_recording(tmp_path: Path, runs: Runs) -> None:
-    path = write_config(tmp_path, {"same": [], "fault": [TP2, "options.fault=scale"]}, align=FEW)
-    align(path, runs)
-    page = (tmp_path / "out" / "align" / "align.html").read_text(encoding="utf-8")
-    body = page[page.index("<body") :]
-    for words in ("recording", "contract", "Contract", "Ledger", "engines built", "nothing counted", ">rollout<"):
-        assert words not in body, words
-    assert "decoder.layers.0.mlp.linear_fc1" in body
-
-
 def test_a_recording_is_refused_for_a_program_without_rollouts(tmp_path: Path, runs: Runs) -> None:
     path = write_config(tmp_path, {"tp2": [TP2]})
     with pytest.raises(ConfigError, match="this program has no rollout_mock section"):
@@ -373,6 +371,7 @@ def test_a_layout_without_arguments_is_refused_by_the_name_of_its_key(tmp_path: 
     assert "nothing passes parallel.pipeline_model_parallel_size to the command" in str(caught.value)
 
 
+@pytest.mark.all
 def test_minimise_reduces_steps_layout_and_stated_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs()
     path = write_config(

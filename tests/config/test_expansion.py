@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from mock_scheduler.config import problems
 from mock_scheduler.config.interpolations import check_expansion
 from mock_scheduler.errors import ConfigError
 from pipelines.config.loading import load_config
@@ -58,17 +58,20 @@ def test_a_file_that_stands_for_too_much_is_one_error(text: str, problem: str, t
         ("custom_envs:\n", "  k{0}: 1\n", "custom_envs.k0: is 1, "),
     ],
 )
-def test_thousands_of_problems_are_refused_soon(head: str, line: str, first: str, tmp_path: Path) -> None:
-    """The nearest known key was looked for 12,000 times, which took 26 s."""
-    (tmp_path / "run.yaml").write_text("exp_name: x\n" + head + "".join(map(line.format, range(12_000))))
-    started = time.process_time()
+def test_thousands_of_problems_are_refused_soon(
+    head: str, line: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest known key was looked for as often as there were problems: 26 s for 12,000."""
+    looked_for: list[str] = []
+    monkeypatch.setattr(problems, "get_close_matches", lambda word, *_, **__: looked_for.append(word) or [])
+    (tmp_path / "run.yaml").write_text("exp_name: x\n" + head + "".join(map(line.format, range(3_000))))
     with pytest.raises(ConfigError) as caught:
         load_config("run", config_path=tmp_path)
-    assert time.process_time() - started < 10  # on any machine; 2 s here
+    assert len(looked_for) <= 2 * 200
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith(" has 12,000 problems:")
+    assert lines[0].endswith(" has 3,000 problems:")
     assert lines[1].startswith(f"  - {first}")
-    assert (len(lines), lines[-1]) == (202, "  - and 11,800 more")
+    assert (len(lines), lines[-1]) == (202, "  - and 2,800 more")
 
 
 @pytest.mark.parametrize("override", [f"seed={'[' * 300}", f"seed={'f(' * 300}", f"{'a.' * 300}b=1", f"a={'${' * 99}"])

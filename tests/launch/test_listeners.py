@@ -123,7 +123,7 @@ def look(folder: Path, processes: list[subprocess.Popen[bytes]], seen: Callable[
                 process.wait()
 
 
-@pytest.mark.parametrize("target", [("train.py",), ("-m", "train")])
+@pytest.mark.parametrize("target", [("train.py",), pytest.param(("-m", "train"), marks=pytest.mark.all)])
 def test_ranks_of_a_foreign_program_listen_on_loopback_alone(tmp_path: Path, target: tuple[str, ...]) -> None:
     """The README's first command was torchrun, whose store listens on all addresses and unpickles what comes."""
     (tmp_path / "train.py").write_text(FOREIGN, encoding="utf-8")

@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import pytest
+
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.hf_source import find_weight_files
 from tests.pipelines.tiny_runs import run_command
@@ -19,6 +21,12 @@ def make(folder: Path, *options: str) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer."""
+    return make(tmp_path_factory.mktemp("checkpoint") / "one", "--layers", "1", "--hidden", "64")
+
+
 def test_the_model_begins_with_it(tmp_path: Path) -> None:
     model = ModelConfig(hf_checkpoint=str(make(tmp_path / "tied", "--layers", "2", "--hidden", "64", "--tied")))
     assert (model.num_layers, model.hidden_size, model.kv_channels, model.num_query_groups) == (2, 64, 32, 1)
@@ -27,15 +35,15 @@ def test_the_model_begins_with_it(tmp_path: Path) -> None:
         assert len(files.places) == 2 + 2 * 11
 
 
-def test_it_has_the_same_bits_every_time(tmp_path: Path) -> None:
-    content = (make(tmp_path / "one", "--layers", "1", "--hidden", "64") / "model.safetensors").read_bytes()
+def test_it_has_the_same_bits_every_time(small: Path, tmp_path: Path) -> None:
+    content = (small / "model.safetensors").read_bytes()
     assert hashlib.sha256(content).hexdigest() == GOLDEN
     other = make(tmp_path / "two", "--layers", "1", "--hidden", "64", "--seed", "1") / "model.safetensors"
     assert other.read_bytes() != content
 
 
-def test_every_byte_is_one_token(tmp_path: Path) -> None:
-    tokenizer = json.loads((make(tmp_path / "one", "--hidden", "64") / "tokenizer.json").read_text(encoding="utf-8"))
+def test_every_byte_is_one_token(small: Path) -> None:
+    tokenizer = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     assert sorted(vocabulary.values()) == list(range(259))
     assert [vocabulary[letter] - 3 for letter in ("A", "Ġ", "Ċ", "ÿ")] == [ord("A"), ord(" "), ord("\n"), 255]

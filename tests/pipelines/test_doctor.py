@@ -44,6 +44,7 @@ def configs(tmp_path: Path) -> Path:
     return write_tiny_config(tmp_path)
 
 
+@pytest.mark.all
 def test_a_planted_operation_is_named_with_its_module_and_cause(tiny_alignment: TinyAlignment, tmp_path: Path) -> None:
     finished, result = run_doctor(
         tiny_alignment.configs,
