@@ -153,6 +153,17 @@ def test_nothing_is_removed_or_written_through_a_link(bench: Bench, name: str) -
     assert sorted(victim.rglob("*")) == before
 
 
+def test_a_link_that_a_cluster_left_beside_its_logs_is_no_part_of_the_run(bench: Bench) -> None:
+    """Slurm's jobs by submitit have one to their own script."""
+    logs = bench.root / "tp2" / "job" / "4"
+    logs.mkdir(parents=True)
+    (logs / ".submission.sh").symlink_to(logs / "4_submission.sh")
+    assert again(bench) == (1, [])
+    (bench.root / "tp2" / "job").rename(bench.folder / "job")
+    (bench.root / "tp2" / "job").symlink_to(bench.folder / "job")
+    assert again(bench) == (1, ["tp2"])
+
+
 @pytest.mark.parametrize("name", ["trace", "trace/step_000000", "metrics.jsonl", "run.json"])
 def test_a_run_with_a_link_in_it_is_made_anew(bench: Bench, name: str) -> None:
     outside, linked = bench.folder / "outside", bench.root / "tp2" / name
