@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,8 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        # No test ends with the power of its machine, and waiting for the disk is a third of some.
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
