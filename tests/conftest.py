@@ -38,9 +38,10 @@ LONGEST_FIRST = (
 @pytest.fixture(scope="session", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests, and the runs that they start, keep their key apart from the user's, and end when interrupted."""
-    # What a shell starts in its background ignores interrupts, and so does all that it starts.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What a shell starts in its background ignores these, and so does all that it starts.
+    for which, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(which) is signal.SIG_IGN:
+            signal.signal(which, handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         # No test ends with the power of its machine, and waiting for the disk is a third of some.
