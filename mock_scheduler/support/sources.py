@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mock_scheduler.support.digests import JSON
 
-_SUFFIXES = frozenset({".py", ".c"})
+_SUFFIXES = frozenset({".py", ".c", ".h"})
 
 
 def digest_sources(folders: Iterable[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
@@ -20,7 +20,7 @@ def digest_sources(folders: Iterable[Path], files: Sequence[Path] = ()) -> dict[
     found = [
         (path.relative_to(folder.parent).as_posix(), path)
         for folder in folders
-        for path in folder.rglob("*.[cp]*")
+        for path in folder.rglob("*.[chp]*")
         if path.suffix in _SUFFIXES
     ]
     digests: dict[str, list[str]] = {}
