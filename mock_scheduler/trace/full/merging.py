@@ -44,7 +44,8 @@ class MergedTensor:
 
     values: where it is read from, by ranges. present: bool, True where there is a value, of the tensor's shape or
     ``[T, 1, ...]`` where whole tokens are absent; ``None`` where every element is there. missing: in words, the tokens
-    the run should have and no rank holds; empty where there are none. dims: the name of each dimension; empty where nobody said.
+    the run should have and no rank holds; empty where there are none. dims: the name of each dimension; empty where
+    nobody said.
     stated: by the places of each piece, the SHA-256 that its header states; ``None`` where pieces overlap. Nothing is
     concluded from it but that a digest is wrong.
     """
