@@ -12,7 +12,7 @@ _SUFFIXES = frozenset({".py", ".c", ".h"})
 
 
 def digest_sources(folders: Iterable[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
-    """Computes the SHA-256 (hex) of every file of Python and C below the folders by its path, and of further files by
+    """Computes the SHA-256 (hex) of every file of Python or C below the folders by its path, and of further files by
     name.
 
     Files with one name have all their digests there, in the order of the folders.
