@@ -15,6 +15,8 @@ NATIVE = [
     Extension(
         f"mock_scheduler.{folder.replace('/', '.')}.native",
         [f"mock_scheduler/{folder}/native.c"],
+        include_dirs=["mock_scheduler/support"],
+        depends=["mock_scheduler/support/native.h"],
         extra_compile_args=NATIVE_FLAGS,
         optional=True,
     )

@@ -15,7 +15,7 @@ writing of whole tensors in the background.
 - *sketch, all*, *full, all*: all kinds of tensors;
 - *sketch, all and ledgers*: with every random draw and collective as well, for which Python runs at each operation;
 - *hooks*, *vime*, *Megatron*: see ``trace_peers``;
-- with ``--kinds``, in place of these: sketches of each kind.
+- with ``--kinds``, in place of these: sketches of each kind; with ``--sketches``, the first ones alone.
 
 What ``off`` costs is too little for a stopwatch: the empty calls of a step are counted, and timed on their own.
 
@@ -229,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.trace", description="Training steps with and without a trace")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--kinds", action="store_true", help="sketches of each kind by itself")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--kinds", action="store_true", help="sketches of each kind by itself")
+    chosen.add_argument("--sketches", action="store_true", help="no whole tensors, and no ways of others")
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     options = parser.parse_args(arguments)
     # Megatron's and torch's on themselves; see pipelines/agentic.py.
@@ -239,7 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="trace-benchmark-") as folder:
         benchmark = Benchmark(runtime, Path(folder) / "trace")
         num_calls, off_ms = benchmark.off_cost()
-        results = benchmark.measure(KIND_MODES if options.kinds else MODES, options.rounds)
+        modes = KIND_MODES if options.kinds else MODES
+        if options.sketches:
+            modes = {name: mode for name, mode in MODES.items() if name.startswith(("none", "sketch"))}
+        results = benchmark.measure(modes, options.rounds)
     stop_runtime()
     by_mode = {result.mode: result for result in results}
     off_share = off_ms / by_mode["none"].step_ms

@@ -110,6 +110,16 @@ def test_what_is_built_has_every_template_of_a_page(tmp_path: Path) -> None:
         assert sorted(path.name for path in built.iterdir()) == names
 
 
+def test_the_source_distribution_has_all_c_files_and_their_header(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    (sources,) = tmp_path.glob("*/SOURCES.txt")
+    listed = set(sources.read_text(encoding="utf-8").split())
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mock_scheduler").rglob("native.[ch]")}
+    assert len(files) == 3
+    assert files <= listed
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_c_files_are_built_without_headers_of_python(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path), "--build-temp"]

@@ -50,6 +50,7 @@ _CURVE_LAYERS = (8, 16, 32, 64)
 _NUM_READERS = 64
 _NUM_CUT_ROWS, _NUM_CUT_COLUMNS = 131_072, 2048
 _NUM_PARAMETERS, _PARAMETER_NUMEL = 5000, 1000
+_WIDTH = 160
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +212,7 @@ def print_rows(title: str, rows: Iterable[Row]) -> None:
             *(str(number) for number in (figures.handles, figures.maps, figures.opens)),
             figures.note,
         )
-    Console().print(table)
+    Console(width=_WIDTH).print(table)
 
 
 if __name__ == "__main__":

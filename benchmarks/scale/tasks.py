@@ -130,7 +130,7 @@ def missing(folder: Path) -> str:
     try:
         open_inputs((folder, folder.parent))
     except TraceError as error:
-        return str(error)
+        return str(error).split("\n")[0]  # the second line is of the folder that stands for another side
     finally:
         aside.rename(path)
     raise SystemExit("a missing rank was not found")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mock_scheduler.support.digests import JSON
 
-_SUFFIXES = (".py", ".c")
+_SUFFIXES = (".py", ".c", ".h")
 #: A file that has changed within this time may change again at the same time stamp.
 _UNSETTLED_NS = 2_000_000_000
 
@@ -19,7 +19,7 @@ _known: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
 def digest_sources(folders: Iterable[Path], files: Sequence[Path] = ()) -> dict[str, JSON]:
-    """Computes the SHA-256 (hex) of every file of Python and C below the folders by its path, and of further files by
+    """Computes the SHA-256 (hex) of every file of Python or C below the folders by its path, and of further files by
     name.
 
     Files with one name have all their digests there, in the order of the folders. A file that the file system says has

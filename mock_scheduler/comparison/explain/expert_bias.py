@@ -24,6 +24,7 @@ from mock_scheduler.comparison.measure.changes import Pair
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import DECISION_UNITS, ELEMENTS_OF_A_TOKEN
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.whole import WholeTensor
 
 
 def find_without_gradient(keys: Collection[TraceKey]) -> frozenset[str]:
@@ -58,7 +59,7 @@ class Decisions:
 
 def read_decisions(before: Pair, after: Pair) -> Decisions | None:
     """Reads the decisions of an update; ``None`` for an update of another form, or where neither run moved anything."""
-    olds, news = ([side.double().reshape(-1) for side in pair] for pair in (before, after))
+    olds, news = ([WholeTensor.of(side).whole().double().reshape(-1) for side in pair] for pair in (before, after))
     # In float64, so that subtracting adds no rounding to that of storing.
     changes = [new - old for old, new in zip(olds, news, strict=True)]
     # The rate of the bias is in no trace; the largest change is one step, since no decision moves further.

@@ -45,6 +45,7 @@ from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.support.text import natural_part
 from mock_scheduler.trace.entries import PHASES, STEP_KINDS, DimName, Phase, TraceKey
 from mock_scheduler.trace.full.reader import ReplicaConflict, TraceReader
+from mock_scheduler.trace.full.whole import WholeTensor
 from mock_scheduler.trace.names import FINAL_NORM, OUTPUT_LAYER, WORD_EMBEDDINGS, is_choice
 
 _STATE_KINDS: frozenset[TraceKind] = frozenset({"initial", "gradient", "optimizer", "parameter", "weight"})
@@ -82,8 +83,8 @@ def explain_differences(
 
 def dims_of(pair: TensorPair) -> tuple[DimName, ...]:
     """Returns what each dimension counts; empty where unknown."""
-    dims = pair.dims or (parameter_dims(pair.key.name, pair.baseline.shape) if pair.key.kind in _STATE_KINDS else ())
-    return dims if len(dims) == pair.baseline.dim() else ()
+    dims = pair.dims or (parameter_dims(pair.key.name, pair.values[0].shape) if pair.key.kind in _STATE_KINDS else ())
+    return dims if len(dims) == pair.values[0].dim() else ()
 
 
 _OF_THE_WHOLE_BATCH: frozenset[TraceKind] = frozenset({"input", "advantage"})
@@ -126,7 +127,7 @@ def _explain(
     if pair is None:
         return difference
     residual = None
-    if conflicts and pair.baseline.dtype.is_floating_point:
+    if conflicts and pair.dtypes[0].is_floating_point:
         numbers = layout_numbers(traces.readers, key)
         residual = classify_parts(pair, traces.readers[1], tokens, conflicts, numbers)
     before = _read_pair(_parameter_before(key, traces), traces, tokens) if key.kind == "parameter" else None
@@ -134,8 +135,9 @@ def _explain(
         # Of a parameter itself, what an update did would be rounding.
         pair = _change(before, pair)
     # The values differ by more than the rounding of either dtype, so float64 stands for both.
-    if pair.baseline.dtype != pair.candidate.dtype:
-        pair = replace(pair, baseline=pair.baseline.double(), candidate=pair.candidate.double())
+    if pair.dtypes[0] != pair.dtypes[1]:
+        values = WholeTensor.of(pair.baseline.double()), WholeTensor.of(pair.candidate.double())
+        pair = replace(pair, values=values)
     if residual is None:
         bound = difference.tolerance if math.isfinite(difference.tolerance) else 0.0
         if is_choice(key):
@@ -241,12 +243,9 @@ def _read_pair(key: TraceKey | None, traces: TracePair, tokens: TokenAlignment) 
 
 
 def _change(before: TensorPair, after: TensorPair) -> TensorPair:
-    return replace(
-        after,
-        baseline=after.baseline - before.baseline,
-        candidate=after.candidate - before.candidate,
-        present=all_of([before.present, after.present]),
-    )
+    mine, other = after.baseline - before.baseline, after.candidate - before.candidate
+    values = WholeTensor.of(mine), WholeTensor.of(other)
+    return replace(after, values=values, present=all_of([before.present, after.present]))
 
 
 def _parameter_before(key: TraceKey, traces: TracePair) -> TraceKey | None:

@@ -29,6 +29,7 @@ from mock_scheduler.comparison.thresholds import (
     SHORT_BITS,
 )
 from mock_scheduler.support.tensor_bytes import view_as_bits
+from mock_scheduler.trace.full.whole import Values, WholeTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ def stored_bits(dtype: torch.dtype) -> int:
     return -int(math.log2(torch.finfo(dtype).eps)) if dtype.is_floating_point else 0
 
 
-def count_bits(tensor: torch.Tensor) -> int | None:
+def count_bits(tensor: Values) -> int | None:
     """Counts the bits of mantissa that elements have; ``None`` where too few different ones could tell.
 
     ``tensor``: on the CPU, of any dtype.
@@ -60,17 +61,17 @@ def count_bits(tensor: torch.Tensor) -> int | None:
     if not stored:
         return None
     # Copies of a few numbers, such as ratios of 1, are short by themselves.
-    if len(torch.unique(_first_nonzero(tensor.reshape(-1)))) < FEWEST_ELEMENTS:
+    if len(torch.unique(_first_nonzero(WholeTensor.of(tensor)))) < FEWEST_ELEMENTS:
         return None
     # Zeros have no bits, so that they need not be left out.
     return used_bits(tensor)
 
 
-def _first_nonzero(values: torch.Tensor) -> torch.Tensor:
+def _first_nonzero(values: WholeTensor) -> torch.Tensor:
     """Returns the first ``NARROWED_SAMPLE`` elements that are not 0; fewer where there are no more."""
-    found, count = [values[:0]], 0
-    for start, stop in split_chunks(0, len(values)):
-        chunk = values[start:stop]
+    found, count = [torch.empty(0, dtype=values.dtype)], 0
+    for start, stop in split_chunks(0, values.numel()):
+        chunk = values.read(start, stop)
         found.append(chunk[chunk != 0])
         count += len(found[-1])
         if count >= NARROWED_SAMPLE:
@@ -78,19 +79,20 @@ def _first_nonzero(values: torch.Tensor) -> torch.Tensor:
     return torch.cat(found)[:NARROWED_SAMPLE]
 
 
-def used_bits(tensor: torch.Tensor) -> int:
+def used_bits(tensor: Values) -> int:
     """Counts the bits of mantissa down to the lowest one that any element has; ``tensor``: floating point."""
     stored = stored_bits(tensor.dtype)
-    bits, together = view_as_bits(tensor.reshape(-1)).numpy(), 0
-    for start, stop in split_chunks(0, len(bits)):
-        together |= int(np.bitwise_or.reduce(bits[start:stop])) & ((1 << stored) - 1)
+    values, together = WholeTensor.of(tensor), 0
+    for start, stop in split_chunks(0, values.numel()):
+        bits = view_as_bits(values.read(start, stop)).numpy()
+        together |= int(np.bitwise_or.reduce(bits)) & ((1 << stored) - 1)
         # No element has more; of numbers that were not rounded, the first few already have all.
         if together & 1:
             break
     return stored - (together & -together).bit_length() + 1 if together else 0
 
 
-def find_narrowing(baseline: torch.Tensor, candidate: torch.Tensor) -> tuple[int, int] | None:
+def find_narrowing(baseline: Values, candidate: Values) -> tuple[int, int] | None:
     """Finds the bits of mantissa that a candidate was rounded to, and the baseline's; ``None`` where it has as many."""
     theirs = count_bits(candidate)
     if theirs is None or baseline.dtype != candidate.dtype or stored_bits(baseline.dtype) - theirs < LEAST_NARROWING:

@@ -15,9 +15,11 @@ import torch
 
 from mock_scheduler.comparison.measure.lanes import dot, sum_changes_in_c
 from mock_scheduler.comparison.measure.large_tensors import SCRATCH, map_blocks, split_blocks, split_chunks
+from mock_scheduler.comparison.thresholds import CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import view_as_bits
+from mock_scheduler.trace.full.whole import Values, WholeTensor, read_together
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Values, Values]
 """The same tensor of baseline and candidate."""
 
 
@@ -85,32 +87,28 @@ def sum_changes(
         significant: An element has a say where ``|g_a - g_b| <= significant * |g_a|``.
         is_same_before: Both of ``before`` have equal bits.
     """
-    olds, news = list(map(_flat, before[:1] if is_same_before else before)), list(map(_flat, after))
-    grads = None if gradients is None else list(map(_flat, gradients))
+    olds, num_olds = before[:1] if is_same_before else before, 1 if is_same_before else 2
+    sides = [WholeTensor.of(each) for each in (*olds, *after, *(gradients or ()))]
 
     def add_up(block: tuple[int, int]) -> Changes:
         part = Changes()
-        old, new = ([side[slice(*block)] for side in sides] for sides in (olds, news))
-        grad = None if grads is None else [side[slice(*block)] for side in grads]
-        num_excluded = sum_changes_in_c(old, new, grad, significant, part.squares)
-        if num_excluded is not None:
-            part.num_excluded = num_excluded
-            return part
-        for start, stop in split_chunks(0, new[0].numel()):
-            counts = None if grad is None else _find_counted(grad[0][start:stop], grad[1][start:stop], significant)
-            with np.errstate(over="ignore", invalid="ignore"):
-                part.add([side[start:stop] for side in old], [side[start:stop] for side in new], counts)
+        for _, values in read_together(sides, *block, CHUNK_ELEMENTS):
+            old, new, grad = values[:num_olds], values[num_olds : num_olds + 2], values[num_olds + 2 :]
+            num_excluded = sum_changes_in_c(old, new, grad, significant, part.squares)
+            if num_excluded is not None:
+                part.num_excluded += num_excluded
+                continue
+            for start, stop in split_chunks(0, new[0].numel()):
+                counts = _find_counted(grad[0][start:stop], grad[1][start:stop], significant) if grad else None
+                with np.errstate(over="ignore", invalid="ignore"):
+                    part.add([side[start:stop] for side in old], [side[start:stop] for side in new], counts)
         return part
 
     sums = Changes()
-    for part in map_blocks(add_up, split_blocks(news[0].numel())):
+    for part in map_blocks(add_up, split_blocks(sides[-1].numel())):
         # In the order of the blocks, whichever thread was first.
         sums.add_block(part)
     return sums
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
 
 
 def _find_counted(mine: torch.Tensor, other: torch.Tensor, significant: float) -> torch.Tensor | None:

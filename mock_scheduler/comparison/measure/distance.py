@@ -31,9 +31,11 @@ import torch
 from mock_scheduler.comparison.bounds.bound import TensorBound
 from mock_scheduler.comparison.findings import NonFinite
 from mock_scheduler.comparison.measure.changes import Changes, Pair, sum_changes
-from mock_scheduler.comparison.measure.figures import PairSums, compute_figures, sum_pair
+from mock_scheduler.comparison.measure.figures import PairSums, compute_figures, sum_values
+from mock_scheduler.comparison.measure.large_tensors import split_blocks
 from mock_scheduler.comparison.tensors import Figures, TensorDifference
 from mock_scheduler.comparison.thresholds import (
+    CHUNK_ELEMENTS,
     LARGEST_SIGNIFICANT,
     LARGEST_SIGNIFICANT_UNMEASURED,
     NUM_ULPS,
@@ -42,11 +44,22 @@ from mock_scheduler.comparison.thresholds import (
 )
 from mock_scheduler.support.tensor_bytes import dtype_name, have_equal_bytes
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.whole import Values, WholeTensor, read_together
 
 
-def is_bit_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+def is_bit_equal(left: Values, right: Values) -> bool:
     """Whether two tensors have one dtype, one shape and equal bits."""
-    return left.dtype == right.dtype and left.shape == right.shape and have_equal_bytes(left, right)
+    return left.dtype == right.dtype and is_rounded(left, right)
+
+
+def is_rounded(weight: Values, value: Values) -> bool:
+    """Whether a tensor has the bits of another one of its shape, cast to its dtype; ends at the first other range."""
+    sides = [WholeTensor.of(weight), WholeTensor.of(value)]
+    return weight.shape == value.shape and all(
+        have_equal_bytes(rounded, wide.to(weight.dtype))
+        for block in split_blocks(weight.numel())
+        for _, (rounded, wide) in read_together(sides, *block, CHUNK_ELEMENTS)
+    )
 
 
 def count_non_finite(tensor: torch.Tensor) -> NonFinite | None:
@@ -73,8 +86,8 @@ def find_significant(relative: float, bound: TensorBound) -> float:
 
 def measure(
     key: TraceKey,
-    baseline: torch.Tensor,
-    candidate: torch.Tensor,
+    baseline: Values,
+    candidate: Values,
     *,
     bound: TensorBound,
     present: torch.Tensor | None = None,
@@ -94,8 +107,7 @@ def measure(
     if baseline.dtype != candidate.dtype:
         dtypes = (dtype_name(baseline.dtype), dtype_name(candidate.dtype))
     if sums is None:
-        sides = (baseline, candidate) if dtypes is None else (baseline.double(), candidate.double())
-        sums = sum_pair(*sides, present=present)
+        sums = sum_values(WholeTensor.of(baseline), WholeTensor.of(candidate), present)
     figures = sums.figures
     bit_equal = dtypes is None and figures.num_different == 0
     # Numbers of experts or tokens are names, whose distance means nothing.
@@ -198,9 +210,9 @@ def compare_updates(
     )
 
 
-def rounding_unit(tensor: torch.Tensor) -> float:
+def rounding_unit(dtype: torch.dtype) -> float:
     """Returns the spacing of its numbers at 1; 0 for integers."""
-    return torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point else 0.0
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

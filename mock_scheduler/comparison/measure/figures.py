@@ -21,11 +21,12 @@ from mock_scheduler.comparison.measure.spacing import SAME_SIGN, largest_distanc
 from mock_scheduler.comparison.tensors import Figures, WorstElement
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
 from mock_scheduler.support.tensor_bytes import have_equal_bytes, view_as_bits
+from mock_scheduler.trace.full.whole import Values, WholeTensor, read_together
 
-__all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair"]
+__all__ = ["CHUNK_ELEMENTS", "PairSums", "compute_figures", "flatten_present", "sum_pair", "sum_values"]
 
 
-def compute_figures(baseline: torch.Tensor, candidate: torch.Tensor, *, present: torch.Tensor | None = None) -> Figures:
+def compute_figures(baseline: Values, candidate: Values, *, present: torch.Tensor | None = None) -> Figures:
     """Computes all figures of ``baseline - candidate``, over the elements where ``present`` is True.
 
     Args:
@@ -42,32 +43,38 @@ def compute_figures(baseline: torch.Tensor, candidate: torch.Tensor, *, present:
 
 
 def sum_pair(
-    baseline: torch.Tensor,
-    candidate: torch.Tensor,
+    baseline: Values,
+    candidate: Values,
     *,
     present: torch.Tensor | None = None,
 ) -> PairSums:
     """Computes the figures, ||baseline|| and whether all is finite, in the same pass; as ``compute_figures``."""
-    _check_pair(baseline, candidate)
-    rows = None if present is None else flatten_present(present, baseline.shape)
-    num_elements = baseline.numel()
+    left, right = WholeTensor.of(baseline), WholeTensor.of(candidate)
+    _check_pair(left, right)
+    rows = None if present is None else flatten_present(present, left.shape)
+    num_elements = left.numel()
     if rows is not None:
         num_elements = int(torch.count_nonzero(rows)) * (num_elements // max(rows.numel(), 1))
-    # A view where the tensor is contiguous, as merged tensors are.
-    left, right = baseline.reshape(-1), candidate.reshape(-1)
 
     def add_up(block: tuple[int, int]) -> _Sums:
-        part = _Sums(is_floating=baseline.is_floating_point())
+        part = _Sums(is_floating=left.is_floating_point)
         for chunk in _read_block(left, right, rows, block):
             part.add(chunk)
         return part
 
-    sums = _Sums(is_floating=baseline.is_floating_point())
+    sums = _Sums(is_floating=left.is_floating_point)
     blocks = split_blocks(left.numel()) if rows is None else _split_rows(rows.numel(), left.numel())
     for part in map_blocks(add_up, blocks):
         # In the order of the blocks, so that the sum has the same bits whichever thread was first.
         sums.add_block(part)
-    return sums.result(num_elements, baseline, candidate)
+    return sums.result(num_elements, left, right)
+
+
+def sum_values(baseline: WholeTensor, candidate: WholeTensor, present: torch.Tensor | None) -> PairSums:
+    """Computes the same as ``sum_pair``; of two dtypes, of their values in float64, which holds those of any float."""
+    if baseline.dtype != candidate.dtype:
+        return sum_pair(baseline.whole().double(), candidate.whole().double(), present=present)
+    return sum_pair(baseline, candidate, present=present)
 
 
 def flatten_present(present: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -88,7 +95,7 @@ def flatten_present(present: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return present.reshape(-1)
 
 
-def _check_pair(baseline: torch.Tensor, candidate: torch.Tensor) -> None:
+def _check_pair(baseline: WholeTensor, candidate: WholeTensor) -> None:
     if baseline.dtype != candidate.dtype or baseline.shape != candidate.shape or baseline.dtype.is_complex:
         raise ValueError(
             f"cannot subtract {candidate.dtype} of shape {list(candidate.shape)} from {baseline.dtype} of shape "
@@ -125,11 +132,6 @@ class _Chunk:
     rows: torch.Tensor | None = None
     row_size: int = 1
 
-    @staticmethod
-    def between(left: torch.Tensor, right: torch.Tensor, start: int, stop: int) -> _Chunk:
-        """Returns all from one element to another."""
-        return _Chunk(baseline=left[start:stop], candidate=right[start:stop], start=start)
-
     def split(self) -> Iterator[_Chunk]:
         """Yields parts of at most ``CHUNK_ELEMENTS``, which are summed by themselves; chosen rows are never more."""
         if self.rows is not None:
@@ -148,11 +150,11 @@ class _Chunk:
 
 
 def _read_block(
-    left: torch.Tensor, right: torch.Tensor, rows: torch.Tensor | None, block: tuple[int, int]
+    left: WholeTensor, right: WholeTensor, rows: torch.Tensor | None, block: tuple[int, int]
 ) -> Iterator[_Chunk]:
     """Yields the chunks of a block: of elements, or of rows where there is a mask of them."""
     if rows is None:
-        yield _Chunk.between(left, right, *block)
+        yield from _read_dense(left, right, *block)
         return
     row_size = left.numel() // max(rows.numel(), 1)
     rows_per_chunk = max(CHUNK_ELEMENTS // max(row_size, 1), 1)
@@ -160,14 +162,20 @@ def _read_block(
         stop = min(start + rows_per_chunk, block[1])
         mask = rows[start:stop]
         if bool(mask.all()):
-            yield _Chunk.between(left, right, start * row_size, stop * row_size)
+            yield from _read_dense(left, right, start * row_size, stop * row_size)
         elif bool(mask.any()):
             chosen = mask.nonzero().squeeze(1)
             mine, other = (
-                side[start * row_size : stop * row_size].view(-1, row_size).index_select(0, chosen).view(-1)
+                side.read(start * row_size, stop * row_size).view(-1, row_size).index_select(0, chosen).view(-1)
                 for side in (left, right)
             )
             yield _Chunk(baseline=mine, candidate=other, start=start * row_size, rows=chosen, row_size=row_size)
+
+
+def _read_dense(left: WholeTensor, right: WholeTensor, start: int, stop: int) -> Iterator[_Chunk]:
+    """Yields all from one element to another."""
+    for begin, (baseline, candidate) in read_together([left, right], start, stop, CHUNK_ELEMENTS):
+        yield _Chunk(baseline=baseline, candidate=candidate, start=begin)
 
 
 def _split_rows(num_rows: int, num_elements: int) -> list[tuple[int, int]]:
@@ -277,14 +285,15 @@ class _Sums:
             ends = ((-low, values.argmin), (high, values.argmax))
             self._worst = chunk.find(min(int(find()) for size, find in ends if size == largest))
 
-    def result(self, num_elements: int, baseline: torch.Tensor, candidate: torch.Tensor) -> PairSums:
+    def result(self, num_elements: int, baseline: WholeTensor, candidate: WholeTensor) -> PairSums:
         """Returns the figures of all chunks; without any chunk, of equal tensors."""
         mine, product, other, difference = self._squares
         norm, is_equal = math.sqrt(mine), not self._num_different
         worst = None
         if self._worst is not None:
             index = tuple(int(place) for place in np.unravel_index(self._worst, tuple(baseline.shape)))
-            worst = WorstElement(index=index, baseline=float(baseline[index]), candidate=float(candidate[index]))
+            values = [float(side.read(self._worst, self._worst + 1)) for side in (baseline, candidate)]
+            worst = WorstElement(index=index, baseline=values[0], candidate=values[1])
         figures = Figures(
             num_elements=num_elements,
             num_different=self._num_different,

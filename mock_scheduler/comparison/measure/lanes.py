@@ -82,19 +82,18 @@ def sum_pair_in_c(baseline: torch.Tensor, candidate: torch.Tensor, squares: list
 def sum_changes_in_c(
     old: Sequence[torch.Tensor],
     new: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor] | None,
+    grads: Sequence[torch.Tensor],
     significant: float,
     squares: list[float],
 ) -> int | None:
     """Adds ||d_a - d_b||², ||d_a||² and the squares of the rounding to ``squares``, as ``changes`` says.
 
-    Each is flat, finite and of both sides; ``old`` may be one tensor of both.
+    Each is flat, finite and of both sides; ``old`` may be one tensor of both, and ``grads`` none.
 
     Returns:
         The number of elements left out; ``None``, and nothing is added, where C cannot.
     """
     sum_changes = _sum_changes()
-    grads = gradients or ()
     if sum_changes is None or not _can_read([*old, *new]) or not _can_read(grads):
         return None
     pointers = (old[0], new[0], *grads[:1]), (old[-1], new[1], *grads[1:])

@@ -2,26 +2,19 @@
  * the same in NumPy. Sums are made as lanes.py says, without contraction to fused operations, so they have the same bits
  * on every processor.
  */
-#include <stdint.h>
-#include <string.h>
+#include "native.h"
 
 #define HALF 8
 #define LANES (2 * HALF)
 #define PART 2048 /* elements that stay in the nearest cache: compared, summed and, if need be, searched */
 #define INFINITE 0x7FF0000000000000
-#define INLINE static inline __attribute__((always_inline))
 
 typedef int16_t Shorts __attribute__((vector_size(2 * HALF)));
 typedef int32_t Ints __attribute__((vector_size(4 * HALF)));
-typedef uint32_t Words __attribute__((vector_size(4 * HALF)));
+typedef int16_t WideShorts __attribute__((vector_size(2 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * HALF)));
 typedef int64_t Longs __attribute__((vector_size(8 * HALF)));
-typedef uint64_t LongWords __attribute__((vector_size(8 * HALF)));
 typedef double Doubles __attribute__((vector_size(8 * HALF)));
-
-enum { NONE = -1, FLOAT32 = 0, BFLOAT16 = 1, FLOAT64 = 2 };
-
-INLINE int64_t size_of(int dtype) { return dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2; }
 
 /* Elements are read by groups of LANES, of each of which the lower half comes first. Where all are bfloat16, in PAIRS,
  * the even elements do, which need but be shifted.
@@ -92,48 +85,65 @@ typedef struct {
     Doubles mine, product, other, difference;
 } Lanes;
 
-/* Of one part. largest: |a - b| as bits, which are ordered as the numbers are, with infinity and NaN above them.
- * distances: of the numbers between a and b, of float64 in the wide ones.
+/* Of one part. largest: |a - b| of each half as bits, which are ordered as the numbers are, with infinity and NaN above
+ * them. The others have a field for each width of elements. num: with other bits; any width can count those of a part.
+ * farthest: the numbers between a and b, less by the smallest of their type, so that they are compared with a sign.
  */
 typedef struct {
-    Longs largest, num_different;
-    Words distances;
-    LongWords wide_distances;
+    Longs largest[2], num, farthest;
+    Ints num_ints, farthest_ints;
+    WideShorts num_shorts, farthest_shorts;
 } Extremes;
+
+/* Bits in the order of the numbers, where both zeros are 0, are the magnitude, with the sign. */
+#define DEFINE_ADD_BITS(NAME, VECTOR, SIGN, MAX)                               \
+    INLINE void NAME(VECTOR *num, VECTOR *farthest, VECTOR a, VECTOR b) {      \
+        VECTOR sign_a = a >> SIGN, sign_b = b >> SIGN;                         \
+        *num -= a != b;                                                        \
+        a = (a ^ (sign_a & MAX)) - sign_a;                                     \
+        b = (b ^ (sign_b & MAX)) - sign_b;                                     \
+        VECTOR is_less = a < b;                                                \
+        VECTOR distance = (((a - b) ^ is_less) - is_less) ^ (-MAX - 1);        \
+        VECTOR is_farther = distance > *farthest;                              \
+        *farthest = (distance & is_farther) | (*farthest & ~is_farther);       \
+    }
+
+DEFINE_ADD_BITS(add_longs, Longs, 63, INT64_MAX)
+DEFINE_ADD_BITS(add_ints, Ints, 31, INT32_MAX)
+DEFINE_ADD_BITS(add_shorts, WideShorts, 15, INT16_MAX)
 
 INLINE void add_pair(Lanes *lanes, Extremes *seen, const char *left, const char *right, int dtype, int half) {
     Doubles mine, other;
-    /* Bits in the order of the numbers, where both zeros are 0: the magnitude, with the sign. */
     if (dtype == FLOAT64) {
-        Longs a = load_longs(left, half), b = load_longs(right, half), sign_a = a >> 63, sign_b = b >> 63;
+        Longs a = load_longs(left, half), b = load_longs(right, half);
         mine = (Doubles)a;
         other = (Doubles)b;
-        seen->num_different -= a != b;
-        a = (a ^ (sign_a & INT64_MAX)) - sign_a;
-        b = (b ^ (sign_b & INT64_MAX)) - sign_b;
-        Longs is_less = a < b;
-        LongWords distances = (LongWords)(((a - b) ^ is_less) - is_less);
-        LongWords is_farther = (LongWords)(distances > seen->wide_distances);
-        seen->wide_distances = (distances & is_farther) | (seen->wide_distances & ~is_farther);
+        add_longs(&seen->num, &seen->farthest, a, b);
     } else {
-        Ints a = load_ints(left, dtype, half), b = load_ints(right, dtype, half), sign_a = a >> 31, sign_b = b >> 31;
+        Ints a = load_ints(left, dtype, half), b = load_ints(right, dtype, half);
         mine = widen(a);
         other = widen(b);
-        seen->num_different -= __builtin_convertvector(a != b, Longs);
-        a = (a ^ (sign_a & INT32_MAX)) - sign_a;
-        b = (b ^ (sign_b & INT32_MAX)) - sign_b;
-        Ints is_less = a < b;
-        Words distances = (Words)(((a - b) ^ is_less) - is_less);
-        Words is_farther = (Words)(distances > seen->distances);
-        seen->distances = (distances & is_farther) | (seen->distances & ~is_farther);
+        if (dtype == FLOAT32) add_ints(&seen->num_ints, &seen->farthest_ints, a, b);
     }
     Doubles difference = mine - other;
-    Longs size = (Longs)difference & INT64_MAX, is_larger = size > seen->largest;
-    seen->largest = (size & is_larger) | (seen->largest & ~is_larger);
+    Longs size = (Longs)difference & INT64_MAX, *largest = &seen->largest[half & HIGH], is_larger = size > *largest;
+    *largest = (size & is_larger) | (*largest & ~is_larger);
     lanes->mine += mine * mine;
     lanes->product += mine * other;
     lanes->other += other * other;
     lanes->difference += difference * difference;
+}
+
+/* Adds a group of elements. */
+INLINE void add_group(Lanes *low, Lanes *high, Extremes *seen, const char *left, const char *right, int dtype, int pairs) {
+    add_pair(low, seen, left, right, dtype, pairs | LOW);
+    add_pair(high, seen, left, right, dtype, pairs | HIGH);
+    if (dtype == BFLOAT16) {
+        WideShorts a, b;
+        memcpy(&a, left, sizeof a);
+        memcpy(&b, right, sizeof b);
+        add_shorts(&seen->num_shorts, &seen->farthest_shorts, a, b);
+    }
 }
 
 INLINE void add_equal(Lanes *lanes, const char *group, int dtype, int half) {
@@ -154,13 +164,17 @@ typedef struct {
 INLINE int add_extremes(PairSums *sums, const Extremes *seen, const char *left, const char *right, int64_t place,
                         int64_t length, int dtype) {
     int64_t size = size_of(dtype), largest = 0;
-    for (int lane = 0; lane < HALF; lane++) {
-        uint64_t distance = dtype == FLOAT64 ? seen->wide_distances[lane] : seen->distances[lane];
-        if (dtype == BFLOAT16) distance >>= 16;
+    for (int lane = 0; lane < (dtype == BFLOAT16 ? LANES : HALF); lane++) {
+        uint64_t distance = dtype == FLOAT64   ? (uint64_t)seen->farthest[lane] - (uint64_t)INT64_MIN
+                            : dtype == FLOAT32 ? (uint64_t)((int64_t)seen->farthest_ints[lane] - INT32_MIN)
+                                               : (uint64_t)((int64_t)seen->farthest_shorts[lane] - INT16_MIN);
         if (distance > sums->max_ulp) sums->max_ulp = distance;
-        if (seen->largest[lane] > largest) largest = seen->largest[lane];
-        sums->num_different += seen->num_different[lane];
+        sums->num_different += dtype == FLOAT64   ? seen->num[lane]
+                               : dtype == FLOAT32 ? seen->num_ints[lane]
+                                                  : seen->num_shorts[lane];
     }
+    for (int lane = 0; lane < LANES; lane++)
+        if (seen->largest[lane / HALF][lane % HALF] > largest) largest = seen->largest[lane / HALF][lane % HALF];
     if (largest >= INFINITE) return 0;
     for (int64_t index = 0; sums->first < 0 && index < length; index++)
         if (memcmp(left + index * size, right + index * size, size)) sums->first = place + index;
@@ -190,13 +204,12 @@ INLINE int sum_pair_of(PairSums *sums, const char *left, const char *right, int6
         memcpy(rest_a, a + (num - rest) * size, rest * size);
         memcpy(rest_b, b + (num - rest) * size, rest * size);
         if (memcmp(a, b, num * size)) {
-            Extremes seen = {0};
-            for (; done + LANES <= num; done += LANES) {
-                add_pair(&low, &seen, a + done * size, b + done * size, dtype, pairs | LOW);
-                add_pair(&high, &seen, a + done * size, b + done * size, dtype, pairs | HIGH);
-            }
-            add_pair(&low, &seen, rest_a, rest_b, dtype, pairs | LOW);
-            add_pair(&high, &seen, rest_a, rest_b, dtype, pairs | HIGH);
+            Extremes seen = {.farthest = (Longs){0} + INT64_MIN,
+                             .farthest_ints = (Ints){0} + INT32_MIN,
+                             .farthest_shorts = (WideShorts){0} + INT16_MIN};
+            for (; done + LANES <= num; done += LANES)
+                add_group(&low, &high, &seen, a + done * size, b + done * size, dtype, pairs);
+            add_group(&low, &high, &seen, rest_a, rest_b, dtype, pairs);
             if (!add_extremes(sums, &seen, a, b, start, num, dtype)) return 0;
         } else {
             for (; done + LANES <= num; done += LANES) {
@@ -303,16 +316,6 @@ INLINE int64_t sum_changes_of(double *sums, const Sides *sides, int64_t length, 
     for (int lane = 0; lane < HALF; lane++) num += num_excluded[lane];
     return num;
 }
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define FOR_EACH_PROCESSOR
-#endif
 
 /* Sums the pairs of elements of two sides; returns 0, and writes nothing, where an element or a sum is not finite.
  *

@@ -12,7 +12,7 @@ import torch
 
 from mock_scheduler.comparison.findings import Finding, NotFinite, OtherDtype, OtherPlaces, OtherShape, finding
 from mock_scheduler.comparison.measure.distance import count_non_finite
-from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
+from mock_scheduler.comparison.measure.figures import PairSums, sum_values
 from mock_scheduler.comparison.pairing.tokens import TokenAlignment
 from mock_scheduler.comparison.tensors import TensorDifference
 from mock_scheduler.comparison.thresholds import CHUNK_ELEMENTS
@@ -20,6 +20,7 @@ from mock_scheduler.errors import TraceError
 from mock_scheduler.support.tensor_bytes import dtype_name
 from mock_scheduler.trace.entries import DimName, TraceKey
 from mock_scheduler.trace.full.reader import MergedTensor, TraceReader
+from mock_scheduler.trace.full.whole import WholeTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,8 +29,7 @@ class TensorPair:
 
     Args:
         key: Its canonical key.
-        baseline: The whole tensor.
-        candidate: The same shape.
+        values: Whole tensors of baseline and candidate, of one shape.
         dims: What each dimension counts.
         present: bool, of the tensors' shape or ``[T, 1, ...]``: elements of both runs; ``None``: all of them.
         sums: Of the present elements; of two dtypes, of their values in float64.
@@ -39,8 +39,7 @@ class TensorPair:
     """
 
     key: TraceKey
-    baseline: torch.Tensor
-    candidate: torch.Tensor
+    values: tuple[WholeTensor, WholeTensor]
     dims: tuple[DimName, ...]
     present: torch.Tensor | None
     sums: PairSums
@@ -49,15 +48,30 @@ class TensorPair:
     is_doubtful: bool = False
 
     @property
+    def baseline(self) -> torch.Tensor:
+        """Returns the baseline's tensor, put together in one place."""
+        return self.values[0].whole()
+
+    @property
+    def candidate(self) -> torch.Tensor:
+        """Returns the candidate's tensor, put together in one place."""
+        return self.values[1].whole()
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Returns the dtypes of baseline and candidate."""
+        return self.values[0].dtype, self.values[1].dtype
+
+    @property
     def is_equal(self) -> bool:
         """Whether all bits of the present elements are equal."""
-        return self.baseline.dtype == self.candidate.dtype and not self.sums.figures.num_different
+        return self.dtypes[0] == self.dtypes[1] and not self.sums.figures.num_different
 
     def without_tokens(self, left_out: torch.Tensor) -> TensorPair:
         """Returns the pair without these tokens; ``left_out``: bool ``[T]``."""
-        kept = _by_token(~left_out, self.baseline)
+        kept = _by_token(~left_out, self.values[0])
         present = kept if self.present is None else self.present & kept
-        return replace(self, present=present, sums=_sum(self.baseline, self.candidate, present))
+        return replace(self, present=present, sums=sum_values(*self.values, present))
 
 
 class TracePair:
@@ -113,14 +127,14 @@ class TracePair:
 def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: TokenAlignment) -> TensorPair | Finding:
     """Brings both sides into the baseline's order; a finding where their shapes do not fit each other."""
     ours, theirs = merged
-    left, right = ours.tensor, theirs.tensor
-    if left.is_complex() or right.is_complex():
+    left, right = ours.values, theirs.values
+    if left.dtype.is_complex or right.dtype.is_complex:
         raise TraceError(f"{key.describe()}: values of {left.dtype} and {right.dtype} cannot be compared")
     is_by_token = ours.dims[:1] == ("token",) and theirs.dims[:1] == ("token",)
     their_presence = theirs.present
     shared: torch.Tensor | None = None
     if is_by_token and tokens.covers(left, right) and left.shape[1:] == right.shape[1:]:
-        right = tokens.in_baseline_order(right)
+        right = WholeTensor.of(tokens.in_baseline_order(theirs.tensor))
         their_presence = None if their_presence is None else tokens.in_baseline_order(their_presence)
         # Tokens of one run only have no counterpart in any tensor.
         shared = None if tokens.is_shared is None else _by_token(tokens.is_shared, left)
@@ -129,16 +143,15 @@ def pair_up(key: TraceKey, merged: tuple[MergedTensor, MergedTensor], tokens: To
     present = all_of([ours.present, their_presence, shared])
     pair = TensorPair(
         key=key,
-        baseline=left,
-        candidate=right,
+        values=(left, right),
         dims=ours.dims,
         present=present,
         ours=all_of([ours.present, shared]),
         theirs=all_of([their_presence, shared]),
-        sums=_sum(left, right, present),
+        sums=sum_values(left, right, present),
     )
     # Digests are of the stored order, so that tokens put in another order have none.
-    return replace(pair, is_doubtful=right is theirs.tensor and _contradict(ours, theirs, is_equal=pair.is_equal))
+    return replace(pair, is_doubtful=right is theirs.values and _contradict(ours, theirs, is_equal=pair.is_equal))
 
 
 def _contradict(ours: MergedTensor, theirs: MergedTensor, *, is_equal: bool) -> bool:
@@ -164,7 +177,7 @@ def find_other_places(pair: TensorPair) -> OtherPlaces | None:
 
 def find_other_dtype(pair: TensorPair) -> OtherDtype | None:
     """Returns both dtypes where they differ."""
-    mine, other = (dtype_name(side.dtype) for side in (pair.baseline, pair.candidate))
+    mine, other = map(dtype_name, pair.dtypes)
     return None if mine == other else OtherDtype(baseline=mine, candidate=other)
 
 
@@ -191,7 +204,7 @@ def locate(
     worst = figures.worst
     index, their_index = worst.index, worst.index
     sample, position = worst.sample, worst.position
-    if pair.dims[:1] == ("token",) and pair.baseline.shape[:1] == (tokens.rows.num_tokens,):
+    if pair.dims[:1] == ("token",) and pair.values[0].shape[:1] == (tokens.rows.num_tokens,):
         sample, position = tokens.find(index[0])
         # The candidate's ranks hold its own order of tokens.
         if not tokens.is_same_order:
@@ -217,13 +230,6 @@ def all_of(masks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return None if bool(result.all()) else result
 
 
-def _sum(baseline: torch.Tensor, candidate: torch.Tensor, present: torch.Tensor | None) -> PairSums:
-    if baseline.dtype != candidate.dtype:
-        # Exact for floats: the values are compared, and the other dtype is a finding by itself.
-        baseline, candidate = baseline.double(), candidate.double()
-    return sum_pair(baseline, candidate, present=present)
-
-
-def _by_token(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _by_token(mask: torch.Tensor, like: WholeTensor) -> torch.Tensor:
     """Returns bool ``[T, 1, ...]`` from ``[T]``."""
     return mask.view(-1, *([1] * (like.dim() - 1)))

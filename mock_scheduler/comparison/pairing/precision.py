@@ -15,6 +15,7 @@ from mock_scheduler.comparison.measure.changes import Pair
 from mock_scheduler.comparison.measure.distance import is_bit_equal
 from mock_scheduler.config.instruments import UNIT_ROUNDOFFS, TraceKind
 from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.trace.full.whole import WholeTensor
 
 Precisions = tuple[str, str]
 """The precisions of baseline and candidate, as the runs state them; empty texts where they do not."""
@@ -63,7 +64,7 @@ def check_rounded(values: Pair, narrow: Narrow) -> RoundedOtherwise | None:
     ``values``: float32 or float64, of both sides.
     """
     side, dtype = narrow
-    own, wide = values[side], values[1 - side]
+    own, wide = (WholeTensor.of(values[place]).whole() for place in (side, 1 - side))
     # torch's cast rounds to nearest, ties to even, and so does Megatron's copy into the model's weights.
     rounded = wide.to(dtype)
     expected = rounded.to(own.dtype)

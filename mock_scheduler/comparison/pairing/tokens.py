@@ -23,6 +23,7 @@ from mock_scheduler.comparison.findings import (
 )
 from mock_scheduler.comparison.thresholds import NAMED_ROWS
 from mock_scheduler.trace.entries import RowTable, StepFooter
+from mock_scheduler.trace.full.whole import Values
 
 
 class TokenAlignment:
@@ -43,13 +44,13 @@ class TokenAlignment:
         """int64 ``[T]``, for each token of the baseline the candidate's token, -1 where it has none."""
         return _match_tokens(self.rows, self._candidate_rows)
 
-    def covers(self, baseline: torch.Tensor, candidate: torch.Tensor) -> bool:
+    def covers(self, baseline: Values, candidate: Values) -> bool:
         """Whether the first dimension of two tensors is these tokens."""
         return (
             not self.is_same_order
             and baseline.dim() > 0
             and candidate.dim() == baseline.dim()
-            and (len(baseline), len(candidate)) == (self.rows.num_tokens, self.num_candidate_tokens)
+            and (baseline.shape[0], candidate.shape[0]) == (self.rows.num_tokens, self.num_candidate_tokens)
         )
 
     def in_baseline_order(self, candidate: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Compares one step of two traces of whole tensors.
 
-One name is walked at a time: in memory are six tensors of it (of an update the gradient, and the parameter before and
-after, of both sides) and chunks of their comparison. Choices of experts come first: tensors stored in their order are
-compared without the tokens rounding sent elsewhere.
+One name is walked at a time: in memory are chunks of its comparison, and six tensors of it where they cannot be read as
+they lie in the files (of an update the gradient, and the parameter before and after, of both sides). Choices of
+experts come first: tensors stored in their order are compared without the tokens rounding sent elsewhere.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class FullStep:
             return None
         if paired.is_doubtful:
             self._traces.check_digests(key)
-        dtypes = paired.baseline.dtype, paired.candidate.dtype
+        dtypes = paired.dtypes
         is_explained = explains_dtypes(key.kind, dtypes, self._sides.selection.precisions)
         facts: list[OtherDtype | OtherPlaces | None] = [] if is_explained else [find_other_dtype(paired)]
         places = find_other_places(paired)
@@ -223,7 +223,7 @@ class FullStep:
         key = choice.key
         place = (key.update, routed_part(key.name))
         self._find_flips(choice)
-        if choice.baseline.dim() == 2:
+        if choice.values[0].dim() == 2:
             self._moved_experts[place] = find_moved_experts(choice.baseline, choice.candidate)
             if not choice.is_equal:
                 moved = (choice.baseline != choice.candidate).any(1)
@@ -232,7 +232,7 @@ class FullStep:
     def _find_flips(self, choice: TensorPair) -> None:
         key = logits_key(choice.key)
         logits = self._pair(key, is_reported=False) if all(key in keys for keys in self._sides.keys) else None
-        if logits is None or choice.baseline.dim() != 2 or len(logits.baseline) != len(choice.baseline):
+        if logits is None or choice.values[0].dim() != 2 or len(logits.baseline) != len(choice.baseline):
             return
         summary, is_flipped = find_flips(choice, logits)
         # Whole tokens are left out: of a token with another expert, no element means the same in both runs.
@@ -244,12 +244,12 @@ class FullStep:
         """Keeps the difference of any tensor but a parameter; its rounding is added at the end of the step."""
         key = pair.key
         bound = self._bounds.tensor(key)
-        difference = measure(key, pair.baseline, pair.candidate, bound=bound, present=pair.present, sums=pair.sums)
+        difference = measure(key, *pair.values, bound=bound, present=pair.present, sums=pair.sums)
         # Of a tensor that a side has in part, no square is known.
         if key.kind == "gradient" and pair.present is None:
             square = GradientSquare(key=key, baseline=pair.sums.norm**2, candidate=pair.sums.other_norm**2)
             self._found.squares.append(square)
-        unit = max(rounding_unit(pair.baseline), rounding_unit(pair.candidate))
+        unit = max(map(rounding_unit, pair.dtypes))
         if unit:
             self._pools.add(
                 key,
@@ -280,12 +280,12 @@ class FullStep:
         if not self._places.is_known or key.kind not in SLOPE_KINDS or bound.relative > LARGEST_BOUND:
             return ()
         dims = dims_of(pair)
-        if pair.baseline.dtype != pair.candidate.dtype or not pair.sums.figures.relative <= bound.relative or not dims:
+        if pair.dtypes[0] != pair.dtypes[1] or not pair.sums.figures.relative <= bound.relative or not dims:
             return ()
         moved = self._moved.get(key.update)
         if moved is not None:
             # What other experts compute differs at its full size, for other tokens in every run.
-            if dims[0] != "token" or len(moved) != len(pair.baseline):
+            if dims[0] != "token" or len(moved) != pair.values[0].shape[0]:
                 return ()
             pair = pair.without_tokens(moved)
         self._found.num_located += 1

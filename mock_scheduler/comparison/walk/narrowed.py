@@ -14,11 +14,13 @@ import torch
 from mock_scheduler.comparison.explain.narrowing import find_narrowing, find_sums
 from mock_scheduler.comparison.findings import FewerBits, Finding, NarrowedState, finding
 from mock_scheduler.comparison.measure.distance import is_bit_equal
+from mock_scheduler.comparison.measure.large_tensors import split_blocks
 from mock_scheduler.comparison.pairing.order import order_keys
 from mock_scheduler.comparison.pairing.pairs import TensorPair
 from mock_scheduler.comparison.thresholds import FEWER_BITS, MOST_OF_IT, NARROWED_GRADIENT, NARROWED_UPDATE
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.full.whole import Values, WholeTensor
 
 _Sides = tuple[torch.Tensor, torch.Tensor]
 
@@ -40,7 +42,7 @@ class NarrowedValues:
                     self._take_sample(pair)
             elif pair.key.kind in ("initial", "parameter"):
                 # A parameter that no update moved has the bits that it was loaded with.
-                moved = before is not None and not is_bit_equal(before.candidate, pair.candidate)
+                moved = before is not None and not is_bit_equal(before.values[1], pair.values[1])
                 if pair.key.kind == "parameter" and moved:
                     self.add(pair)
                 before = pair
@@ -51,7 +53,7 @@ class NarrowedValues:
         # Equal bits are narrowed in neither, and of absent elements, which are 0, every low bit is 0.
         if pair.is_equal or pair.present is not None:
             return
-        found = find_narrowing(pair.baseline, pair.candidate)
+        found = find_narrowing(*pair.values)
         if found is not None:
             self._state[pair.key] = found
 
@@ -92,17 +94,17 @@ class NarrowedValues:
         return None
 
     def _take_sample(self, pair: TensorPair) -> None:
-        if pair.is_equal or pair.present is not None or pair.baseline.dtype is not torch.float32:
+        if pair.is_equal or pair.present is not None or set(pair.dtypes) != {torch.float32}:
             return
-        if pair.candidate.dtype is not torch.float32:
-            return
-        sides = _thin(pair.baseline.reshape(-1), NARROWED_UPDATE), _thin(pair.candidate.reshape(-1), NARROWED_UPDATE)
+        mine, other = (_thin(side, NARROWED_UPDATE) for side in pair.values)
+        sides = mine, other
         self._samples.setdefault((pair.key.step, pair.key.update), {})[pair.key.name] = sides
 
 
-def _thin(values: torch.Tensor, most: int) -> torch.Tensor:
+def _thin(tensor: Values, most: int) -> torch.Tensor:
     """Keeps evenly spaced elements: each divisor is tried on all of them, and a large model has many gradients."""
-    stride = -(-len(values) // most)
+    values = WholeTensor.of(tensor)
+    stride = max(-(-values.numel() // most), 1)
     # Columns are mostly even in number, so that an even stride would never see half of them.
     stride += stride > 1 and stride % 2 == 0
-    return values[:: max(stride, 1)].clone()
+    return torch.cat([values.read(*block)[-block[0] % stride :: stride] for block in split_blocks(values.numel())])

@@ -19,7 +19,7 @@ from mock_scheduler.comparison.bounds.bounds import Bounds
 from mock_scheduler.comparison.explain.expert_bias import judge_decisions, read_decisions
 from mock_scheduler.comparison.findings import SIDES, LacksParameter, OtherStart, OtherWeight
 from mock_scheduler.comparison.measure.changes import Pair
-from mock_scheduler.comparison.measure.distance import compare_updates, find_significant, is_bit_equal
+from mock_scheduler.comparison.measure.distance import compare_updates, find_significant, is_rounded
 from mock_scheduler.comparison.measure.figures import compute_figures
 from mock_scheduler.comparison.pairing.pairs import TensorPair, all_of
 from mock_scheduler.comparison.pairing.precision import Narrow, check_rounded
@@ -130,7 +130,7 @@ def _compare_update(
     old, new, *rest = (_kept(pair, present) for pair in pairs)
     figures = after.sums.figures
     if present is not None and present is not after.present:
-        figures = compute_figures(after.baseline, after.candidate, present=present)
+        figures = compute_figures(*after.values, present=present)
     bound = rules.bounds.tensor(after.key)
     difference = compare_updates(
         after.key,
@@ -165,15 +165,15 @@ def _check_weight(
     weights, parameters = _kept(pair, present), _kept(parameter, present)
     for place, (side, weight, value) in enumerate(zip(SIDES, weights, parameters, strict=True)):
         # Rounded anew from each run's own parameter, so that a difference of the two runs is not blamed on rounding.
-        if not is_bit_equal(weight, value.to(weight.dtype)):
-            old = None if before is None else _kept(before, present)[place].to(weight.dtype)
-            return OtherWeight(side=side, is_of_before=old is not None and is_bit_equal(weight, old))
+        if not is_rounded(weight, value):
+            old = None if before is None else _kept(before, present)[place]
+            return OtherWeight(side=side, is_of_before=old is not None and is_rounded(weight, old))
     return "exact"
 
 
 def _kept(pair: TensorPair, present: torch.Tensor | None) -> Pair:
     """Returns both sides, as far as both runs have them."""
     if present is None:
-        return pair.baseline, pair.candidate
+        return pair.values
     kept = present.expand_as(pair.baseline)
     return pair.baseline[kept], pair.candidate[kept]

@@ -1,7 +1,8 @@
 """Puts a tensor together from all ranks' pieces, and tells disagreeing replicas.
 
-Pieces at the same places are replicas: their bits are compared, and the lowest rank's are taken. The others are copied
-block by block to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
+Pieces at the same places are replicas: their bits are compared, and the lowest rank's are taken. Pieces that cut the
+tensor along one dimension stay where they are, and it is read from them (``whole``); others are copied block by block
+to their places. Only where pieces overlap in part, or flat ranges leave a part of a local tensor out, is
 every element looked at on its own. What no rank holds is judged in ``presence``.
 """
 
@@ -20,6 +21,7 @@ from mock_scheduler.trace.entries import DimName, RowTable, TraceKey
 from mock_scheduler.trace.full.memory import MemoryPool
 from mock_scheduler.trace.full.pieces import DAMAGED, Piece, describe_wrong_digest, has_sha256
 from mock_scheduler.trace.full.presence import Expectation, check_present, held_twice
+from mock_scheduler.trace.full.whole import WholeTensor, find_cut, slice_up
 from mock_scheduler.trace.geometry import count_cells, element_places, fill_local_tensor, unflatten
 from mock_scheduler.trace.replicas import ConflictTally, ReplicaConflict
 from mock_scheduler.trace.shards import place_shard
@@ -40,26 +42,32 @@ _MAX_LISTED = 10
 class MergedTensor:
     """A whole tensor put together from all ranks; among conflicting replicas the lowest rank's value is taken.
 
-    present: bool, True where there is a value, of the tensor's shape or ``[T, 1, ...]`` where whole tokens are absent;
-    ``None`` where every element is there. missing: in words, the tokens the run should have and no rank holds;
-    empty where there are none. dims: the name of each dimension; empty where nobody said.
+    values: where it is read from, by ranges. present: bool, True where there is a value, of the tensor's shape or
+    ``[T, 1, ...]`` where whole tokens are absent; ``None`` where every element is there. missing: in words, the tokens
+    the run should have and no rank holds; empty where there are none. dims: the name of each dimension; empty where
+    nobody said.
     stated: by the places of each piece, the SHA-256 that its header states; ``None`` where pieces overlap. Nothing is
     concluded from it but that a digest is wrong.
     """
 
-    tensor: torch.Tensor
+    values: WholeTensor
     conflicts: tuple[ReplicaConflict, ...]
     present: torch.Tensor | None = None
     missing: str = ""
     dims: tuple[DimName, ...] = ()
     stated: Mapping[tuple[object, ...], str] | None = None
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Returns all of it, in one place."""
+        return self.values.whole()
+
 
 def merge_pieces(
     key: TraceKey, pieces: Sequence[Piece], load: Load, expectation: Expectation, memory: MemoryPool
 ) -> MergedTensor:
     """The whole tensor. pieces: at least one, by ascending rank. load: gives a piece's stored elements, checked.
-    memory: where the tensor lies, unless one piece holds all of it.
+    memory: where the tensor is put together, if it is.
 
     Raises ``TraceError`` where ranks disagree on the tensor's form, a rank holds an element twice, or an element is
     missing, or a token there, against the expectation. Missing whole tokens are told of in the result.
@@ -77,14 +85,18 @@ def merge_pieces(
         if coverage.is_disjoint:
             held = None if coverage.is_full else coverage.present()
             present, missing = check_present(key, pieces, held, expectation)
-            values = _copy_families(families, load, conflicts, memory, is_full=coverage.is_full)
+            values = _lay_out(groups, load, conflicts, memory) if coverage.is_full else None
+            if values is None:
+                copied = _copy_families(families, load, conflicts, memory, is_full=coverage.is_full)
+                values = WholeTensor.of(copied)
             stated = {group[0].spec.elements: group[0].record.sha256 for group in groups}
             return MergedTensor(
-                tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims, stated=stated
+                values=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims, stated=stated
             )
-    values, held = _copy_elements(key, groups, load, conflicts, memory, rows=expectation.rows)
+    elements, held = _copy_elements(key, groups, load, conflicts, memory, rows=expectation.rows)
     present, missing = check_present(key, pieces, None if bool(held.all()) else held, expectation)
-    return MergedTensor(tensor=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims)
+    values = WholeTensor.of(elements)
+    return MergedTensor(values=values, conflicts=conflicts.all(), present=present, missing=missing, dims=dims)
 
 
 def _check_agreement(key: TraceKey, pieces: Sequence[Piece], expectation: Expectation) -> None:
@@ -163,6 +175,16 @@ def check_digests(pieces: Iterable[tuple[Piece, torch.Tensor]]) -> None:
     wrong = [describe_wrong_digest(piece, "SHA-256") for piece, stored in pieces if not has_sha256(piece, stored)]
     if wrong:
         raise TraceError(f"{list_some(wrong, _MAX_LISTED)}; {DAMAGED}")
+
+
+def _lay_out(groups: list[_Group], load: Load, conflicts: ConflictTally, memory: MemoryPool) -> WholeTensor | None:
+    """Leaves pieces that hold every element once where they are; ``None`` where they cut no single dimension."""
+    specs = [group[0].spec for group in groups]
+    dim = find_cut(specs)
+    if dim is None:
+        return None
+    slices = slice_up(specs, dim, lambda number: _load_group(groups[number], load, conflicts))
+    return WholeTensor(specs[0].global_shape, slices, memory)
 
 
 def _copy_families(

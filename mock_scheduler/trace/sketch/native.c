@@ -2,14 +2,12 @@
  * same in torch for where this is not built. Elements are read once, where they lie. Sums are made in eight lanes and
  * without contraction to fused operations, so one call's have the same bits on every processor.
  */
-#include <stdint.h>
-#include <string.h>
+#include "native.h"
 
 #define NUM_SLOTS 2039
 #define BLOCK (NUM_SLOTS * 32)
 #define LANES 8
 #define UPPER_HALF 0x9E3779B97F4A7C15u
-#define INLINE static inline __attribute__((always_inline))
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
@@ -17,8 +15,6 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int64_t Longs __attribute__((vector_size(8 * LANES)));
 typedef double Doubles __attribute__((vector_size(8 * LANES)));
-
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT64 = 2 };
 
 /* One call's sums. columns: of the block that is summed now, without its sign and shift. */
 typedef struct {
@@ -98,7 +94,7 @@ INLINE void add_lanes(Sums *sums, const char *elements, int64_t place, int64_t c
 
 /* Adds elements that lie in one row of a block. */
 INLINE void add_row(Sums *sums, const char *elements, int64_t place, int64_t length, int dtype, int is_masked) {
-    int64_t size = dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2;
+    int64_t size = size_of(dtype);
     int64_t column = place % NUM_SLOTS, done = 0;
     for (; done + LANES <= length; done += LANES)
         add_lanes(sums, elements + done * size, place + done, column + done, dtype, is_masked);
@@ -112,7 +108,7 @@ INLINE void add_row(Sums *sums, const char *elements, int64_t place, int64_t len
 
 INLINE void add_all(Sums *sums, const char *elements, int64_t num_rows, int64_t row_bytes, int64_t length,
                     uint64_t start, uint64_t stride, int dtype, int is_masked) {
-    int64_t size = dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2;
+    int64_t size = size_of(dtype);
     for (int64_t row = 0; row < num_rows; row++) {
         const char *next = elements + row * row_bytes;
         uint64_t index = start + (uint64_t)row * stride;
@@ -131,16 +127,6 @@ INLINE void add_all(Sums *sums, const char *elements, int64_t num_rows, int64_t 
         }
     }
 }
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define FOR_EACH_PROCESSOR
-#endif
 
 /* Its name ends in a version: raise it, here and in host.py, with any change of arguments or of sums.
  *

@@ -251,14 +251,16 @@ def test_sources_are_told_by_their_paths_and_content(tmp_path: Path) -> None:
     (package / "a.py").write_text("1")
     (package / "sub" / "b.py").write_text("2")
     (package / "notes.txt").write_text("3")
+    (package / "c.h").write_text("1")
     one, two = (hashlib.sha256(text).hexdigest() for text in (b"1", b"2"))
-    assert digest_sources([package]) == {"package/a.py": one, "package/sub/b.py": two}
+    assert digest_sources([package]) == {"package/a.py": one, "package/c.h": one, "package/sub/b.py": two}
     other = tmp_path / "other" / "package"
     other.mkdir(parents=True)
     (other / "a.py").write_text("2")
     assert digest_sources([package, other], [package / "a.py"]) == {
         "a.py": one,
         "package/a.py": f"{one} {two}",
+        "package/c.h": one,
         "package/sub/b.py": two,
     }
 

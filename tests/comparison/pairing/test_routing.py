@@ -8,6 +8,7 @@ from mock_scheduler.comparison.pairing.routing import explain_choice, find_flips
 from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.comparison.residuals import OtherChoice
 from mock_scheduler.trace.entries import DimName, RowTable, TraceKey
+from mock_scheduler.trace.full.whole import WholeTensor
 from mock_scheduler.verdict.wording.residuals import describe_residual
 
 _ROUTER = "decoder.layers.1.mlp.router"
@@ -16,7 +17,9 @@ _ROUTER = "decoder.layers.1.mlp.router"
 def _pair(name: str, baseline: torch.Tensor, candidate: torch.Tensor, dims: tuple[DimName, ...]) -> TensorPair:
     key = TraceKey(step=0, update=0, kind="router", name=f"{_ROUTER}.{name}")
     sums = sum_pair(baseline, candidate)
-    return TensorPair(key=key, baseline=baseline, candidate=candidate, dims=dims, present=None, sums=sums)
+    return TensorPair(
+        key=key, values=(WholeTensor.of(baseline), WholeTensor.of(candidate)), dims=dims, present=None, sums=sums
+    )
 
 
 def flipped(

@@ -15,6 +15,7 @@ from mock_scheduler.comparison.pairing.tokens import align_tokens
 from mock_scheduler.errors import TraceError
 from mock_scheduler.trace.entries import RowTable, StepFooter
 from mock_scheduler.trace.full.reader import MergedTensor, open_trace
+from mock_scheduler.trace.full.whole import WholeTensor
 from mock_scheduler.trace.geometry import canonical_mask, element_places
 from mock_scheduler.trace.shards import Block, ShardSpec, Split, blocks_of_indices, whole
 from tests.fuzz.mutations import limits
@@ -71,7 +72,7 @@ def test_tokens_of_two_claims_are_matched_only_for_a_tensor_that_has_them() -> N
     ours, theirs = (RowTable(identities=(name,), lengths=(2**37,)) for name in "ab")
     with limits(MORE_BYTES):
         tokens = align_tokens(ours, theirs)
-        side = MergedTensor(tensor=torch.ones(3), conflicts=(), dims=("token",))
+        side = MergedTensor(values=WholeTensor.of(torch.ones(3)), conflicts=(), dims=("token",))
         pair_up(key(LOGPROBS), (side, side), tokens)
     assert not tokens.is_same_order
 
@@ -190,7 +191,7 @@ def test_names_with_odd_digits_have_a_place_in_the_order() -> None:
 
 
 def test_complex_values_are_not_compared() -> None:
-    side = MergedTensor(tensor=torch.ones(2, dtype=torch.complex64), conflicts=())
+    side = MergedTensor(values=WholeTensor.of(torch.ones(2, dtype=torch.complex64)), conflicts=())
     rows = RowTable()
     with pytest.raises(TraceError, match=r"values of torch.complex64 and torch.complex64 cannot be compared"):
         pair_up(key(NORM), (side, side), align_tokens(rows, rows))
