@@ -1,0 +1,23 @@
+"""Aligns tp2, pp2 and dp2 on one GPU with one process, in float32 and bfloat16."""
+
+from __future__ import annotations
+
+from benchmarks.gpu_check.context import CheckContext
+from benchmarks.gpu_check.example import align_example, candidate, hold_passing
+
+_LAYOUTS = ("tp2", "pp2", "dp2")
+
+
+def check(context: CheckContext) -> None:
+    """Trains the attached example under each layout; two processes share a GPU where there is one (``one_gpu``)."""
+    context.log.note("processes", f"2 on {len(context.machine.gpus) or 'no'} GPU(s), over gloo where they share one")
+    for precision in ("float32", "bfloat16"):
+        result = align_example(
+            context,
+            f"layouts-{precision}",
+            [candidate(layout, layout) for layout in _LAYOUTS],
+            precision=precision,
+            num_perturbations=3,
+        )
+        for item in result.candidates:
+            hold_passing(context, precision, item)
