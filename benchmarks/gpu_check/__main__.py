@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -116,7 +117,9 @@ def _run(options: argparse.Namespace, folder: Path, environment: dict[str, str],
         )
         report.save()
         _say(check, report.results[place])
-    print(f"report: {folder / 'gpu_check.json'}" + (f" ({report.page_problem})" if report.page_problem else " and .html"))
+    print(
+        f"report: {folder / 'gpu_check.json'}" + (f" ({report.page_problem})" if report.page_problem else " and .html")
+    )
     return report.exit_code
 
 
@@ -160,10 +163,8 @@ def _run_check(
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends what is left of a check: its process, and those of its session."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

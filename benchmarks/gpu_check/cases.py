@@ -17,8 +17,8 @@ from mock_scheduler.trace.entries import TraceKey
 from mock_scheduler.trace.full.reader import open_trace
 
 _ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-#: How much farther from float64 another way to compute may be than the one that is compared with: the rounding errors of
-#: both are of one size, and a wrong computation is farther by orders of magnitude.
+#: How much farther from float64 another way to compute may be than the one that is compared with: the rounding errors
+#: of both are of one size, and a wrong computation is farther by orders of magnitude.
 OTHER_ROUNDING = 4.0
 
 Tensors = dict[TraceKey, torch.Tensor]

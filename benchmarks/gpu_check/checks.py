@@ -46,7 +46,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         name="training",
         title="Training",
-        question="Does a step repeat, is it the CPU's but for rounding, and are TransformerEngine's layers the local ones?",
+        question="Does a step repeat, is it the CPU's but for rounding, and TransformerEngine what local layers are?",
         budget_s=130.0,
     ),
     Check(

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu_check.findings import FindingsLog
 from benchmarks.gpu_check.machine import Machine
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckContext:
     """Holds the surroundings of one check. folder: its own, removed when it ends."""
@@ -33,4 +34,3 @@ class CheckContext:
     def at_once(self) -> int:
         """Returns how many runs may compute beside each other."""
         return max(1, min(4, (os.cpu_count() or 1) // 4)) if self.is_gpu else 1
-

@@ -1,4 +1,4 @@
-"""Measures what ``attach`` adds to a step of the attached example, as ratios, and counts copies and waits of the host."""
+"""Measures what ``attach`` adds to a step of the attached example, and counts copies and waits of the host."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def _count_waits(context: CheckContext, example: Any) -> None:  # noqa: ANN401
             trained.forget()
             counts[mode][layers] = count_events(event.name for event in profiled.events() or ())
     rows = [
-        (mode, *(f"{found[layers].waits} / {found[layers].copies}" for layers in (1, 3))) for mode, found in counts.items()
+        (mode, *(f"{found[layers].waits} / {found[layers].copies}" for layers in (1, 3)))
+        for mode, found in counts.items()
     ]
     context.log.table("waits / copies of the host in a step", ("attached", "1 layer", "3 layers"), rows)
     if not context.is_gpu:

@@ -22,7 +22,9 @@ from mock_scheduler.errors import DeterminismError
 _NUM_REPEATS = 20
 _WORKER_TIMEOUT_S = 60.0
 _ATTENTION_LINE = re.compile(r"(Selected backend = .*|.*[Rr]unning with .*[Bb]ackend.*)")
-_NCCL_LINE = re.compile(r"NCCL (?:INFO )?(.*(?:NCCL_\w+ set by environment to|NCCL version|coll channels|Duplicate GPU).*)")
+_NCCL_LINE = re.compile(
+    r"NCCL (?:INFO )?(.*(?:NCCL_\w+ set by environment to|NCCL version|coll channels|Duplicate GPU).*)"
+)
 
 
 def check(context: CheckContext) -> None:
@@ -52,7 +54,10 @@ def hold_settings(log: FindingsLog, values: Mapping[str, str]) -> None:
         log.hold("settings of a deterministic run", is_held=False, found=error, expected="all take effect")
     else:
         log.hold(
-            "settings of a deterministic run", is_held=True, found=f"{len(values)} read back", expected="all take effect"
+            "settings of a deterministic run",
+            is_held=True,
+            found=f"{len(values)} read back",
+            expected="all take effect",
         )
 
 

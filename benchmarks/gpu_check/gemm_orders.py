@@ -79,7 +79,9 @@ def compare_all(
 def judge(log: FindingsLog, title: str, found: list[SplitProduct]) -> None:
     """Holds emulation to the candidate's bits everywhere, and counts where the whole product has them."""
     wrong = [item for item in found if item.emulated < 1.0]
-    text = f"{len(found)} products" if not wrong else f"{len(wrong)} of {len(found)} not, first {', '.join(wrong[0].row)}"
+    text = (
+        f"{len(found)} products" if not wrong else f"{len(wrong)} of {len(found)} not, first {', '.join(wrong[0].row)}"
+    )
     log.hold(
         f"{title}: emulation has the candidate's bits",
         is_held=bool(found) and not wrong,

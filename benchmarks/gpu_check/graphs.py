@@ -103,7 +103,10 @@ def refusal_of(call: Callable[[], object], folder: Path) -> str:
 def hold_refused(log: FindingsLog, question: str, found: str) -> None:
     """Holds a capture to a refusal that names CUDA graphs."""
     log.hold(
-        question, is_held="CUDA graph" in found, found=found or "nothing was said", expected="refused, naming CUDA graphs"
+        question,
+        is_held="CUDA graph" in found,
+        found=found or "nothing was said",
+        expected="refused, naming CUDA graphs",
     )
 
 

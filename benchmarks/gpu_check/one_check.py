@@ -1,4 +1,4 @@
-"""Runs one check in this process: ``python -m benchmarks.gpu_check.one_check NAME MACHINE.json FOLDER FINDINGS.json``."""
+"""Runs one check in this process: ``python -m benchmarks.gpu_check.one_check NAME MACHINE FOLDER FINDINGS``."""
 
 from __future__ import annotations
 

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
 BACKEND = "host_staged"
+#: What torch gives to a process group, and what a group answers; its stubs lack their names.
+Options = Any
 
 
 def share_gpus() -> None:
@@ -62,11 +64,11 @@ class HostStagedGroup(dist.ProcessGroup):
         """Returns the name by which the group was asked for."""
         return BACKEND
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Options = None) -> dist.Work:
         """Reduces in place."""
         return self._run(lambda host: self._gloo.allreduce(host, opts), tensors, tensors)
 
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Options = None) -> dist.Work:
         """Reduces each in place."""
         plain = dist.AllreduceOptions()
         plain.reduceOp = opts.reduceOp
@@ -74,16 +76,16 @@ class HostStagedGroup(dist.ProcessGroup):
             self.allreduce([tensor], plain)
         return _done(list(tensors))
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Options = None) -> dist.Work:
         """Sends the root's to all."""
         return self._run(lambda host: self._gloo.broadcast(host, opts), tensors, tensors)
 
-    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Options = None) -> dist.Work:
         """Reduces to the root."""
         return self._run(lambda host: self._gloo.reduce(host, opts), tensors, tensors)
 
     def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Options = None
     ) -> dist.Work:
         """Gathers each rank's tensor into a list of tensors."""
         (own,), (places,) = inputs, outputs
@@ -91,12 +93,12 @@ class HostStagedGroup(dist.ProcessGroup):
         self._gloo.allgather([found], [host]).wait()
         return _copy_back(places, found)
 
-    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, opts: Options = None) -> dist.Work:
         parts = list(output.view(self.size(), -1).unbind(0))
         return self.allgather([parts], [own.reshape(-1)])
 
     def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Options = None
     ) -> dist.Work:
         """Gathers several tensors."""
         for output, own in zip(outputs, inputs, strict=True):
@@ -104,14 +106,14 @@ class HostStagedGroup(dist.ProcessGroup):
         return _done(list(outputs))
 
     def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Options = None
     ) -> dist.Work:
         """Reduces a list of tensors, of which each rank keeps its own."""
         (output,), (parts,) = outputs, inputs
         whole = torch.cat([_host(part).reshape(-1) for part in parts])
         return self._reduce_scatter_base(output, whole, opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Options = None) -> dist.Work:
         host = _host(whole).reshape(-1)
         plain = dist.AllreduceOptions()
         plain.reduceOp = opts.reduceOp
@@ -120,7 +122,7 @@ class HostStagedGroup(dist.ProcessGroup):
         return _copy_back([output.view(-1)], [own])
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Options = None
     ) -> dist.Work:
         """Reduces several tensors, of which each rank keeps its own part."""
         for output, whole in zip(outputs, inputs, strict=True):
@@ -133,7 +135,7 @@ class HostStagedGroup(dist.ProcessGroup):
         own: torch.Tensor,
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
-        opts: Any = None,
+        opts: Options = None,
     ) -> dist.Work:
         """Exchanges parts of one tensor, along its first dimension."""
         host, found = _host(own), _host(output)
@@ -150,7 +152,7 @@ class HostStagedGroup(dist.ProcessGroup):
         host = [_host(tensor) for tensor in tensors]
         return _Waiting(self._gloo.recv(host, source, tag), lambda: _copy_back(tensors, host), kept=host)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Options = None) -> dist.Work:
         """Waits for all."""
         self._gloo.barrier().wait()
         return _done([])
@@ -169,7 +171,7 @@ class HostStagedGroup(dist.ProcessGroup):
 class _Waiting(dist.Work):
     """A send or receive under way; ``kept`` keeps its memory."""
 
-    def __init__(self, work: Any, then: Callable[[], object], *, kept: list[torch.Tensor]) -> None:
+    def __init__(self, work: Options, then: Callable[[], object], *, kept: list[torch.Tensor]) -> None:
         super().__init__()
         self._work, self._then, self._kept = work, then, kept
 

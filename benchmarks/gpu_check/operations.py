@@ -77,4 +77,6 @@ def _attention(gradients: Callable[..., Operation], heads: list[torch.Tensor]) -
         "memory-efficient": backends.EFFICIENT_ATTENTION,
         "cuDNN": backends.CUDNN_ATTENTION,
     }
-    return {f"attention ({name}) and its gradients": gradients(attend(backend), *heads) for name, backend in names.items()}
+    return {
+        f"attention ({name}) and its gradients": gradients(attend(backend), *heads) for name, backend in names.items()
+    }

@@ -39,7 +39,9 @@ def write_report_page(path: Path, content: Mapping[str, Any]) -> None:
         word=word,
         sentence=sentence,
         facts=_describe_machine(content["machine"]),
-        checks=[{**item, "check": find_check(item["name"]), "tone": TONES[item["outcome"]]} for item in content["checks"]],
+        checks=[
+            {**item, "check": find_check(item["name"]), "tone": TONES[item["outcome"]]} for item in content["checks"]
+        ],
         tones=TONES,
     )
     write_page(page, path, AlignmentError)
@@ -52,7 +54,10 @@ def _describe_machine(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("GPUs", gpus),
         ("Python", machine["python"]),
         ("torch", torch),
-        ("TransformerEngine", machine["transformer_engine"] or machine["versions"].get("transformer-engine", "present")),
+        (
+            "TransformerEngine",
+            machine["transformer_engine"] or machine["versions"].get("transformer-engine", "present"),
+        ),
     ]
     lacking = ", ".join(machine["lacking"])
     return [*rows, ("lacks", lacking)] if lacking else rows

@@ -2,8 +2,8 @@
 
 A case is ``impl-precision`` with words behind it, as ``local-bfloat16-repeat``: the first run of a pair or the second
 (``repeat``), without deterministic settings (``free``), on the CPU (``cpu``), or only the last step from the checkpoint
-of the first run (``resumed``). Each trains three steps of two updates on rows that follow from a seed, and writes metrics, a trace of
-all gradients and parameters, and the settings read back to ``FOLDER/{case}``. Nothing is judged here.
+of the first run (``resumed``). Each trains three steps of two updates on rows that follow from a seed, and writes
+metrics, a trace of all gradients and parameters, and the settings read back to ``FOLDER/{case}``. Nothing is judged.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ import yaml
 from mock_scheduler.determinism.settings import is_documented
 
 STORED = Path(__file__).with_name("source_variables.yaml")
-_READS = re.compile(r"""(?:\w*[gG]et_?[eE]nv(?:<[^>]*>)?|environ(?:\.get)?|PoolSizeMB)\s*[(\[]\s*["']([A-Z][A-Za-z0-9_]{3,})["']""")
+_READS = re.compile(
+    r"""(?:\w*[gG]et_?[eE]nv(?:<[^>]*>)?|environ(?:\.get)?|PoolSizeMB)\s*[(\[]\s*["']([A-Z][A-Za-z0-9_]{3,})["']"""
+)
 _NCCL_PARAMETERS = re.compile(r"""NCCL_PARAM\(\s*\w+\s*,\s*"([A-Z0-9_]+)\"""")
 _SUFFIXES = frozenset({".py", ".cc", ".cpp", ".cu", ".cuh", ".h"})
 

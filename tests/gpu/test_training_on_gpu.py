@@ -5,7 +5,8 @@ How to run, on a machine with one CUDA GPU, in about three minutes::
     pytest -m gpu tests/gpu
 
 Without a GPU everything here is skipped, and without TransformerEngine what needs it; pytest prints why. Every case
-trains in a process of its own (``benchmarks/gpu_check/training_worker.py``), since settings must be there before CUDA starts.
+trains in a process of its own (``benchmarks/gpu_check/training_worker.py``), since settings must be there before CUDA
+starts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 needs_te = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="transformer_engine is not installed")
 implementations = pytest.mark.parametrize("impl", ["local", pytest.param("transformer_engine", marks=needs_te)])
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:

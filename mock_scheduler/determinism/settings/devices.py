@@ -16,6 +16,18 @@ _TF32 = "it changes the precision of float32 products; keep it equal, and off wh
 _SPLIT_K = "partial sums of bfloat16 and float16 products may be added in low precision; keep it equal"
 _BACKEND = "it decides between implementations of one product, which sum in other orders; keep it equal"
 
+_CUBLAS = "libcublas and libcublasLt 13.1.1.3"
+_CUBLAS_NAMES: dict[str, tuple[str, ...]] = {
+    "it lets products of another type stand for float32 or float64 ones; keep it equal": (
+        *("CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY"),
+        "CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT",
+    ),
+    "it bears on the choice of a product's algorithm; leave it unset": (
+        *("CUBLASLT_HEURISTICS_LUT_FILE", "CUBLASLT_HEURISTICS_CACHE_CAPACITY", "CUBLAS_AUTOTUNING_CACHE_CAPACITY"),
+        *("CUBLAS_FORCE_XMMA_KERNEL_INIT", "CUBLASLT_DISABLE_CPU_INSTRUCTIONS_MASK"),
+    ),
+}
+
 _CUDA: tuple[Setting, ...] = (
     _cuda(
         name="CUDA_DEVICE_MAX_CONNECTIONS",
@@ -44,20 +56,16 @@ _CUDA: tuple[Setting, ...] = (
         source="torch, aten/src/ATen/cuda/CUDABlas.cpp",
         remedy="cuBLASLt chooses its algorithm by the size of the workspace; keep it equal",
     ),
+    _cuda(
+        name="TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+        reader="torch",
+        source="torch, aten/src/ATen/cuda/CUDABlas.cpp",
+        remedy="cuBLASLt then has cuBLAS's workspace, and chooses its algorithm by the size; keep it equal",
+    ),
     *(
-        _cuda(
-            name=name,
-            reader="cuBLAS",
-            source="cuBLAS documentation, Floating Point Emulation (CUDA 12.9 and later); not seen on a device here",
-            remedy="it lets products of another type stand for float32 or float64 ones; keep it equal",
-        )
-        for name in (
-            "CUBLAS_EMULATE_SINGLE_PRECISION",
-            "CUBLAS_EMULATE_DOUBLE_PRECISION",
-            "CUBLAS_EMULATION_STRATEGY",
-            "CUBLAS_EMULATION_SPECIAL_VALUES_SUPPORT_MASK",
-            "CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT",
-        )
+        _cuda(name=name, reader="cuBLAS", source=f"names in {_CUBLAS}, not seen on a device here", remedy=remedy)
+        for remedy, names in _CUBLAS_NAMES.items()
+        for name in names
     ),
     *(
         _cuda(
@@ -214,7 +222,10 @@ _NEWER: tuple[Setting, ...] = (
         source="NVIDIA/nccl 2.30.7, src/graph/tuning.cc",
         remedy="it lets reduce-scatter go over trees (PAT) in place of rings; keep it equal",
     ),
-    *(_nccl(name=name, source="NVIDIA/nccl 2.30.7, src", remedy=_OTHERS) for name in ("NCCL_CONF_FILE", "NCCL_ENV_PLUGIN")),
+    *(
+        _nccl(name=name, source="NVIDIA/nccl 2.30.7, src", remedy=_OTHERS)
+        for name in ("NCCL_CONF_FILE", "NCCL_ENV_PLUGIN")
+    ),
 )
 
 _NODE_NAMES = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")

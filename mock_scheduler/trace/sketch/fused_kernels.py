@@ -5,7 +5,7 @@ constants of a compilation.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, D103 - Triton reads these functions as programs of its own, without annotations
+# ruff: noqa: ANN001, ANN201 - Triton reads these functions as programs of its own, without annotations
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def sum_columns(
 
 
 @triton.jit
-def turn_columns(
-    columns_ptr, signs_ptr, shifts_ptr, edges_ptr, parts_ptr, NUM_SLOTS: tl.constexpr, TILE: tl.constexpr
-):
+def turn_columns(columns_ptr, signs_ptr, shifts_ptr, edges_ptr, parts_ptr, NUM_SLOTS: tl.constexpr, TILE: tl.constexpr):
     """Adds the columns of one part's blocks to its slots, block after block."""
     slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
     part = tl.program_id(1)
