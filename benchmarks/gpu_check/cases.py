@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,11 @@ class Runs:
     def __init__(self, folder: Path, *, timeout_s: float = 120.0) -> None:
         self.folder = folder
         self._timeout_s = timeout_s
+
+    def prepare(self, cases: Sequence[str], *, at_once: int) -> None:
+        """Runs cases beside each other. Raises ``CaseError`` where one fails."""
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(self.facts, cases))
 
     def facts(self, case: str) -> dict[str, Any]:
         """Reads what a case wrote; the case is run at the first call. Raises ``CaseError`` where it fails."""

@@ -41,13 +41,13 @@ CHECKS: tuple[Check, ...] = (
         name="graphs",
         title="CUDA graphs",
         question="Is a captured training refused or observed, never silently missed?",
-        budget_s=40.0,
+        budget_s=30.0,
     ),
     Check(
         name="training",
         title="Training",
         question="Does a step repeat, is it the CPU's but for rounding, and TransformerEngine what local layers are?",
-        budget_s=130.0,
+        budget_s=140.0,
     ),
     Check(
         name="layouts",
@@ -59,7 +59,7 @@ CHECKS: tuple[Check, ...] = (
         name="faults",
         title="Faults",
         question="Are ten planted faults found, each at its place?",
-        budget_s=90.0,
+        budget_s=80.0,
     ),
     Check(
         name="cost",
@@ -71,7 +71,7 @@ CHECKS: tuple[Check, ...] = (
         name="fp8",
         title="FP8",
         question="What does a trace see of FP8 training, what does emulation refuse, and what does the noise say?",
-        budget_s=50.0,
+        budget_s=60.0,
         needs_transformer_engine=True,
         needs_fp8=True,
     ),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.gpu_check.determinism import describe_order
 
 _NUM_REPEATS, _NUM_ELEMENTS, _WORLD_SIZE = 20, 100_004, 2
-_TIMEOUT = timedelta(seconds=40)
+_TIMEOUT = timedelta(seconds=30)
 
 
 def values_of(rank: int, dtype: torch.dtype) -> torch.Tensor:

@@ -22,19 +22,27 @@ from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.findings import FindingsLog
 from mock_scheduler.config.instruments import TRACE_KINDS, TraceConfig
 from mock_scheduler.megatron.host_device import use_host_device
+from mock_scheduler.trace.shards import whole
+from mock_scheduler.trace.sketch.sums import SketchSums
+from mock_scheduler.trace.sketch.totals import Totals
 
+_FULL = "whole tensors of the default kinds"
 _MODES: Mapping[str, TraceConfig | None] = {
     "none": None,
     "nothing asked": None,
     "sketches of the default kinds": TraceConfig(level="sketch"),
     "sketches of all kinds": TraceConfig(level="sketch", kinds=[*TRACE_KINDS]),
-    "whole tensors of the default kinds": TraceConfig(level="full", part_bytes=PART_BYTES),
+    _FULL: TraceConfig(level="full", part_bytes=PART_BYTES),
 }
 _TRACED = tuple(mode for mode, trace in _MODES.items() if trace is not None)
+#: Steps before those that count, and these; whole tensors are gigabytes on the disk.
 _WARM_UP, _ROUNDS = 2, 5
-#: The host waits in them until the device has done what was asked before.
-_WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"})
+_FULL_WARM_UP, _FULL_ROUNDS = 1, 1
+#: The training's thread waits in them until the device has done what was asked before. For an event
+#: (cudaEventSynchronize) only the thread in the background waits.
+_WAITS = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"})
 _COPY = "Memcpy DtoH"
+_SKETCH_ERROR = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +74,8 @@ def check(context: CheckContext) -> None:
             is_started = True
         _time_modes(context, example, args, hidden)
     _count_waits(context, example)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        _compare_sketches(context, dtype)
     dist.destroy_process_group()
 
 
@@ -81,12 +91,13 @@ def _time_modes(context: CheckContext, example: Any, args: Any, hidden: int) -> 
     for mode in _MODES:
         trained = Trained(example, args, mode, context.folder / str(hidden), modes=_MODES)
         times = []
-        for number in range(_WARM_UP + _ROUNDS):
+        warm_up, rounds = (_FULL_WARM_UP, _FULL_ROUNDS) if mode == _FULL else (_WARM_UP, _ROUNDS)
+        for number in range(warm_up + rounds):
             _synchronize(context)
             started_s = time.perf_counter()
             trained.take_step()
             _synchronize(context)
-            if number >= _WARM_UP:
+            if number >= warm_up:
                 times.append(time.perf_counter() - started_s)
             trained.forget()
         medians[mode] = statistics.median(times)
@@ -155,6 +166,30 @@ def hold_waits(
         is_held=len(set(added)) == 1,
         found=f"{' and '.join(map(str, added))} with {' and '.join(map(str, sorted(plain)))} layers",
         expected="as many for a deep model as for a shallow one",
+    )
+
+
+def _compare_sketches(context: CheckContext, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(20_200)
+    values = torch.randn(1500, 2100, generator=generator, dtype=torch.float64).to(dtype)
+    sums = [SketchSums(dtype, device) for device in (torch.device("cpu"), context.device)]
+    for item in sums:
+        item.add(values.to(item.totals.slots.device), whole("x", (1500, 2100)))
+    host, other = (item.totals for item in sums)
+    name = str(dtype).removeprefix("torch.")
+    hold_sketch(context.log, f"a sketch of {name} on the device", host, other)
+
+
+def hold_sketch(log: FindingsLog, question: str, host: Totals, other: Totals) -> None:
+    """Holds a device's sums to the CPU's: counts to the bit, slots to rounding; notes whether slots have the bits."""
+    slots, counts = other.slots.cpu(), other.counts.cpu()
+    error = float((slots - host.slots).norm()) / float(host.slots.norm())
+    is_equal = torch.equal(counts, host.counts)
+    log.hold(
+        question,
+        is_held=is_equal and error < _SKETCH_ERROR,
+        found=f"fingerprint {'equal' if is_equal else 'another'}, slots {f'off by {error:.1g}' if error else 'equal'}",
+        expected=f"equal fingerprint, slots off by less than {_SKETCH_ERROR:g}",
     )
 
 

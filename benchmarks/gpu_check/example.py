@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import get_context
 from typing import Any
 
 import yaml
@@ -12,6 +14,7 @@ from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.processes import DETERMINISTIC, ROOT
 from mock_scheduler import align
 from mock_scheduler.config.instruments import TRACE_KINDS
+from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.wording.verdicts import write_headline
 from tests.faults.own.forking import COMMAND, serving
@@ -61,6 +64,24 @@ def align_example(
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     with nullcontext() if context.is_gpu else serving():
         return align(path.stem, config_path=path.parent).result
+
+
+def align_all(context: CheckContext, requests: Sequence[Mapping[str, Any]]) -> list[AlignmentResult | str]:
+    """Aligns for each request (arguments of ``align_example``), beside each other on a GPU; a text where one failed.
+
+    Processes are forked, so the caller must not have started CUDA.
+    """
+    if not context.is_gpu:
+        return [_align_one(context, request) for request in requests]
+    with ProcessPoolExecutor(len(requests), mp_context=get_context("fork")) as pool:
+        return list(pool.map(_align_one, [context] * len(requests), requests))
+
+
+def _align_one(context: CheckContext, request: Mapping[str, Any]) -> AlignmentResult | str:
+    try:
+        return align_example(context, **request)
+    except MockSchedulerError as error:
+        return str(error)[-800:]
 
 
 def describe(item: CandidateResult) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu_check.context import CheckContext
-from benchmarks.gpu_check.example import align_example, candidate, describe
+from benchmarks.gpu_check.example import align_all, candidate, describe
 from benchmarks.gpu_check.findings import FindingsLog
 from mock_scheduler.verdict.results import CandidateResult
 
@@ -13,24 +13,22 @@ RECIPES = ("delayed", "tensorwise", "blockwise")
 
 def check(context: CheckContext) -> None:
     """Aligns each recipe with its repetition, with bfloat16, and with itself under tp2."""
-    for recipe in RECIPES:
-        try:
-            result = align_example(
-                context,
-                f"fp8-{recipe}",
-                [
-                    candidate("again"),
-                    candidate("bfloat16", fp8_recipe="null"),
-                    candidate("tp2", "tp2"),
-                ],
-                precision="bfloat16",
-                options={"layers": "transformer_engine", "fp8_recipe": recipe},
-                num_perturbations=2,
-            )
-        except Exception as error:  # noqa: BLE001 - a recipe that this GPU or release lacks must not end the others
-            context.log.not_run(f"FP8, {recipe}", str(error)[-600:])
-            continue
-        judge(context.log, recipe, {item.name: item for item in result.candidates})
+    candidates = [candidate("again"), candidate("bfloat16", fp8_recipe="null"), candidate("tp2", "tp2")]
+    requests = [
+        {
+            "name": f"fp8-{recipe}",
+            "candidates": candidates,
+            "precision": "bfloat16",
+            "options": {"layers": "transformer_engine", "fp8_recipe": recipe},
+            "num_perturbations": 2,
+        }
+        for recipe in RECIPES
+    ]
+    for recipe, result in zip(RECIPES, align_all(context, requests), strict=True):
+        if isinstance(result, str):  # a recipe that this GPU or release does not have
+            context.log.not_run(f"FP8, {recipe}", result)
+        else:
+            judge(context.log, recipe, {item.name: item for item in result.candidates})
 
 
 def judge(log: FindingsLog, recipe: str, found: dict[str, CandidateResult]) -> None:

@@ -59,5 +59,6 @@ def _describe_machine(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
             machine["transformer_engine"] or machine["versions"].get("transformer-engine", "present"),
         ),
     ]
+    rows.append(("CUDA MPS", "can be started" if machine["mps"] else "not there"))
     lacking = ", ".join(machine["lacking"])
     return [*rows, ("lacks", lacking)] if lacking else rows

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.gpu_check.cases import OTHER_ROUNDING, Runs, differing, distance
 from benchmarks.gpu_check.context import CheckContext
-from benchmarks.gpu_check.example import align_example, candidate, describe, hold_passing
+from benchmarks.gpu_check.example import align_all, candidate, describe, hold_passing
 from benchmarks.gpu_check.findings import FindingsLog
+from mock_scheduler.verdict.results import CandidateResult
 
 _TE = "transformer_engine"
+_HALF = {"precision": "bfloat16"}
+_BOTH = "attached example: local layers against TransformerEngine's, with noise and localisation"
 
 
 def check(context: CheckContext) -> None:
     """Runs both trainings; TransformerEngine's parts only where its layers compute."""
-    runs = Runs(context.folder / "cases")
     layers = ["local", *([_TE] if context.machine.has_transformer_engine else [])]
+    _train_ours(context, layers)
+    requests: list[dict[str, Any]] = [
+        {"name": f"example-{impl}", "candidates": [candidate("again")], "options": {"layers": impl}} for impl in layers
+    ]
+    if context.machine.has_transformer_engine:
+        other = {"name": "example-both", "candidates": [candidate(_TE, layers=_TE)]}
+        requests.append({**other, "num_perturbations": 3, "localise": True})
+    else:
+        context.log.not_run(_BOTH, context.machine.transformer_engine)
+    for request, result in zip(requests, align_all(context, [{**one, **_HALF} for one in requests]), strict=True):
+        question = request["name"]
+        if isinstance(result, str):
+            context.log.hold(question, is_held=False, found=result, expected="an alignment")
+        elif question == "example-both":
+            hold_passing(context, _BOTH, result.candidates[0])
+        else:
+            hold_again(context.log, f"attached example, {question.removeprefix('example-')}", result.candidates[0])
+
+
+def _train_ours(context: CheckContext, layers: list[str]) -> None:
+    runs = Runs(context.folder / "cases")
+    cases = [f"{impl}-bfloat16{word}" for impl in layers for word in ("", "-repeat")]
+    cases += ["local-float32", "local-float64-cpu", "local-float32-cpu"]
+    runs.prepare(cases, at_once=context.at_once)
     for impl in layers:
         pair = [runs.tensors(f"{impl}-bfloat16{word}", 0) for word in ("-repeat", "")]
         hold_equal(context.log, f"our training, {impl}, bfloat16: the same step twice", differing(*pair))
@@ -28,34 +55,16 @@ def check(context: CheckContext) -> None:
         other = distance(runs.gradient(f"{_TE}-bfloat16"), wide)
         both = Distances(own=other, other=distance(half, wide), what="the local layers' bfloat16")
         hold_rounding(context.log, "our training: TransformerEngine's bfloat16 gradients against float64", both)
-    _align_example(context, layers)
 
 
-def _align_example(context: CheckContext, layers: list[str]) -> None:
-    for impl in layers:
-        result = align_example(
-            context, f"example-{impl}", [candidate("again")], precision="bfloat16", options={"layers": impl}
-        )
-        item = result.candidates[0]
-        context.log.hold(
-            f"attached example, {impl}, bfloat16: again",
-            is_held=item.verdict.kind.value == "identical",
-            found=describe(item),
-            expected="identical",
-        )
-    question = "attached example: local layers against TransformerEngine's, with noise and localisation"
-    if not context.machine.has_transformer_engine:
-        context.log.not_run(question, context.machine.transformer_engine)
-        return
-    result = align_example(
-        context,
-        "example-local-te",
-        [candidate(_TE, layers=_TE)],
-        precision="bfloat16",
-        num_perturbations=3,
-        localise=True,
+def hold_again(log: FindingsLog, question: str, item: CandidateResult) -> None:
+    """Holds a repetition to be identical."""
+    log.hold(
+        f"{question}, bfloat16: again",
+        is_held=item.verdict.kind.value == "identical",
+        found=describe(item),
+        expected="identical",
     )
-    hold_passing(context, question, result.candidates[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

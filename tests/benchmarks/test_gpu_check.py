@@ -31,6 +31,7 @@ from benchmarks.gpu_check.findings import (
 from benchmarks.gpu_check.machine import NEEDED, Machine
 from benchmarks.gpu_check.wheels import WheelError, check_wheel, choose_lacking, join_parts
 from mock_scheduler.trace.entries import TraceKey
+from mock_scheduler.trace.sketch.totals import Totals
 from tests.faults.own.campaign import OwnJudgement
 
 ROOT = Path(__file__).parents[2]
@@ -210,8 +211,23 @@ def test_waits_that_grow_with_the_model_fail_and_copies_are_counted(log: Finding
     assert failed(log) == {}
     cost.hold_waits(log, "whole tensors", plain=plain, traced=growing)
     assert failed(log) == {"whole tensors: waits of the host that a step gets": "5 and 25 with 1 and 3 layers"}
+    assert cost.count_events(["cudaEventSynchronize"]).waits == 0  # of the thread in the background
     cost.hold_ratio(log, 2048, 1.2)
     assert failed(log)["sketches of the default kinds, hidden size 2048"] == "1.200 times a step"
+
+
+def test_a_sketch_with_another_fingerprint_or_slot_fails(log: FindingsLog) -> None:
+    good = Totals.zero(torch.device("cpu"))
+    good.slots.fill_(2.0)
+    wrong = [Totals.zero(torch.device("cpu")) for _ in range(2)]
+    for item in wrong:
+        item.slots.copy_(good.slots)
+    wrong[0].counts[0] += 1
+    wrong[1].slots[5] += 1e-6
+    cost.hold_sketch(log, "good", good, good)
+    for number, item in enumerate(wrong):
+        cost.hold_sketch(log, str(number), good, item)
+    assert failed(log) == {"0": "fingerprint another, slots equal", "1": "fingerprint equal, slots off by 1e-08"}
 
 
 @pytest.mark.usefixtures("plain_words")
