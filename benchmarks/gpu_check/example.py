@@ -71,9 +71,8 @@ def align_all(context: CheckContext, requests: Sequence[Mapping[str, Any]]) -> l
 
     Processes are forked, so the caller must not have started CUDA.
     """
-    if not context.is_gpu:
-        return [_align_one(context, request) for request in requests]
-    with ProcessPoolExecutor(len(requests), mp_context=get_context("fork")) as pool:
+    num_workers = len(requests) if context.is_gpu else 1
+    with ProcessPoolExecutor(num_workers, mp_context=get_context("fork")) as pool:
         return list(pool.map(_align_one, [context] * len(requests), requests))
 
 
