@@ -334,11 +334,11 @@ def test_a_check_beyond_its_time_is_ended_and_a_rehearsal_says_what_it_is(
     monkeypatch.setattr(script, "_read_machine", lambda *arguments: Machine(device="cpu"))
     monkeypatch.setattr(script, "_LEAST_S", 0.0)
     monkeypatch.setattr(sys, "executable", str(sleeper))
-    arguments = ["--output", str(tmp_path / "out"), "--only", "gemm_orders", "--device", "cpu", "--limit", "5"]
+    arguments = ["--output", str(tmp_path / "out"), "--only", "gemm_orders", "--device", "cpu", "--limit", "40"]
     assert script.main(arguments) == 4
     report = json.loads((tmp_path / "out" / "gpu_check.json").read_text(encoding="utf-8"))
     (check,) = report["checks"]
-    assert (check["outcome"], check["reason"].split(",")[0]) == ("not run", "stopped after 0 s")
+    assert (check["outcome"], check["reason"].split(",")[0]) == ("not run", "stopped after 2 s")
     assert check["findings"] == [finding]
     page = (tmp_path / "out" / "gpu_check.html").read_text(encoding="utf-8")
     assert "A rehearsal on the CPU: nothing here says anything about a GPU." in page

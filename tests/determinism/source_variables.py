@@ -78,7 +78,7 @@ def main() -> int:
     """Prints the unknown names of a checkout; 1 where there are some."""
     library, root = sys.argv[1], Path(sys.argv[2])
     stored = read_stored()[library]
-    names = set().union(*(find_variables(root / folder) for folder in stored.sources))
+    names = {name for folder in stored.sources for name in find_variables(root / folder)}
     unknown = find_unknown(names, stored)
     gone = sorted(stored.names - names)
     print(f"{library}: {len(names)} variables in {root}; stored: {stored.release}")
