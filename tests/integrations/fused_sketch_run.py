@@ -26,7 +26,7 @@ def main() -> None:
         for tensor, spec in pieces(dtype):
             tensor = tensor.clone()
             if tensor.numel() > 9:
-                tensor.view(-1)[[3, -4]] = torch.tensor([float("nan"), float("-inf")], dtype=dtype)
+                tensor[(0,) * tensor.ndim], tensor[(-1,) * tensor.ndim] = float("nan"), float("-inf")
             parts = list(rectangles_of(tensor, spec))
             runs = [run for rectangle, values in parts for run in runs_of(rectangle, values, spec.global_shape)]
             if not runs:
