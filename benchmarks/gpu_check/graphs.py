@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -96,7 +97,9 @@ def refusal_of(call: Callable[[], object], folder: Path) -> str:
         call()
     except (MockSchedulerError, SystemExit) as error:
         path = folder / ERROR_FILE
-        return path.read_text(encoding="utf-8") if path.is_file() else str(error) or "it ended without a word"
+        if not path.is_file():
+            return str(error) or "it ended without a word"
+        return str(json.loads(path.read_text(encoding="utf-8"))["message"])
     return ""
 
 
