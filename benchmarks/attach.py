@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -107,17 +107,26 @@ def measure(work: Callable[[], None]) -> StepCost:
 
 
 class Trained:
-    """One model of the example with its optimizer; ``attach`` was called where a mode says so."""
+    """One model of the example with its optimizer; ``attach`` was called where a mode of ``modes`` says so."""
 
-    def __init__(self, example: Any, args: argparse.Namespace, mode: str, folder: Path) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        example: Any,  # noqa: ANN401 - the example's module
+        args: argparse.Namespace,
+        mode: str,
+        folder: Path,
+        *,
+        modes: Mapping[str, TraceConfig | None] = MODES,
+    ) -> None:
         self._example, self._args = example, args
         config = example.build_config(args)
         self.model = example.build_model(args, config)
-        adam = OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0, params_dtype=config.params_dtype)
+        dtypes = {"bf16": args.bf16, "params_dtype": config.params_dtype}
+        adam = OptimizerConfig(optimizer="adam", lr=args.lr, clip_grad=1.0, **dtypes)
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(adam, self.model)
         self.folder = folder / mode.replace(" ", "_")
         self._step = 0
-        trace = MODES[mode]
+        trace = modes[mode]
         if trace is not None:
             run = AttachedRun(output_dir=str(self.folder), trace=trace)
             megatron.attach(self.model, self.optimizer, run=run)

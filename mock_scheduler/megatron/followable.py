@@ -9,6 +9,7 @@ micro-batches, so another layout draws other numbers. Its activations differ, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -22,6 +23,7 @@ from mock_scheduler.support.text import bullet_list
 
 _FSDP = "Megatron-FSDP keeps parameters and gradients in shards of its own; wrap the model in DistributedDataParallel"
 _HYBRID = "layers of hybrid models split their parameters by rules of their own; no layer of attention stands there"
+_GRAPH = "a replayed graph calls no hooks"
 _MODULES: Mapping[str, str] = {
     "FullyShardedDataParallel": _FSDP,
     "TorchFullyShardedDataParallel": _FSDP,
@@ -29,9 +31,13 @@ _MODULES: Mapping[str, str] = {
     "MambaLayer": _HYBRID,
     "MambaMixer": _HYBRID,
     "GatedDeltaNet": _HYBRID,
+    "CudaGraphManager": f"CUDA graphs: {_GRAPH}; capture none",
     "GroupedMLP": "all experts of a rank are in one weight; set moe_use_legacy_grouped_gemm=False",
 }
 _QUANTIZED = frozenset({"QuantizedTensor", "QuantizedTensorBase", "Float8Tensor", "MXFP8Tensor", "NVFP4Tensor"})
+#: Where the functions are defined that stand in a module's ``forward`` once it is captured (torch 2.6 to 2.14,
+#: TransformerEngine 2.x).
+_CAPTURING = frozenset({"torch.cuda.graphs", "transformer_engine.pytorch.graph"})
 _LAYER_WISE = "LayerWiseDistributedOptimizer"
 
 
@@ -75,12 +81,12 @@ def _settings(config: TransformerConfig) -> list[tuple[bool, str]]:
         (bool(values.get("fp16")), "fp16: gradients carry a loss scale that changes; use bf16 or float32"),
         (
             bool(values.get("enable_cuda_graph")),
-            "CUDA graphs: a replayed graph calls no hooks; set enable_cuda_graph off",
+            f"CUDA graphs: {_GRAPH}; set enable_cuda_graph off",
         ),
-        (bool(values.get("external_cuda_graph")), "CUDA graphs: a replayed graph calls no hooks; capture none"),
+        (bool(values.get("external_cuda_graph")), f"CUDA graphs: {_GRAPH}; capture none"),
         (
             _has_graphs(values.get("cuda_graph_impl")),
-            "CUDA graphs: a replayed graph calls no hooks; set cuda_graph_impl=none",
+            f"CUDA graphs: {_GRAPH}; set cuda_graph_impl=none",
         ),
         (bool(values.get("is_hybrid_model")), "hybrid layers: their modules are in no table of observed modules"),
     ]
@@ -97,10 +103,21 @@ def _obstacles_in(chunk: torch.nn.Module) -> Iterator[str]:
             found.setdefault(kind, path or "the model chunk")
     for kind, path in found.items():
         yield f"{path} is a {kind}: {_MODULES[kind]}"
+    captured = next(find_captured(chunk), None)
+    if captured is not None:
+        yield f"{captured} is captured in a CUDA graph: {_GRAPH}; capture none"
     quantized = (path for path, item in strip_wrappers(chunk).named_parameters() if _names(item) & _QUANTIZED)
     first = next(quantized, None)
     if first is not None:
         yield f"{first} is a quantized parameter: its values are not the tensor's own; keep parameters in bfloat16"
+
+
+def find_captured(chunk: torch.nn.Module) -> Iterator[str]:
+    """Yields the paths of modules whose ``forward`` replays a CUDA graph (``make_graphed_callables``)."""
+    for path, module in chunk.named_modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, FunctionType) and forward.__module__ in _CAPTURING:
+            yield path or "the model chunk"
 
 
 def _names(item: object) -> frozenset[str]:

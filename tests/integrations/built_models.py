@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 from megatron.bridge.peft.lora_layers import TEFusedLoRALinear
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from mock_scheduler.config.instruments import OrderConfig
+from mock_scheduler.megatron.emulation.described import describe_run
+from mock_scheduler.megatron.emulation.limits import model_limits
 from mock_scheduler.megatron.followable import check_followable, find_draws
 from mock_scheduler.megatron.host_device import use_host_device
 from mock_scheduler.megatron.observed_model import ObservedModel, observe_model, strip_wrappers, unwrapped
@@ -44,28 +47,31 @@ def number_elements(model: ObservedModel) -> None:
         item.parameter.copy_(cut_shard((places + start).view(item.spec.global_shape), item.spec))
 
 
-def gather_checkpoint(chunks: Sequence[Any], merged: dict[str, torch.Tensor]) -> None:
-    """Puts this rank's tensors where Megatron's checkpoint would have them."""
+def gather_checkpoint(chunks: Sequence[Any], merged: dict[str, torch.Tensor]) -> list[str]:
+    """Puts this rank's tensors where Megatron's checkpoint would have them; gives the names of its extra states."""
+    extra: list[str] = []
     for chunk in chunks:
         state = chunk.module.sharded_state_dict()
         apply_factories(state)
-        for shard in _shards(state):
+        extra += [item.unique_key for item in _items(state, ShardedObject)]
+        for shard in _items(state, ShardedTensor):
             whole = merged.setdefault(shard.key, torch.full(shard.global_shape, torch.nan))
             axes = shard.prepend_axis_num
             lengths = (1,) * axes + tuple(shard.local_shape)
             place = tuple(slice(at, at + size) for at, size in zip(shard.global_offset, lengths, strict=True))
             whole[place] = shard.data.detach().reshape(lengths)
+    return extra
 
 
-def _shards(state: Any) -> Iterator[ShardedTensor]:
-    if isinstance(state, ShardedTensor):
+def _items(state: Any, kind: type[Any]) -> Iterator[Any]:
+    if isinstance(state, kind):
         yield state
     elif isinstance(state, Mapping):
         for value in state.values():
-            yield from _shards(value)
+            yield from _items(value, kind)
     elif isinstance(state, list | tuple):
         for value in state:
-            yield from _shards(value)
+            yield from _items(value, kind)
 
 
 def widths(model: ObservedModel) -> dict[str, tuple[int, int]]:
@@ -117,6 +123,18 @@ def call_hooks_of_a_fused_adapter(chunks: Sequence[torch.nn.Module]) -> list[str
 CALLS = {"lora_sequential/tp1": route_with_an_adapter, "lora/tp1": call_hooks_of_a_fused_adapter}
 
 
+def fp8_metadata(model: ObservedModel) -> dict[str, list[str]]:
+    """By module of the first chunk: what TransformerEngine keeps of FP8 beside parameters and buffers."""
+    modules = unwrapped(model.chunks[0]).named_modules()
+    return {path: sorted(vars(module)["fp8_meta"]) for path, module in modules if "fp8_meta" in vars(module)}
+
+
+def order_limits(model: ObservedModel) -> list[str]:
+    """What keeps one process from following another layout with this model."""
+    chunk: Any = model.chunks[0]
+    return model_limits(model, describe_run(next(model.gpts()), chunk.ddp_config, OrderConfig()))
+
+
 def read_rank(model: ObservedModel) -> dict[str, Any]:
     """What this project finds on a rank, and Megatron's own marks beside it."""
     check_followable(model)
@@ -133,6 +151,8 @@ def read_rank(model: ObservedModel) -> dict[str, Any]:
         "widths": widths(model),
         "gradients": [asdict(piece.spec) for piece in read_state(model, "gradient")],
         "draws": find_draws(model),
+        "fp8_metadata": fp8_metadata(model),
+        "order_limits": order_limits(model),
         "unobserved": sorted({(item.name, item.reason) for item in unobserved_outputs(model)}),
     }
 
@@ -150,7 +170,7 @@ def build_case(folder: Path, case: str) -> None:
             ranks.append(read_rank(model))
             number_elements(model)
             if kind not in WITHOUT_CHECKPOINT:
-                gather_checkpoint(chunks, merged)
+                ranks[-1]["extra_states"] = gather_checkpoint(chunks, merged)
             if case in CALLS:
                 ranks[-1]["wrong"] = CALLS[case](chunks)
     place = folder / case

@@ -94,6 +94,11 @@ KINDS: dict[str, Kind] = {
     "lora_each_expert": Kind(options=_GROUPED, adapter=partial(LoRA, dim=8, share_expert_adapters=False)),
     "lora_outer": Kind(options=_GROUPED, adapter=partial(LoRA, dim=8, experts_shared_outer_loras=True)),
     "canonical_each_expert": Kind(options=_GROUPED, adapter=partial(CanonicalLoRA, dim=8, share_expert_adapters=False)),
+    # Trained in FP8, by each recipe; parameters stay as they are.
+    **{
+        f"fp8_{recipe}": Kind(options={**_DENSE, "fp8": "hybrid", "fp8_recipe": recipe})
+        for recipe in ("delayed", "tensorwise", "blockwise")
+    },
     "bridge_dense": Kind(hf_config=Qwen3Config),
     "bridge_experts": Kind(hf_config=Qwen3MoeConfig),
 }

@@ -34,9 +34,11 @@ EXPERTS = (
     "moe_sequential", "moe_grouped", "shared_experts", "predicting", "lora_sequential", "lora_grouped",
     "lora_each_expert", "lora_outer", "canonical_each_expert", "bridge_experts",
 )  # fmt: skip
+FP8 = ("fp8_delayed", "fp8_tensorwise", "fp8_blockwise")
 CASES = [
     *(f"{kind}/{layout}" for kind in DENSE for layout in ("tp2-sp", "pp2-vpp2", "tp2-sp-pp2", "dp2-distributed")),
     *(f"{kind}/{layout}" for kind in EXPERTS for layout in ("pp2-ep2", "tp2-sp-ep2", "dp4-ep2-distributed")),
+    *(f"{kind}/tp2-sp" for kind in FP8),
     *(f"{kind}/tp2-sp-ep2-etp2" for kind in EXPERTS if kind != "lora_outer"),  # its factors are of etp 1 alone
 ]
 #: Where Megatron-Bridge's checkpoints put elements elsewhere than its own forward pass has them, under tp: they cut the
@@ -48,6 +50,7 @@ WRONG_CHECKPOINTS = {
     "dora": {"decoder.layers.mlp.linear_fc1.adapter.weight_magnitude"},
 }
 GOLDEN_LAYOUTS = {"tp1 ep1": "tp1", "tp2 ep1": "tp2-sp", "tp1 ep2": "ep2"}
+_CORE = "self_attention.core_attention"
 _SPECS = TypeAdapter(list[ShardSpec])
 
 each_case = pytest.mark.parametrize("case", CASES)
@@ -65,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert packages.is_dir(), f"{packages} is not there; launch/test.sh --integrations installs it"
     place = tmp_path_factory.mktemp("built")
     cases = dict.fromkeys(
-        [*(f"{kind}/tp1" for kind in (*DENSE, *EXPERTS)), *map(golden_case, GOLDEN), *CASES],
+        [*(f"{kind}/tp1" for kind in (*DENSE, *EXPERTS, *FP8)), *map(golden_case, GOLDEN), *CASES],
     )
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.host_kernels", str(place), *cases]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGES)), "OMP_NUM_THREADS": "1"}
@@ -169,6 +172,33 @@ def test_no_name_tells_of_the_implementation_and_only_fused_norms_are_hidden(fol
     assert hidden == expected
     norms = {name.rpartition(".layers.0.")[2] for name in names if "norm.weight" in name and ".layers.0." in name}
     assert {"input_layernorm.weight", "pre_mlp_layernorm.weight"} <= norms
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_a_training_in_fp8_is_read_as_one_in_bfloat16_and_its_order_is_refused_by_name(folder: Path, kind: str) -> None:
+    """Its parameters are not quantized, and scales and histories are no tensors of the model."""
+    plain, found = whole_model(folder, "qwen3_like"), whole_model(folder, kind)
+    assert {key for key in plain if plain[key] != found[key]} == {"order_limits"}
+    assert [text for text in found["order_limits"] if text not in plain["order_limits"]] == [
+        "TransformerConfig.fp8 hybrid: only None is followed"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_like", *FP8])
+def test_extra_states_and_fp8_metadata_are_of_these_modules_and_in_no_trace(folder: Path, kind: str) -> None:
+    one = whole_model(folder, kind)
+    linears = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
+    norms = ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+    layers = [
+        f"decoder.layers.{name}._extra_state/shard_{layer}_4" for layer in range(4) for name in [*linears, *norms]
+    ]
+    assert sorted(one["extra_states"]) == sorted([*layers, "decoder.final_layernorm._extra_state/shard_0_1"])
+    with_meta = [f"decoder.layers.{layer}.{name}" for layer in range(4) for name in [*linears, _CORE]]
+    assert sorted(one["fp8_metadata"]) == sorted(with_meta)
+    # Before the first pass nothing of a recipe is there; its tensors are no parameters and no buffers later on.
+    assert {tuple(keys) for keys in one["fp8_metadata"].values()} == {("fp8_checkpoint", "fp8_group")}
+    traced = {*shapes(one), *one["observed"]}
+    assert not [name for name in traced if "_extra_state" in name or "fp8" in name]
 
 
 def test_megatron_bridge_builds_a_model_of_hugging_faces_with_megatrons_names(folder: Path) -> None:

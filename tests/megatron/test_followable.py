@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ def with_module(kind: str) -> ObservedModel:
         ("FullyShardedDataParallel", "wrap the model in DistributedDataParallel"),
         ("MambaMixer", "no layer of attention stands there"),
         ("GatedDeltaNet", "no layer of attention stands there"),
+        ("CudaGraphManager", "CUDA graphs: a replayed graph calls no hooks; capture none"),
         ("GroupedMLP", "set moe_use_legacy_grouped_gemm=False"),
     ],
 )
@@ -64,6 +65,29 @@ def test_megatrons_own_grouped_experts_in_one_weight_are_refused(monkeypatch: py
 
 def test_other_modules_are_no_obstacle() -> None:
     assert list(find_obstacles(with_module("TEGroupedMLP"))) == []
+
+
+@pytest.mark.parametrize("module", ["torch.cuda.graphs", "transformer_engine.pytorch.graph"])
+def test_a_module_that_was_captured_in_a_graph_is_named(module: str) -> None:
+    """A function of torch's or TransformerEngine's module of graphs stands in its ``forward`` then."""
+    model = tiny_model()
+    norm = model.chunks[0].decoder.layers[1].input_layernorm
+
+    def new_fwd(*arguments: object) -> None: ...
+
+    norm.forward = new_fwd
+    assert list(find_obstacles(model)) == []
+    new_fwd.__module__ = module
+    assert list(find_obstacles(model)) == [
+        "decoder.layers.1.input_layernorm is captured in a CUDA graph: a replayed graph calls no hooks; capture none"
+    ]
+
+
+def test_torch_defines_the_captured_forward_where_it_is_looked_for() -> None:
+    code = torch.cuda.graphs.make_graphed_callables.__code__
+    inner = {item.co_name: item for item in code.co_consts if isinstance(item, CodeType)}
+    assert "new_fwd" in {item.co_name for item in inner["make_graphed_forward"].co_consts if isinstance(item, CodeType)}
+    assert torch.cuda.graphs.make_graphed_callables.__module__ == "torch.cuda.graphs"
 
 
 def test_quantized_parameters_are_found() -> None:

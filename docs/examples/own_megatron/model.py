@@ -1,7 +1,8 @@
 """The model of ``train.py``: a small GPT of Megatron-core, dense or with experts.
 
-Its layers are TransformerEngine's on GPUs. Elsewhere they are Megatron's local ones with what these lack: a norm that
-marks its parameters for sequence parallelism, and an attention that knows packed rows and context parallelism.
+Its layers are TransformerEngine's on GPUs, unless ``--layers local`` is said. Elsewhere they are Megatron's local ones
+with what these lack: a norm that marks its parameters for sequence parallelism, and an attention that knows packed rows
+and context parallelism.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         options |= {"moe_ffn_hidden_size": args.hidden_size, "moe_shared_expert_intermediate_size": args.hidden_size}
     if args.recompute == "full":
         options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if args.fp8_recipe:
+        options |= {"fp8": "hybrid", "fp8_recipe": args.fp8_recipe}
     return TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -47,7 +50,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         activation_func=F.silu,
         add_bias_linear=False,
         init_method_std=args.hidden_size**-0.5,
-        transformer_impl="transformer_engine" if torch.cuda.is_available() else "local",
+        transformer_impl=args.layers or ("transformer_engine" if torch.cuda.is_available() else "local"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         masked_softmax_fusion=False,
@@ -96,7 +99,7 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    if torch.cuda.is_available():
+    if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts, qk_layernorm=True)
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
@@ -149,8 +152,8 @@ class Attention(DotProductAttention):
 
 def hides_other_rows(cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Bool ``[1, 1, t, t]``: True where the key is of another row than the query, or behind it."""
-    rows = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())
-    later = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+    rows = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device), cu_seqlens.diff())
+    later = torch.ones(len(rows), len(rows), dtype=torch.bool, device=rows.device).triu(1)
     return ((rows[:, None] != rows[None, :]) | later)[None, None]
 
 
@@ -159,4 +162,4 @@ def hides_later_tokens(length: int) -> torch.Tensor:
     size, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
     pieces = torch.arange(length).chunk(2 * size)
     places = [torch.cat((pieces[each], pieces[2 * size - 1 - each])) for each in range(size)]
-    return (torch.cat(places)[None, :] > places[rank][:, None])[None, None]
+    return (torch.cat(places)[None, :] > places[rank][:, None])[None, None].cuda()

@@ -32,6 +32,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("sp", "distributed-optimizer", "bf16", "packed", "tied"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--recompute", choices=("full", "selective"))
+    parser.add_argument("--layers", choices=("local", "transformer_engine"))  # none: as the machine has them
+    parser.add_argument("--fp8-recipe", choices=("delayed", "tensorwise", "blockwise"))  # of TransformerEngine
     for name, value in {"lr": 1e-3, "aux-loss-coeff": 0.01}.items():
         parser.add_argument(f"--{name}", type=float, default=value)
     return parser.parse_args()
@@ -84,7 +86,7 @@ def loss_function(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.
 
 
 def forward_step(args: argparse.Namespace, batches: Iterator[Batch], model: torch.nn.Module) -> tuple:
-    batch = dict(next(batches))
+    batch = {name: tensor.cuda() for name, tensor in next(batches).items()}
     lengths, packed = batch.pop("lengths"), None
     if args.packed:
         bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())

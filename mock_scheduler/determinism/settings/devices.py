@@ -16,6 +16,18 @@ _TF32 = "it changes the precision of float32 products; keep it equal, and off wh
 _SPLIT_K = "partial sums of bfloat16 and float16 products may be added in low precision; keep it equal"
 _BACKEND = "it decides between implementations of one product, which sum in other orders; keep it equal"
 
+_CUBLAS = "libcublas and libcublasLt 13.1.1.3"
+_CUBLAS_NAMES: dict[str, tuple[str, ...]] = {
+    "it lets products of another type stand for float32 or float64 ones; keep it equal": (
+        *("CUBLAS_EMULATE_SINGLE_PRECISION", "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY"),
+        "CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT",
+    ),
+    "it bears on the choice of a product's algorithm; leave it unset": (
+        *("CUBLASLT_HEURISTICS_LUT_FILE", "CUBLASLT_HEURISTICS_CACHE_CAPACITY", "CUBLAS_AUTOTUNING_CACHE_CAPACITY"),
+        *("CUBLAS_FORCE_XMMA_KERNEL_INIT", "CUBLASLT_DISABLE_CPU_INSTRUCTIONS_MASK"),
+    ),
+}
+
 _CUDA: tuple[Setting, ...] = (
     _cuda(
         name="CUDA_DEVICE_MAX_CONNECTIONS",
@@ -43,6 +55,27 @@ _CUDA: tuple[Setting, ...] = (
         reader="torch",
         source="torch, aten/src/ATen/cuda/CUDABlas.cpp",
         remedy="cuBLASLt chooses its algorithm by the size of the workspace; keep it equal",
+    ),
+    _cuda(
+        name="TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+        reader="torch",
+        source="torch, aten/src/ATen/cuda/CUDABlas.cpp",
+        remedy="cuBLASLt then has cuBLAS's workspace, and chooses its algorithm by the size; keep it equal",
+    ),
+    *(
+        _cuda(name=name, reader="cuBLAS", source=f"names in {_CUBLAS}, not seen on a device here", remedy=remedy)
+        for remedy, names in _CUBLAS_NAMES.items()
+        for name in names
+    ),
+    *(
+        _cuda(
+            name=name,
+            reader="apex",
+            read_at=ReadAt.EVERY_CALL,
+            source="NVIDIA/apex, commit 6424da3, contrib/csrc/group_norm_v2",
+            remedy="it changes how many blocks share a group norm's sums; keep it equal",
+        )
+        for name in ("APEX_GROUP_NORM_FPROP_SM_MARGIN", "APEX_GROUP_NORM_BPROP_SM_MARGIN")
     ),
     _recorded(
         name="CUDA_MODULE_LOADING",
@@ -178,6 +211,23 @@ _ORDER: tuple[Setting, ...] = (
     ),
 )
 
+_SYMMETRIC = "kernels over registered (symmetric) memory sum in an order of their own; keep it equal"
+_SYMMETRIC_NAMES = ("NCCL_SYM_KERNEL", "NCCL_WIN_ENABLE", "NCCL_SYM_NOWIN_ENABLE", "NCCL_SYM_GIN_KERNELS_ENABLE")
+_OTHERS = "it sets variables of NCCL that this process's environment does not show; leave it unset"
+
+_NEWER: tuple[Setting, ...] = (
+    *(_nccl(name=name, source="NVIDIA/nccl 2.30.7, src", remedy=_SYMMETRIC) for name in _SYMMETRIC_NAMES),
+    _nccl(
+        name="NCCL_PAT_ENABLE",
+        source="NVIDIA/nccl 2.30.7, src/graph/tuning.cc",
+        remedy="it lets reduce-scatter go over trees (PAT) in place of rings; keep it equal",
+    ),
+    *(
+        _nccl(name=name, source="NVIDIA/nccl 2.30.7, src", remedy=_OTHERS)
+        for name in ("NCCL_CONF_FILE", "NCCL_ENV_PLUGIN")
+    ),
+)
+
 _NODE_NAMES = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
 _LOG_NAMES = ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
 
@@ -187,10 +237,16 @@ _PER_NODE: tuple[Setting, ...] = tuple(
     for name in names
 )
 
-NCCL_SETTINGS: tuple[Setting, ...] = (*_ALGORITHMS, *_ORDER, *_PER_NODE)
+NCCL_SETTINGS: tuple[Setting, ...] = (*_ALGORITHMS, *_ORDER, *_NEWER, *_PER_NODE)
 
-# NVIDIA, NCCL documentation, environment variables: the ones that choose paths, protocols, sizes or channels.
+# NVIDIA, NCCL documentation, environment variables, and NCCL_PARAM in the sources of 2.30.7: the ones that choose
+# paths, protocols, sizes or channels.
 _NCCL_DOCUMENTED = """
+ALLGATHERV_ENABLE CHUNK_SIZE IGNORE_COLLNET_MISMATCH IGNORE_NET_MISMATCH LL128_C2C LSA_TEAM_SIZE MAX_NRINGS MIN_NRINGS
+MNNVL_CLIQUE_ID MNNVL_CROSS_CLIQUE MNNVL_RAIL_PER_HOST MNNVL_SCATTER_NETS_ENABLE MULTI_RANK_GPU_ENABLE
+NCHANNELS_PER_NET_PEER NET_DISABLE_INTRA NET_FORCE_MERGE NET_MERGE_LEVEL NET_MERGE_POLICY NET_OVERHEAD
+NVLINK_UTIL_CENTRIC_SCHED_ENABLE NVLSTREE_MAX_CHUNKSIZE P2P_NVL_CHUNKSIZE P2P_PCI_CHUNKSIZE P2P_READ_ENABLE
+P2P_USE_CUDA_MEMCPY RMA_DISABLE SYM_CE_THRESHOLD SYM_RS_GIN_CHUNK_SIZE SYM_TMA_ENABLE UNPACK_DOUBLE_NCHANNELS
 ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_POINTERS COLLNET_NODE_THRESHOLD COMM_BLOCKING
 CROSS_NIC CTA_POLICY CUMEM_ENABLE CUMEM_HOST_ENABLE DMABUF_ENABLE GRAPH_MIXING_SUPPORT GRAPH_REGISTER
 IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DISABLE IB_ECE_ENABLE IB_FIFO_TC IB_GID_INDEX

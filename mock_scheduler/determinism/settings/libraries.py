@@ -1,7 +1,8 @@
 """Settings of torch's switches, of compilers that choose kernels by timing, and of attention and TransformerEngine.
 
-Source of the ``NVTE_*`` variables: ``getenv`` and ``environ`` in TransformerEngine 2.x. It reads some of them when it
-is imported, so all must be exported before.
+Source of the ``NVTE_*`` variables: ``getenv`` and ``environ`` in TransformerEngine up to 2.20, of which
+``tests/determinism/source_variables.yaml`` has every name. It reads some of them when it is imported, so all must be
+exported before.
 """
 
 from __future__ import annotations
@@ -165,18 +166,22 @@ _te = partial(Setting, between_runs=Between.REPORTED, read_at=ReadAt.TE_IMPORT, 
 _CHANGES_BITS: dict[str, tuple[str, ...]] = {
     "it pins the backend of attention, which is chosen by itself where unset; write all of them": (
         *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
-        *("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4"),
+        *("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN_USE_FAv2_BWD"),
     ),
     "it changes how attention computes in FP8; keep it equal": (
         *("NVTE_FP8_DPA_BWD", "NVTE_DPA_FP8_FORMAT", "NVTE_DPA_FP8_RECIPE"),
         *("NVTE_DPA_FP8_RECIPE_DPA", "NVTE_DPA_FP8_RECIPE_MHA"),
         *("NVTE_DPA_FP8DS_AMAX_ALGO", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8DS_REDUCE_AMAX"),
-        "NVTE_UNFUSED_FP8_UPDATE",
+        *("NVTE_UNFUSED_FP8_UPDATE", "NVTE_DPA_FP8CS_O_in_F16", "NVTE_UnfusedDPA_Emulate_FP8"),
     ),
     "it changes how FP8 and FP4 values are scaled, rounded or summed; keep it equal": (
         *("NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
         *("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"),
         *("NVTE_FUSED_GROUP_REQUANTIZE", "NVTE_BACKWARD_OVERRIDE"),
+        *("NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "NVTE_NVFP4_ROW_SCALED_ACTIVATION"),
+        *("NVTE_NVFP4_4OVER6", "NVTE_NVFP4_4OVER6_E4M3_USE_256"),
+        *("NVTE_NVFP4_4OVER6_ERR_MODE", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"),
+        "NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE",
     ),
     "it changes how norms and functions are computed; keep it equal": (
         *("NVTE_USE_FAST_MATH", "NVTE_NORM_FWD_USE_CUDNN", "NVTE_NORM_BWD_USE_CUDNN"),
@@ -191,11 +196,14 @@ _CHANGES_BITS: dict[str, tuple[str, ...]] = {
         *("NVTE_USE_CUTLASS_GROUPED_GEMM", "NVTE_GROUPED_LINEAR_SINGLE_PARAM"),
         *("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "NVTE_CUTEDSL_FUSED_GROUPED_MLP"),
         *("NVTE_DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP", "NVTE_RADIX_TOPK_THRESHOLD"),
+        *("NVTE_ENABLE_CUTEDSL_BACKEND", "NVTE_CUTEDSL_FUSED_GROUPED_MLP_FC1_GLU_RHT_AMAX_TMEM"),
     ),
     "it chooses how communication overlaps with products; keep it equal": (
-        *("NVTE_BATCH_MHA_P2P_COMM", "NVTE_RS_STRIDED_ATOMIC", "NVTE_AG_P2P_MULTI_ATOMIC"),
+        *("NVTE_BATCH_MHA_P2P_COMM", "NVTE_RS_STRIDED_ATOMIC", "NVTE_AG_P2P_MULTI_ATOMIC", "UB_SKIPMC"),
     ),
-    "it changes which Triton kernels run; keep it equal": ("NVTE_USE_PYTORCH_TRITON",),
+    "it changes which kernels run, compiled when they are needed or before; keep it equal": (
+        *("NVTE_USE_PYTORCH_TRITON", "NVTE_DISABLE_NVRTC", "NVTE_PLUGIN"),
+    ),
 }
 
 _LOGS: tuple[Setting, ...] = tuple(

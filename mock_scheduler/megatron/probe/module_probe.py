@@ -32,6 +32,7 @@ import torch
 
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import TraceError
+from mock_scheduler.megatron.followable import find_captured
 from mock_scheduler.megatron.observed_model import ObservedModel
 from mock_scheduler.megatron.probe.observed import ObservedOutput, observed_outputs, unobserved_outputs
 from mock_scheduler.megatron.probe.shares import Share, ShareBook, TokenIndex, gradient_scale, select_tokens
@@ -118,6 +119,9 @@ class ModuleProbe:
         Raises:
             TraceError: the model is not as the tables say, or a forward pass had no backward pass.
         """
+        captured = [path for chunk in model.chunks for path in find_captured(chunk)]
+        if captured:
+            raise TraceError(f"captured in a CUDA graph, so no hook sees their outputs:{bullet_list(captured)}")
         taps = self._taps(model)
         self._update = update
         self._gradient_scale = gradient_scale(model)

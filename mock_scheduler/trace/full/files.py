@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -63,7 +63,7 @@ from mock_scheduler.support.files import rename_away, written_aside
 from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.trace.entries import StepFooter, TraceEntry
 from mock_scheduler.trace.full.header import footer_as_json, pieces_as_json, rank_step_as_json
-from mock_scheduler.trace.full.memory import allocate_zeros
+from mock_scheduler.trace.full.memory import begin_copy
 from mock_scheduler.trace.full.pieces import PieceRecord, RankStep, check_spec, stored_name
 from mock_scheduler.trace.shards import ShardSpec
 
@@ -206,8 +206,11 @@ class EntryIntake:
     rank_step: RankStep
     _given: dict[str, set[ShardSpec]] = field(default_factory=dict)
 
-    def take(self, entry: TraceEntry) -> tuple[str, TraceEntry]:
-        """The name to store it under, and the entry with a copy of just the elements this rank owns."""
+    def take(self, entry: TraceEntry) -> tuple[str, TraceEntry, Callable[[], None]]:
+        """The name to store it under, the entry with a copy of just the elements this rank owns, and what waits for it.
+
+        The copy may be on its way from a GPU until the last of the three was called.
+        """
         where = f"{self.rank_step.describe()}: {entry.kind} of {entry.spec.name}"
         tensor = entry.tensor.detach()
         _check_entry(entry, where)
@@ -220,9 +223,10 @@ class EntryIntake:
         if spec.flat_range is not None and tuple(tensor.shape) == spec.local_shape:
             tensor = tensor.reshape(-1)[slice(*spec.flat_range)]
         # A copy, since training overwrites its tensors while this one waits to be written.
-        owned = allocate_zeros(tensor.shape, tensor.dtype).copy_(tensor)
+        owned, wait = begin_copy(tensor)
         given.add(spec)
-        return stored_name(entry.update, entry.kind, spec.name, piece=len(given) - 1), replace(entry, tensor=owned)
+        name = stored_name(entry.update, entry.kind, spec.name, piece=len(given) - 1)
+        return name, replace(entry, tensor=owned), wait
 
 
 def _check_entry(entry: TraceEntry, where: str) -> None:

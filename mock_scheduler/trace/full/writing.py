@@ -1,16 +1,18 @@
 """Writes one rank's step of a trace beside the training: digests and files come from a background thread.
 
-Contract: an entry is copied when it is given. Its digests are computed at once, in the background; when the part that
-is being filled has reached its size, that part is written there too, and the next one is begun. ``add`` waits only
-where the part before is not written yet, so at most two parts (and one entry) are in memory. An error of the
-background is raised by the next call, and by every later one; no part follows one that failed. The last part, without
-which a rank's step does not count as complete, is missing then, and the earlier ones are removed by ``close`` or
-``abandon``: a step that cannot be written leaves neither files nor a full disk.
+Contract: an entry is copied when it is given; from a GPU without waiting for it (``memory.begin_copy``). Its digests
+are computed at once, in the background; when the part that is being filled has reached its size, that part is written
+there too, and the next one is begun. ``add`` waits only where the part before is not written yet, so at most two parts
+(and one entry) are in memory. An error of the background is raised by the next call, and by every later one; no part
+follows one that failed. The last part, without which a rank's step does not count as complete, is missing then, and the
+earlier ones are removed by ``close`` or ``abandon``: a step that cannot be written leaves neither files nor a full
+disk.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -85,15 +87,20 @@ class FullSink:
     def add(self, entry: TraceEntry) -> None:
         """Copy one piece; raises ``TraceError`` as ``EntryIntake`` does, and for a write that failed."""
         self._jobs.check_open()
-        name, owned = self._intake.take(entry)
+        name, owned, wait = self._intake.take(entry)
         part = self._part
         part.tensors[name] = owned.tensor
-        part.records.append(self._jobs.compute(partial(record_entry, owned, step=self._rank_step.step, name=name)))
+        part.records.append(self._jobs.compute(partial(self._record, wait, owned, name)))
         part.size_bytes += owned.tensor.nbytes
         # With one job held at most, this waits while the part before is written: two parts are in memory, never three.
         if part.size_bytes >= self._part_bytes or len(part.tensors) >= _MAX_PIECES:
             self._jobs.submit(lambda: partial(self._write, part, None))
             self._part = _Part(index=part.index + 1)
+
+    def _record(self, wait: Callable[[], None], owned: TraceEntry, name: str) -> PieceRecord:
+        """Waits for a copy and computes its digests, in the background."""
+        wait()
+        return record_entry(owned, step=self._rank_step.step, name=name)
 
     def close(self, footer: StepFooter) -> None:
         """Write the last part, and return when all are on the disk.

@@ -38,7 +38,7 @@ def sum_on_host(runs: Sequence[Run], dtype: torch.dtype) -> Totals:
 
     The sums have the same bits for any number of threads: each part has its own, which are added in order.
     """
-    parts = _cut(runs)
+    parts = cut_runs(runs)
     num_threads = min(torch.get_num_threads(), len(parts))
     shares = [parts[number::num_threads] for number in range(num_threads)]
     others = [_workers(torch.get_num_threads()).submit(_sum_parts, share, dtype) for share in shares[1:]]
@@ -49,19 +49,24 @@ def sum_on_host(runs: Sequence[Run], dtype: torch.dtype) -> Totals:
     return totals
 
 
-def _cut(runs: Sequence[Run]) -> list[list[Run]]:
+def block_edges(run: Run) -> list[int]:
+    """Lists the blocks at which a run is cut: the first, ones between, and the one behind the last."""
+    first, last = run.start // BLOCK, -(-run.end // BLOCK)
+    num_cuts = max(min(run.values.numel() // _ELEMENTS_OF_A_PART, last - first), 1)
+    return [first + (last - first) * number // num_cuts for number in range(num_cuts + 1)]
+
+
+def cut_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Cuts runs into parts at edges of blocks, whatever the number of threads, on which no sum may depend."""
     parts: list[list[Run]] = [[]]
     num_elements = 0
     for run in runs:
-        first, last = run.start // BLOCK, -(-run.end // BLOCK)
-        num_cuts = max(min(run.values.numel() // _ELEMENTS_OF_A_PART, last - first), 1)
-        edges = [(first + (last - first) * number // num_cuts) * BLOCK for number in range(num_cuts + 1)]
-        for begin, end in pairwise(edges):
+        edges = block_edges(run)
+        for begin, end in pairwise(edge * BLOCK for edge in edges):
             if num_elements >= _ELEMENTS_OF_A_PART:
                 parts.append([])
                 num_elements = 0
-            own = [run] if num_cuts == 1 else list(run.clip(begin, end))
+            own = [run] if len(edges) == 2 else list(run.clip(begin, end))
             parts[-1] += own
             num_elements += sum(item.values.numel() for item in own)
     return parts

@@ -1,9 +1,9 @@
-"""What the GPU tests of training run, each case in a process: ``python -m tests.gpu.training_worker FOLDER CASE``.
+"""Runs one case of our training in a process: ``python -m benchmarks.gpu_check.training_worker FOLDER CASE``.
 
 A case is ``impl-precision`` with words behind it, as ``local-bfloat16-repeat``: the first run of a pair or the second
-(``repeat``), without deterministic settings (``free``), or only the last step from the checkpoint of the first run
-(``resumed``). Each trains three steps of two updates on rows that follow from a seed, and writes metrics, a trace of
-all gradients and parameters, and the settings read back to ``FOLDER/{case}``. Nothing is judged here.
+(``repeat``), without deterministic settings (``free``), on the CPU (``cpu``), or only the last step from the checkpoint
+of the first run (``resumed``). Each trains three steps of two updates on rows that follow from a seed, and writes
+metrics, a trace of all gradients and parameters, and the settings read back to ``FOLDER/{case}``. Nothing is judged.
 """
 
 from __future__ import annotations

@@ -1,0 +1,189 @@
+"""The script for a GPU without one: outcomes, exit codes, the report, bad input, carried wheels."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_check import __main__ as script
+from benchmarks.gpu_check.checks import CHECKS, LIMIT_S, find_obstacle
+from benchmarks.gpu_check.findings import CheckResult, Finding, Outcome, conclude, exit_code_of
+from benchmarks.gpu_check.machine import NEEDED, Machine
+from benchmarks.gpu_check.wheels import WheelError, check_wheel, choose_lacking, join_parts
+
+ROOT = Path(__file__).parents[2]
+NO_GPU = Machine(device="cuda", torch="2.13.0+cpu", cuda_problem="no CUDA GPU is visible")
+ONE_GPU = Machine(device="cuda", gpus=("NVIDIA H200",), capability=(9, 0), transformer_engine="")
+
+
+def test_a_check_that_crashes_fails_and_one_that_is_stopped_keeps_what_it_had() -> None:
+    held = Finding(name="x", outcome=Outcome.HELD, found="1", expected="1")
+    result = CheckResult(name="cost", limit_s=60, findings=(held,))
+    assert conclude(result, exit_code=0, last_lines="").outcome is Outcome.HELD
+    crashed = conclude(result, exit_code=-11, last_lines="CUDA error: an illegal memory access was encountered")
+    assert (crashed.outcome, crashed.findings) == (Outcome.FAILED, (held,))
+    assert crashed.reason.startswith("its process ended with signal 11: CUDA error: an illegal memory access")
+    stopped = conclude(result, exit_code=None, last_lines="")
+    assert (stopped.outcome, stopped.findings) == (Outcome.NOT_RUN, (held,))
+    assert stopped.reason == "stopped after 60 s, its share of the time; what it had found is kept"
+    assert conclude(CheckResult(name="cost"), exit_code=0, last_lines="").outcome is Outcome.NOT_RUN
+
+
+def test_exit_codes() -> None:
+    held = CheckResult(name="a", outcome=Outcome.HELD)
+    partly = CheckResult(
+        name="b", outcome=Outcome.HELD, findings=(Finding(name="x", outcome=Outcome.NOT_RUN, found="y"),)
+    )
+    assert exit_code_of([held], is_rehearsal=False) == 0
+    assert exit_code_of([held], is_rehearsal=True) == 4
+    assert exit_code_of([held, partly], is_rehearsal=False) == 4
+    assert exit_code_of([partly, CheckResult(name="c", outcome=Outcome.FAILED)], is_rehearsal=False) == 1
+
+
+def test_obstacles_are_named_and_the_shares_fit_the_time() -> None:
+    assert sum(check.budget_s for check in CHECKS) <= LIMIT_S - 30
+    assert {find_obstacle(check, NO_GPU) for check in CHECKS} == {"no CUDA GPU is visible"}
+    assert {find_obstacle(check, ONE_GPU) for check in CHECKS} == {""}
+    lacking = Machine(device="cuda", gpus=("GPU",), lacking=("hydra-core", "plotly"))
+    assert find_obstacle(CHECKS[0], lacking) == (
+        "this Python lacks hydra-core, plotly; carry their wheels (--wheels FOLDER)"
+    )
+    of_fp8 = next(check for check in CHECKS if check.name == "fp8")
+    older = Machine(device="cuda", gpus=("A100",), capability=(8, 0), transformer_engine="")
+    assert find_obstacle(of_fp8, older) == "FP8 products need compute capability 8.9, and the GPU has 8.0"
+    without = Machine(
+        device="cuda", gpus=("H100",), capability=(9, 0), transformer_engine="TransformerEngine is not there"
+    )
+    assert find_obstacle(of_fp8, without) == "TransformerEngine is not there"
+
+
+def test_what_this_project_installs_is_what_is_looked_for() -> None:
+    text = (ROOT / "setup.py").read_text(encoding="utf-8").partition("install_requires=[")[2].partition("]")[0]
+    assert set(re.findall(r"""["']([a-z][a-z0-9-]*)[><=]""", text)) == set(NEEDED)
+
+
+# ---- the script
+
+
+def test_without_a_gpu_all_checks_are_reported_as_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "_read_machine", lambda *arguments: NO_GPU)
+    assert script.main(["--output", str(tmp_path)]) == 4
+    report = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
+    assert (report["exit_code"], report["is_rehearsal"]) == (4, False)
+    assert [(item["name"], item["outcome"], item["reason"]) for item in report["checks"]] == [
+        (check.name, "not run", "no CUDA GPU is visible") for check in CHECKS
+    ]
+    page = (tmp_path / "gpu_check.html").read_text(encoding="utf-8")
+    assert all(check.title in page for check in CHECKS)
+    assert "not all was run" in page
+    assert "determinism: not run (0 s): no CUDA GPU is visible" in capsys.readouterr().out
+
+
+def test_a_check_beyond_its_time_is_ended_and_a_rehearsal_says_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process leaves a finding with a tag of HTML, and never ends."""
+    finding = {"name": "<b>found</b>", "outcome": "held", "found": "1", "expected": "1"}
+    content = json.dumps({"findings": [finding], "tables": []})
+    sleeper = tmp_path / "python"
+    sleeper.write_text(f"#!/bin/sh\nprintf '%s' '{content}' > \"$6\"\nexec sleep 60\n", encoding="utf-8")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(script, "_read_machine", lambda *arguments: Machine(device="cpu"))
+    monkeypatch.setattr(script, "_LEAST_S", 0.0)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    arguments = ["--output", str(tmp_path / "out"), "--only", "gemm_orders", "--device", "cpu", "--limit", "40"]
+    assert script.main(arguments) == 4
+    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text(encoding="utf-8"))
+    (check,) = report["checks"]
+    assert (check["outcome"], check["reason"].split(",")[0]) == ("not run", "stopped after 2 s")
+    assert check["findings"] == [finding]
+    page = (tmp_path / "out" / "gpu_check.html").read_text(encoding="utf-8")
+    assert "A rehearsal on the CPU: nothing here says anything about a GPU." in page
+    assert "&lt;b&gt;found&lt;/b&gt;" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fast"], "unrecognized arguments: --fast"),
+        (["--only", "speed"], "--only speed: known are determinism, gemm_orders, graphs,"),
+        (["--limit", "-1"], "--limit -1: expected a positive number of seconds"),
+        (["--limit", "soon"], "invalid float value: 'soon'"),
+        (["--wheels", "{tmp}/none"], "none is no folder; name the folder that holds the wheels"),
+        (["--output", "/proc/gpu_check"], "--output /proc/gpu_check cannot be written: "),
+    ],
+)
+def test_bad_input_ends_with_5(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = [] if "--output" in arguments else ["--output", str(tmp_path / "out")]
+    assert script.main([*place, *(text.format(tmp=tmp_path) for text in arguments)]) == 5
+    assert message in capsys.readouterr().err
+
+
+def test_a_machine_without_python_ends_with_5() -> None:
+    environment = {**os.environ, "PYTHON": "/no/python3.12"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "gpu_check.sh")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 5
+    assert done.stderr.startswith("gpu_check: no Python: /no/python3.12 cannot be run; set PYTHON=")
+
+
+# ---- wheels
+
+
+def make_wheel(folder: Path, name: str = "some_package") -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Name: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{name}/__init__.py", "x = 1\n" * 1000)
+    return path
+
+
+def test_parts_of_a_wheel_are_joined_and_only_lacking_ones_are_chosen(tmp_path: Path) -> None:
+    whole = make_wheel(tmp_path)
+    content = whole.read_bytes()
+    for number, start in enumerate(range(0, len(content), 100)):
+        (tmp_path / f"{whole.name}.part{number:03d}").write_bytes(content[start : start + 100])
+    whole.unlink()
+    installed = make_wheel(tmp_path, "torch")
+    wheels = join_parts(tmp_path, tmp_path / "joined")
+    assert wheels == [installed, tmp_path / "joined" / whole.name]
+    assert wheels[1].read_bytes() == content
+    assert choose_lacking(wheels) == [wheels[1]]
+    (tmp_path / f"{whole.name}.part001").unlink()
+    with pytest.raises(WheelError, match=rf"{whole.name} lacks part 001 of \d+; carry it too"):
+        join_parts(tmp_path, tmp_path / "joined")
+
+
+def test_broken_wheels_are_named(tmp_path: Path) -> None:
+    cut = make_wheel(tmp_path)
+    cut.write_bytes(cut.read_bytes()[:-30])
+    with pytest.raises(WheelError, match=r"some_package-1\.0-py3-none-any\.whl is a broken wheel: .*; copy it again"):
+        check_wheel(cut)
+    empty = tmp_path / "other-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(empty, "w"):
+        pass
+    with pytest.raises(WheelError, match=r"is a broken wheel: it holds no METADATA; copy it again"):
+        check_wheel(empty)
+    with pytest.raises(WheelError, match=r"is not named as a wheel is"):
+        check_wheel(tmp_path / "package.whl")
+
+
+@pytest.mark.all
+@pytest.mark.timeout(3600)
+def test_a_rehearsal_on_the_cpu_runs_every_check_that_needs_no_gpu_and_holds(tmp_path: Path) -> None:
+    assert script.main(["--output", str(tmp_path), "--device", "cpu", "--limit", "3000"]) == 4
+    report = json.loads((tmp_path / "gpu_check.json").read_text(encoding="utf-8"))
+    outcomes = {item["name"]: item["outcome"] for item in report["checks"]}
+    assert outcomes == {check.name: "not run" if check.name == "fp8" else "held" for check in CHECKS}
