@@ -73,10 +73,21 @@ _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
 
 
 def _source(config_name: str, config_path: str | None, overrides: list[str] | None) -> ConfigSource:
-    from mock_scheduler.config.loading import ConfigSource, locate_config  # imports Hydra: not for --help
+    from mock_scheduler.config.loading import ConfigSource  # imports Hydra: not for --help
+    from mock_scheduler.config.locating import locate_config
 
     name, folder = locate_config(config_name, config_path)
     return ConfigSource(config_name=name, config_path=folder, overrides=tuple(overrides or ()))
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to make", show_default=False)],
+) -> None:
+    """Write a folder to start from: a small training, a kernel of your own, and a configuration that aligns them."""
+    from mock_scheduler.commands.new import run_new  # imports rich: not for --help
+
+    raise typer.Exit(run_new(folder))
 
 
 @app.command()

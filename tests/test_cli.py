@@ -72,7 +72,7 @@ def test_help_leaves_the_search_for_garbage_as_it_was(is_enabled: bool) -> None:
 def test_no_help_and_no_configuration_imports_torch(config_path: str) -> None:
     """One process runs them all: an import by any of them is found."""
     names = [info.name or (info.callback.__name__ if info.callback else "") for info in cli.app.registered_commands]
-    assert len(names) == 21
+    assert len(names) == 22
     runs = [[name, "--help"] for name in names] + [["config", "run", "--config-path", config_path], ["version"]]
     code = f"import sys; from mock_scheduler.cli import main; print([main(run) for run in {runs!r}]); "
     code += "print(*{'torch', 'megatron'} & sys.modules.keys())"

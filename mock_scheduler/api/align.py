@@ -21,7 +21,7 @@ from mock_scheduler.alignment.runs.run_cache import RunCache, read_machine
 from mock_scheduler.alignment.runs.run_store import RunStore, open_folder, say_taken_again
 from mock_scheduler.api.compare import Verdict
 from mock_scheduler.api.stored_answer import find_answer, save_answer
-from mock_scheduler.config.loading import locate_config
+from mock_scheduler.config.locating import locate_config
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.pages import render_summary
