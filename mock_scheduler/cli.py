@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 
 from mock_scheduler.adapters.formats import FORMAT_NAMES
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
+from mock_scheduler.support.command_line import note_command
 from mock_scheduler.support.lazy_commands import LazyCommands
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import printable, printable_message
@@ -571,6 +572,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     try:
+        note_command(given)
         commands = LazyCommands(app, help=_HELP, epilog=_EPILOG)
         code: object = commands(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
