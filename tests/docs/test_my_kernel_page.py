@@ -1,4 +1,4 @@
-"""The page on a kernel of one's own: its entry module is the example's, and the three examples are judged as it says."""
+"""The page on a kernel of one's own: its entry module is the example's, and the examples are judged as it says."""
 
 from __future__ import annotations
 
