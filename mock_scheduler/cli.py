@@ -661,7 +661,8 @@ def _run(given: list[str]) -> int:
         commands = LazyCommands(app, help=_HELP, epilog=_EPILOG)
         code: object = commands(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
-        print_error(_quote_arguments(str(error), given))
+        page = f"\n{error.page} explains it" if error.page else ""
+        print_error(_quote_arguments(str(error), given) + page)
         return int(error.exit_code)
     except TyperException as error:
         # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
