@@ -39,7 +39,7 @@ def locate_config(config_name: str, config_path: str | Path | None = None) -> tu
             the configurations that come with an installation.
 
     Raises:
-        ConfigError: there is a path, and a folder beside it.
+        ConfigError: there is a path, and a folder beside it; or no such file of a name with ``.yaml``.
     """
     given = Path(config_name)
     if given.name != config_name:
@@ -54,6 +54,11 @@ def locate_config(config_name: str, config_path: str | Path | None = None) -> tu
     if Path(f"{name}.yaml").is_file():
         return name, "."
     shipped = shipped_folder()
+    if config_name != name and (shipped is None or not (shipped / config_name).is_file()):
+        raise ConfigError(
+            f"there is no file {config_name} in {Path.cwd()}, nor in {DEFAULT_CONFIG_PATH}; give its path, or go to "
+            "its folder"
+        )
     has_own = Path(DEFAULT_CONFIG_PATH).is_dir()
     if shipped is not None and ((shipped / f"{name}.yaml").is_file() or not has_own):
         return name, str(shipped)

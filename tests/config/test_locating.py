@@ -54,6 +54,8 @@ def test_configurations_that_come_with_an_installation_are_found_anywhere_behind
     own = capsys.readouterr().out
     assert cli.main(["config", "quickstart"]) == 0
     assert own == capsys.readouterr().out.replace("quickstart", "mine")
+    with pytest.raises(ConfigError, match=r"there is no file align\.yaml in .*, nor in configs; give its path"):
+        locate_config("align.yaml")
     assert cli.main(["config", "quickstrat"]) == 5
     assert f"no configuration 'quickstrat' in {shipped}; nearest: quickstart" in capsys.readouterr().err
     (tmp_path / "configs").mkdir()
