@@ -586,7 +586,7 @@ def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell", show_default=False)],
 ) -> None:
     """Print what completes commands, options, configurations and keys: eval "$(mock-scheduler completion bash)"."""
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined] # it imports it for others
 
     script = get_completion_script(prog_name="mock-scheduler", complete_var=_COMPLETE_VARIABLE, shell=shell)
     typer.echo(script)
@@ -645,7 +645,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _complete() -> int:
     """Answers a shell that asks what a line may go on with."""
-    from typer.completion import completion_init
+    from typer.completion import completion_init  # type: ignore[attr-defined] # it imports it for others
 
     completion_init()
     with suppress(SystemExit):
