@@ -189,6 +189,7 @@ def extract(
     ] = None,
     groups: Annotated[int | None, typer.Option("--groups", min=1, help="whole groups to begin with")] = None,
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
+    json_path: JsonCopy = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
@@ -202,6 +203,7 @@ def extract(
         num_groups=groups,
         is_checked=is_checked,
         run_stored_code=run_stored_code,
+        json_path=json_path,
     )
     raise typer.Exit(code)
 
