@@ -34,7 +34,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["mock_scheduler", "mock_scheduler.*", "pipelines", "pipelines.*"]),
     ext_modules=NATIVE,
-    package_data={"mock_scheduler": ["py.typed", "**/templates/*"]},
+    # pipelines/configs is a link to configs: an installation has the files themselves.
+    package_data={"mock_scheduler": ["py.typed", "**/templates/*"], "pipelines": ["configs/*.yaml"]},
     install_requires=[
         "torch>=2.6",
         "anyio>=4.4,<5",
@@ -69,6 +70,10 @@ setup(
         "slurm": ["submitit>=1.5.2,<2"],
         "parquet": ["pyarrow>=17"],
         "te": ["transformer-engine[pytorch]>=2.8"],
+        "engines": ["vllm>=0.32"],
+        # Other frameworks bring an environment of their own, into which this project goes with --no-deps.
+        "trl": ["trl>=1.16,<2"],
+        "verl": ["verl==0.9.1"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",

@@ -11,9 +11,12 @@ code 70, never 1: 1 is a verdict.
 from __future__ import annotations
 
 import gc
+import os
+import re
 import shlex
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +25,7 @@ from typer.exceptions import TyperException
 
 from mock_scheduler.adapters.formats import FORMAT_NAMES
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
+from mock_scheduler.support.command_line import note_command
 from mock_scheduler.support.lazy_commands import LazyCommands
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import printable, printable_message
@@ -39,8 +43,27 @@ app = typer.Typer(
     name="mock-scheduler", help=_HELP, epilog=_EPILOG, add_completion=False, pretty_exceptions_enable=False
 )
 
-ConfigName = Annotated[str, typer.Argument(help="name of a YAML file in --config-path, or the path of one")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False)]
+
+def _complete_config(ctx: typer.Context, incomplete: str) -> list[str]:
+    from mock_scheduler.commands.completion import complete_config  # only for a shell that asks
+
+    return complete_config(incomplete, ctx.params.get("config_path"))
+
+
+def _complete_key(ctx: typer.Context, incomplete: str) -> list[str]:
+    from mock_scheduler.commands.completion import complete_key  # only for a shell that asks
+
+    return complete_key(incomplete, ctx.params.get("config_name"), ctx.params.get("config_path"))
+
+
+ConfigName = Annotated[
+    str,
+    typer.Argument(help="name of a YAML file in --config-path, or the path of one", autocompletion=_complete_config),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="a.b=c, in Hydra's grammar", show_default=False, autocompletion=_complete_key),
+]
 ConfigPath = Annotated[str | None, typer.Option("--config-path", help="folder of YAML files; else configs")]
 
 RecordingDir = Annotated[str, typer.Argument(help="rollout_mock.dump_dir of a run: folder or URL", show_default=False)]
@@ -69,6 +92,9 @@ RunStoredCode = Annotated[
 
 FormatName = Annotated[str, typer.Argument(help=f"one of {', '.join(FORMAT_NAMES)}", show_default=False)]
 
+_COMPLETE_VARIABLE = "_MOCK_SCHEDULER_COMPLETE"
+#: Commands that take finished runs again.
+_GOING_ON = ("align", "minimise")
 _INTERRUPTED = 130  # the shells' code for a program that Ctrl-C ended
 _BROKEN_PIPE = 141  # and for one whose output nobody reads any more
 #: Objects that are made before the first search for garbage, in place of 700.
@@ -76,10 +102,21 @@ _GARBAGE_THRESHOLD = 50_000
 
 
 def _source(config_name: str, config_path: str | None, overrides: list[str] | None) -> ConfigSource:
-    from mock_scheduler.config.loading import ConfigSource, locate_config  # imports Hydra: not for --help
+    from mock_scheduler.config.loading import ConfigSource  # imports Hydra: not for --help
+    from mock_scheduler.config.locating import locate_config
 
     name, folder = locate_config(config_name, config_path)
     return ConfigSource(config_name=name, config_path=folder, overrides=tuple(overrides or ()))
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to make", show_default=False)],
+) -> None:
+    """Write a folder to start from: a small training, a kernel of your own, and a configuration that aligns them."""
+    from mock_scheduler.commands.new import run_new  # imports rich: not for --help
+
+    raise typer.Exit(run_new(folder))
 
 
 @app.command()
@@ -155,6 +192,7 @@ def extract(
     ] = None,
     groups: Annotated[int | None, typer.Option("--groups", min=1, help="whole groups to begin with")] = None,
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
+    json_path: JsonCopy = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
     """Cut a diverged candidate down to a small folder that shows the divergence with one command."""
@@ -168,6 +206,7 @@ def extract(
         num_groups=groups,
         is_checked=is_checked,
         run_stored_code=run_stored_code,
+        json_path=json_path,
     )
     raise typer.Exit(code)
 
@@ -302,21 +341,26 @@ def env(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_path: ConfigPath = None,
+    is_plain: Annotated[bool, typer.Option("--plain", help="NAME=VALUE, as docker's --env-file takes it")] = False,
+    json_path: JsonOutput = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
     """Print the environment of a run's processes as lines for a shell: export NAME=VALUE."""
     from mock_scheduler.config.stored_code import Use
     from mock_scheduler.determinism.environment import check_settings, launch_environment
     from mock_scheduler.program import check_stored_code, load_config
+    from mock_scheduler.support.documents import STDOUT, write_json
 
     source = _source(config_name, config_path, overrides)
     # The shell that reads these lines runs under them.
     check_stored_code(source.config_name, source.config_path, use=Use.RUN, run_stored_code=run_stored_code)
     config = load_config(source, run_stored_code=run_stored_code)
     check_settings(config.system_envs)
-    for name, value in sorted(launch_environment(config.system_envs).items()):
+    found = dict(sorted(launch_environment(config.system_envs).items()))
+    for name, value in found.items() if json_path != STDOUT else ():
         # Names are identifiers by now; they are quoted all the same, since a shell may read this line by eval.
-        typer.echo(f"export {shlex.quote(name)}={shlex.quote(value)}")
+        typer.echo(f"{name}={value}" if is_plain else f"export {shlex.quote(name)}={shlex.quote(value)}")
+    write_json(found, json_path)
 
 
 @app.command()
@@ -324,14 +368,20 @@ def config(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_path: ConfigPath = None,
+    json_path: JsonOutput = None,
     run_stored_code: RunStoredCode = False,
 ) -> None:
     """Print the whole checked configuration as YAML."""
     from mock_scheduler.config.loading import dump_config  # imports Hydra: not for --help
     from mock_scheduler.program import load_config
+    from mock_scheduler.support.documents import STDOUT, write_json
+    from mock_scheduler.support.yaml_text import load_yaml
 
     loaded = load_config(_source(config_name, config_path, overrides), run_stored_code=run_stored_code)
-    typer.echo(dump_config(loaded), nl=False)
+    text = dump_config(loaded)
+    if json_path != STDOUT:
+        typer.echo(text, nl=False)
+    write_json(load_yaml(text), json_path)
 
 
 @app.command()
@@ -377,11 +427,20 @@ def show(
     vocabulary: Annotated[
         Path | None, typer.Option("--vocabulary", help="JSON list, {id: text} or tokenizer.json; else the recording's")
     ] = None,
+    json_path: JsonOutput = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
     from mock_scheduler.commands.recordings import run_show  # imports torch: not for --help
 
-    code = run_show(dump_dir, step=step, row=row, mode=mode, scheduler_id=scheduler_id, vocabulary_path=vocabulary)
+    code = run_show(
+        dump_dir,
+        step=step,
+        row=row,
+        mode=mode,
+        scheduler_id=scheduler_id,
+        vocabulary_path=vocabulary,
+        json_path=json_path,
+    )
     raise typer.Exit(code)
 
 
@@ -527,6 +586,17 @@ def version() -> None:
     typer.echo(VERSION)
 
 
+@app.command()
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="the shell", show_default=False)],
+) -> None:
+    """Print what completes commands, options, configurations and keys: eval "$(mock-scheduler completion bash)"."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined] # it imports it for others
+
+    script = get_completion_script(prog_name="mock-scheduler", complete_var=_COMPLETE_VARIABLE, shell=shell)
+    typer.echo(script)
+
+
 def print_error(message: str) -> None:
     """Write one failure to stderr: only its first line begins a line, and no foreign text in it acts or is hidden."""
     from rich.text import Text
@@ -555,6 +625,23 @@ def _describe_os_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}"
 
 
+def _describe_interrupt(given: list[str]) -> str:
+    is_going_on = bool(given) and given[0] in _GOING_ON
+    return "interrupted" + ("; the same command goes on, and takes finished runs again" if is_going_on else "")
+
+
+def _installed_apart() -> set[str]:
+    """Names of modules that this project requires and does not bring."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        names = [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in requires("mock-scheduler") or ()]
+    except PackageNotFoundError:
+        return set()
+    modules = {"pyyaml": "yaml", "hydra-core": "hydra", "megatron-core": "megatron"}
+    return {modules.get(name.lower(), name.replace("-", "_")) for name in names}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code; ``None``: the process's own arguments; none at all: ``--help``."""
     if arguments is None:
@@ -564,34 +651,54 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(sys.argv[1:] if arguments is None else arguments)
 
 
+def _complete() -> int:
+    """Answers a shell that asks what a line may go on with."""
+    from typer.completion import completion_init  # type: ignore[attr-defined] # it imports it for others
+
+    completion_init()
+    with suppress(SystemExit):
+        LazyCommands(app, help=_HELP, epilog=_EPILOG)(prog_name="mock-scheduler")
+    return int(ExitCode.ALIGNED)
+
+
 def _run(given: list[str]) -> int:
+    if _COMPLETE_VARIABLE in os.environ:
+        return _complete()
     try:
+        note_command(given)
         commands = LazyCommands(app, help=_HELP, epilog=_EPILOG)
         code: object = commands(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
-        print_error(_quote_arguments(str(error), given))
+        page = f"\n{error.page} explains it" if error.page else ""
+        print_error(_quote_arguments(str(error), given) + page)
         return int(error.exit_code)
     except TyperException as error:
         # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
         message = error.format_message().replace(": Value error, ", ": ")
+        context = vars(error).get("ctx")
+        if message.startswith("Missing argument") and context is not None:
+            message += f"\n{' '.join(context.get_usage().split())}"
         print_error(
             f"{_quote_arguments(message, given)}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'."
         )
         return int(ExitCode.USAGE)
     except KeyboardInterrupt:
-        print_error("interrupted")
+        print_error(_describe_interrupt(given))
         return _INTERRUPTED
     except SystemExit:  # typer 0.29 exits with 1 itself where stdout or stderr was closed
         return _BROKEN_PIPE
     except OSError as error:
         print_error(_quote_arguments(_describe_os_error(error), given))
         return int(ExitCode.USAGE)
-    except Exception:  # noqa: BLE001 - the edge of the process
+    except Exception as error:  # noqa: BLE001 - the edge of the process
+        if isinstance(error, ModuleNotFoundError) and error.name in _installed_apart():
+            print_error(f"the package {error.name} is not installed in {sys.prefix}: pip install it (docs/install.md)")
+            return int(ExitCode.USAGE)
         print_message(traceback.format_exc())
         print_error("this is a fault of mock-scheduler, or of what it runs; the traceback above says where")
         return int(ExitCode.INTERNAL)
     if code == _INTERRUPTED:  # typer 0.29 makes this code of KeyboardInterrupt, and says nothing
-        print_error("interrupted")
+        print_error(_describe_interrupt(given))
     return code if isinstance(code, int) else int(ExitCode.ALIGNED)
 
 

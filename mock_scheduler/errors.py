@@ -100,6 +100,8 @@ class MockSchedulerError(Exception):
     """Base of all errors that this library raises on purpose."""
 
     exit_code: int = ExitCode.USAGE
+    #: The page that explains it; empty where the message is enough.
+    page: str = ""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(redact(item) if isinstance(item, str) else item for item in arguments))
@@ -112,6 +114,8 @@ class ConfigError(MockSchedulerError, ValueError):
 class LayoutError(ConfigError):
     """Parallel sizes that do not fit the model, the batch or the number of processes."""
 
+    page = "docs/layouts.md"
+
 
 class BatchError(MockSchedulerError, ValueError):
     """A rollout batch contradicts itself or the request it answers."""
@@ -119,6 +123,8 @@ class BatchError(MockSchedulerError, ValueError):
 
 class CorrectionError(MockSchedulerError, ValueError):
     """Log-probabilities are missing, of another distribution, not finite, or all but rejected."""
+
+    page = "docs/rollout_correction.md"
 
 
 class RecordingError(MockSchedulerError, OSError):
@@ -145,6 +151,7 @@ class ContractError(MockSchedulerError, ValueError):
     """The run that replays differs from the run that recorded in what must match."""
 
     exit_code = ExitCode.INCOMPARABLE
+    page = "docs/recordings.md"
 
 
 class SchedulerError(MockSchedulerError, RuntimeError):
@@ -155,6 +162,7 @@ class DeterminismError(MockSchedulerError, RuntimeError):
     """A determinism setting is missing, was applied too late or did not take effect."""
 
     exit_code = ExitCode.UNVERIFIED
+    page = "docs/determinism.md"
 
 
 class RankDisagreementError(DeterminismError):
@@ -172,9 +180,13 @@ class ForeignFileError(MockSchedulerError, OSError):
 class ServiceError(MockSchedulerError, OSError):
     """A training service does not answer, answers wrongly or refuses a request."""
 
+    page = "docs/remote.md"
+
 
 class EngineError(MockSchedulerError, OSError):
     """An inference engine does not answer, answers wrongly, or samples from another policy than the one trained."""
+
+    page = "docs/engines.md"
 
 
 class AlignmentError(MockSchedulerError, RuntimeError):

@@ -27,9 +27,9 @@ from mock_scheduler.config.loading import (
     ConfigPath,
     ConfigSource,
     Overrides,
-    locate_config,
     with_one_spelling,
 )
+from mock_scheduler.config.locating import locate_config
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
 from mock_scheduler.recording.contract import Contract

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
         "mock_scheduler.cli",
         "mock_scheduler.errors",
         "mock_scheduler.support",
+        "mock_scheduler.support.command_line",
         "mock_scheduler.support.lazy_commands",
         "mock_scheduler.support.terminal_streams",
         "mock_scheduler.support.text",
@@ -44,7 +46,7 @@ def test_help_imports_no_more_than_the_command_line() -> None:
     assert {name.partition(".")[0] for name in modules} & slow == set()
     names = (
         *("launch", "align", "compare", "env", "config", "inspect", "verify", "diff", "show", "plot", "version"),
-        *("doctor", "replay-actions", "minimise", "extract", "import", "export"),
+        *("doctor", "replay-actions", "minimise", "extract", "import", "export", "new", "completion"),
     )
     assert [name for name in names if f"│ {name} " not in done.stdout] == []
 
@@ -72,7 +74,7 @@ def test_help_leaves_the_search_for_garbage_as_it_was(is_enabled: bool) -> None:
 def test_no_help_and_no_configuration_imports_torch(config_path: str) -> None:
     """One process runs them all: an import by any of them is found."""
     names = [info.name or (info.callback.__name__ if info.callback else "") for info in cli.app.registered_commands]
-    assert len(names) == 21
+    assert len(names) == 23
     runs = [[name, "--help"] for name in names] + [["config", "run", "--config-path", config_path], ["version"]]
     code = f"import sys; from mock_scheduler.cli import main; print([main(run) for run in {runs!r}]); "
     code += "print(*{'torch', 'megatron'} & sys.modules.keys())"
@@ -96,6 +98,76 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_env_prints_quoted_export_lines(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env", "--config-path", config_path, "run"]) == 0
     assert capsys.readouterr().out == "export A=1\nexport NCCL_ALGO='a b'\n"
+    assert cli.main(["env", "--config-path", config_path, "run", "--plain"]) == 0
+    assert capsys.readouterr().out == "A=1\nNCCL_ALGO=a b\n"
+    assert cli.main(["env", "--config-path", config_path, "run", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"A": "1", "NCCL_ALGO": "a b"}
+
+
+def test_a_configuration_is_printed_as_json_too(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "run", "--config-path", config_path, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["exp_name"], found["system_envs"]) == ("x", {"NCCL_ALGO": "a b", "A": "1"})
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("align RUN", ["run.yaml"]),
+        ("config quickst", ["quickstart"]),
+        ("launch run rollout_mock.mo", ["rollout_mock.mode="]),
+        ("compl", ["completion"]),
+    ],
+)
+def test_a_shell_completes_names_of_configurations_and_keys(
+    words: str,
+    answer: list[str],
+    config_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(config_path)
+    line = f"mock-scheduler {words.replace('RUN', 'run')}"
+    monkeypatch.setenv("_MOCK_SCHEDULER_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.split() == answer
+
+
+def test_a_missing_argument_is_named_with_the_order_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """It said ``Missing argument 'recording'`` to who had given that alone."""
+    assert cli.main(["replay-actions", "dumps"]) == 5
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Missing argument 'recording'. Usage: mock-scheduler replay-actions" in said
+    assert said.index("config_name") < said.rindex("recording")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("align", "interrupted; the same command goes on, and takes finished runs again"), ("config", "interrupted")],
+)
+def test_an_interrupted_command_says_whether_it_goes_on(
+    command: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_source", interrupt)
+    assert cli.main([command, "x"]) == 130
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_package_that_is_missing_is_named_with_the_page_on_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_it(*arguments: object) -> None:
+        raise ModuleNotFoundError("No module named 'hydra'", name="hydra")
+
+    monkeypatch.setattr(cli, "_source", import_it)
+    assert cli.main(["config", "x"]) == 5
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == f"error: the package hydra is not installed in {sys.prefix}: pip install it (docs/install.md)"
 
 
 @pytest.mark.parametrize("setting", ["DETERMINISTIC_MODE: 1", "DETERMINISTIC_MODE: 2"])

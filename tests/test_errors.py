@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,12 @@ def test_a_plain_error_at_the_edge_is_shown_without_it(
 def test_arguments_that_are_no_text_are_kept() -> None:
     assert RecordingError("a", 5).args == ("a", 5)
     assert ConfigError().args == ()
+
+
+def test_every_page_that_an_error_names_is_there() -> None:
+    pages = {
+        kind.page for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MockSchedulerError)
+    }
+    assert len(pages) > 5
+    root = Path(__file__).parents[1]
+    assert [page for page in pages if page and not (root / page).is_file()] == []

@@ -120,6 +120,46 @@ def test_the_source_distribution_has_all_c_files_and_their_header(tmp_path: Path
     assert files <= listed
 
 
+@pytest.mark.all
+@pytest.mark.timeout(1800)
+def test_the_wheel_of_the_sdist_starts_a_folder_that_aligns_without_the_checkout(tmp_path: Path) -> None:
+    """The environment has nothing of this checkout; it sees the installed dependencies by a path alone."""
+
+    def run(*command: str | Path, cwd: Path = tmp_path) -> str:
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    copy = tmp_path / "copy"  # building writes into the folder
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "output", "dumps", "*.egg-info"))
+    run(sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", tmp_path, cwd=copy)
+    shutil.rmtree(copy)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    run(sys.executable, *pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, sdist)
+    (wheel,) = tmp_path.glob("*.whl")
+    run(sys.executable, "-m", "venv", "env")
+    python, command = tmp_path / "env/bin/python", tmp_path / "env/bin/mock-scheduler"
+    run(python, *pip, "install", "--no-deps", wheel)
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    # A folder in a .pth file is searched, but its own .pth files, such as this checkout's, are not read.
+    (packages / "dependencies.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n", encoding="utf-8")
+    where = "import mock_scheduler, pipelines; print(mock_scheduler.__file__, pipelines.__file__)"
+    assert all(name.startswith(f"{packages}/") for name in run(python, "-c", where).split())
+    built = "import mock_scheduler.trace.sketch as s, pathlib; print(*pathlib.Path(s.__path__[0]).glob('native*.so'))"
+    assert (shutil.which("cc") is None) == (run(python, "-c", built).strip() == "")
+
+    assert "exp_name: quickstart" in run(command, "config", "quickstart")
+    assert "cd start && mock-scheduler align align.yaml" in run(command, "new", "start")
+    said = run(command, "align", "align.yaml", cwd=tmp_path / "start")
+    assert "all of 3 candidates pass: 1 rounding, 1 identical (emulated), 1 identical" in said
+    page = (tmp_path / "start/output/align/align.html").read_text(encoding="utf-8")
+    assert "<h1>" in page
+    assert "my-kernel" in page
+    assert "the kernel was called" in (tmp_path / "start/output/align/my-kernel/run.log").read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_c_files_are_built_without_headers_of_python(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path), "--build-temp"]

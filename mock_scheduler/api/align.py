@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.text import Text
@@ -21,7 +21,7 @@ from mock_scheduler.alignment.runs.run_cache import RunCache, read_machine
 from mock_scheduler.alignment.runs.run_store import RunStore, open_folder, say_taken_again
 from mock_scheduler.api.compare import Verdict
 from mock_scheduler.api.stored_answer import find_answer, save_answer
-from mock_scheduler.config.loading import locate_config
+from mock_scheduler.config.locating import locate_config
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.pages import render_summary
@@ -32,6 +32,7 @@ from mock_scheduler.report.alignment.ci import write_junit
 from mock_scheduler.report.alignment.page import write_alignment_page
 from mock_scheduler.report.alignment.view import AlignmentView
 from mock_scheduler.report.json_file import save_result
+from mock_scheduler.report.origin import describe_origin
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER, claim_folder
 from mock_scheduler.run_folder.finished_run import RunSummary
 from mock_scheduler.run_folder.inputs import ComparedInput
@@ -329,7 +330,7 @@ class _Reports:
 
     def save(self, result: AlignmentResult) -> None:
         """Write it to ``result_path``; before its end without the parts read from folders."""
-        self.view = build_view(result, is_full=result.times is not None)
+        self.view = replace(build_view(result, is_full=result.times is not None), origin=describe_origin())
         save_result(result, self.view, self.result_path)
         mark_own(self.result_path)
 

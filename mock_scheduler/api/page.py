@@ -18,6 +18,8 @@ from mock_scheduler.support.versions import PACKAGE
 
 _HEAD = """# The public names
 
+*For somebody who uses it from Python; to look things up.*
+
 `import mock_scheduler as ms` gives these names; each is loaded when it is first used. [python.md](python.md) shows them
 at work. Modules beneath are free to change; these names are not. This page is written by
 `python -m mock_scheduler.api.page docs/api.md` from their docstrings.

@@ -18,6 +18,7 @@ from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
+from mock_scheduler.support.documents import write_json
 from mock_scheduler.support.text import format_bytes
 
 
@@ -32,12 +33,13 @@ def run_extract(
     check: CheckReproduction | None = None,
     console: Console | None = None,
     run_stored_code: bool = False,
+    json_path: Path | None = None,
 ) -> int:
     """Make the folder ``output`` out of the diverged candidate ``name`` of the alignment in ``align_dir``; 0.
 
     step: the one to reproduce; ``None`` is that of the first divergence. num_groups: how many to begin with.
     check: ``None`` runs the folder's own script. console: ``None`` is this terminal. run_stored_code: the alignment's
-    configuration may name code to run or to copy, and files elsewhere.
+    configuration may name code to run or to copy, and files elsewhere. json_path: a file for folder, size and command.
     Of an alignment of a command there are no groups: its steps up to the divergence are kept.
     Raises ``ConfigError`` where the folder is no alignment's, the candidate has not diverged, or ``output`` is taken;
     ``RecordingError`` where the recording is gone or lacks the step; ``AlignmentError`` where the divergence does not
@@ -54,7 +56,8 @@ def run_extract(
         command = read_diverged_command(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
         _tell(command.used, console)
         how = _choose_check(check, is_trusted=command.is_trusted) if is_checked else None
-        return _publish(output, CommandExtraction(source=command, check=how, console=console).make, console)
+        make = CommandExtraction(source=command, check=how, console=console).make
+        return _publish(output, make, console, json_path=json_path)
     source = read_diverged(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
     _tell(source.used, console)
     extraction = Extraction(
@@ -68,7 +71,7 @@ def run_extract(
         check=_choose_check(check, is_trusted=source.is_trusted) if is_checked else None,
         console=console,
     )
-    return _publish(output, lambda folder: extraction.make(folder, num_groups), console)
+    return _publish(output, lambda folder: extraction.make(folder, num_groups), console, json_path=json_path)
 
 
 def _choose_check(check: CheckReproduction | None, *, is_trusted: bool) -> CheckReproduction:
@@ -80,7 +83,7 @@ def _tell(used: str, console: Console) -> None:
         console.print(used, markup=False, highlight=False, soft_wrap=True)
 
 
-def _publish(output: Path, make: Callable[[Path], None], console: Console) -> int:
+def _publish(output: Path, make: Callable[[Path], None], console: Console, *, json_path: Path | None) -> int:
     """Makes the folder aside, and gives it its name where it is whole."""
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
@@ -92,4 +95,8 @@ def _publish(output: Path, make: Callable[[Path], None], console: Console) -> in
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     command = f"bash {output / SCRIPT_FILE}{needed_flag(output)}"
     console.print(f"{output}: {format_bytes(size_bytes)}. Show it with: {command}")
+    write_json(
+        {"format_version": 1, "folder": str(output), "size_bytes": size_bytes, "command": command},
+        None if json_path is None else str(json_path),
+    )
     return int(ExitCode.ALIGNED)

@@ -20,7 +20,12 @@ from mock_scheduler.recording.reading.browse import StepPlace, list_recording, o
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.recording.description import print_description, print_verification
 from mock_scheduler.report.recording.diff import differences_to_json, print_differences
-from mock_scheduler.report.recording.show import find_row, print_trajectory, recorded_vocabulary
+from mock_scheduler.report.recording.show import (
+    find_row,
+    print_trajectory,
+    recorded_vocabulary,
+    trajectory_to_json,
+)
 from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.scheduler import Mode
 from mock_scheduler.support.documents import STDOUT, dataclass_to_json, write_json
@@ -45,6 +50,7 @@ def run_show(
     mode: Mode,
     scheduler_id: str,
     vocabulary_path: Path | None,
+    json_path: str | None = None,
     console: Console | None = None,
 ) -> int:
     """Print one trajectory; raises ``StepNotFoundError`` or ``RecordingError`` naming the steps or rows present."""
@@ -56,9 +62,10 @@ def run_show(
     else:
         vocabulary = recorded_vocabulary(reader)
     where = f"{reader.dump_dir}: {place}"
-    print_trajectory(
-        batch, find_row(batch, row, where=where), console or build_console(), where=where, vocabulary=vocabulary
-    )
+    number = find_row(batch, row, where=where)
+    if json_path != STDOUT:
+        print_trajectory(batch, number, console or build_console(), where=where, vocabulary=vocabulary)
+    write_json(trajectory_to_json(batch, number, where=where, vocabulary=vocabulary), json_path)
     return int(ExitCode.ALIGNED)
 
 

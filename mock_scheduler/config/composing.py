@@ -10,7 +10,7 @@ import os
 import shlex
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
 from mock_scheduler.config.base import JoinedTexts
+from mock_scheduler.config.locating import shipped_folder
 from mock_scheduler.config.number_traps import NumberTraps, SourceFile
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.foreign_files import read_text
@@ -112,6 +113,16 @@ class Composer:
         assert text is not None  # Hydra's parser keeps the line of every override that it reads
         return text if override.type is not OverrideType.CHANGE or self._is_group(override) else f"++{text}"
 
+    def _shipped_overrides(self, overrides: Sequence[str]) -> list[str]:
+        """Has ``defaults`` find shipped configurations too, behind the folder's own; a search path given stays."""
+        shipped, own = shipped_folder(), self._folder / f"{self._name}.yaml"
+        if shipped is None or shipped == self._folder.resolve():
+            return []
+        with suppress(UnicodeDecodeError):  # Hydra's source says it
+            if any("searchpath" in text for text in (*overrides, read_text(own, what="a configuration"))):
+                return []
+        return [f"hydra.searchpath=['file://{shipped}']"]
+
     def _ask_hydra(self, overrides: list[str]) -> tuple[DictConfig, list[SourceFile]]:
         try:
             # Hydra only warns of a defaults list without _self_, whose order it then guesses.
@@ -121,6 +132,7 @@ class Composer:
                 initialize_config_dir(config_dir=str(self._folder), version_base="1.3"),
             ):
                 warnings.simplefilter("error", UserWarning)
+                overrides = [*self._shipped_overrides(overrides), *overrides]
                 composed = compose(config_name=self._name, overrides=overrides)
                 if not self._traps.may_be_in(composed):
                     return composed, []
@@ -130,8 +142,12 @@ class Composer:
             raise
         except _COMPOSING_ERRORS as error:
             raise ConfigError(f"{self.origin} cannot be composed: {error}") from error
-        places = [(self._folder / f"{entry.config_path}.yaml", entry.package or "") for entry in defaults.defaults]
+        places = [(self._find(f"{entry.config_path}.yaml"), entry.package or "") for entry in defaults.defaults]
         return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
+
+    def _find(self, name: str) -> Path:
+        own, shipped = self._folder / name, shipped_folder()
+        return own if shipped is None or own.is_file() else shipped / name
 
 
 def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[Override]:

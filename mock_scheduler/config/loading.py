@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 
@@ -31,16 +30,14 @@ from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyPath
 from mock_scheduler.config.composing import Composer, parse_overrides
 from mock_scheduler.config.dialects.reader import Resolved
 from mock_scheduler.config.interpolations import check_expansion, escape, with_environment_texts
+from mock_scheduler.config.locating import DEFAULT_CONFIG_PATH, check_config_exists, locate_config
 from mock_scheduler.config.number_traps import NO_TRAPS, NumberTraps
 from mock_scheduler.config.problems import Problem, raise_problems, validation_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig, override_problems
 from mock_scheduler.config.stored_code import PROGRAM_KEY
 from mock_scheduler.config.variables import find_variable_problems
-from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.arguments import parse_arguments
-from mock_scheduler.support.text import printable, printable_lines
-
-DEFAULT_CONFIG_PATH = "configs"
+from mock_scheduler.support.text import printable_lines
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -75,27 +72,6 @@ class ConfigSource:
         return ["--config-path", self.config_path, "--config-name", self.config_name, *self.overrides]
 
 
-def locate_config(config_name: str, config_path: str | Path | None = None) -> tuple[str, str]:
-    """Finds a configuration by its name in a folder, or by the path of its file; returns name and folder.
-
-    Args:
-        config_name: a file's name in ``config_path``, or a path; ``.yaml`` may be left out in both.
-        config_path: ``None``: ``configs``, where a name is given. A file of this name in the working directory counts
-            as a path where ``configs`` has none.
-
-    Raises:
-        ConfigError: there is a path, and a folder beside it.
-    """
-    given = Path(config_name)
-    is_path = given.name != config_name
-    if is_path and config_path is not None:
-        raise ConfigError(f"{config_name} is the path of a configuration, so --config-path is not needed; leave it out")
-    name = given.name.removesuffix(".yaml")
-    if config_path is None and not is_path:
-        is_path = not (Path(DEFAULT_CONFIG_PATH) / f"{name}.yaml").is_file() and Path(f"{name}.yaml").is_file()
-    return (name, str(given.parent)) if is_path else (config_name, str(config_path or DEFAULT_CONFIG_PATH))
-
-
 class Dumped(Protocol):
     """A configuration as plain values, as every pydantic model gives them."""
 
@@ -126,7 +102,7 @@ def build_loader(
     composer = Composer(folder, name, traps=form.traps, reads_once=reads_once)
 
     def load(overrides: Sequence[str]) -> ConfigT:
-        _check_file_exists(folder, name)
+        check_config_exists(folder, name)
         parsed = parse_overrides(overrides, form.schema)
         composed, files = composer.compose(parsed)
         check_expansion(composed, composer.origin)
@@ -205,25 +181,6 @@ def _as_written(value: object, texts: EnvironmentTexts, path: KeyPath) -> Any:  
         return value
     stored = texts.stored(path, value)
     return escape(value) if stored is None else stored
-
-
-def _check_file_exists(folder: Path, name: str) -> None:
-    if not folder.is_dir():
-        raise ConfigError(
-            f"config path is not a folder: {printable(str(folder))}; give the folder of YAML files as config_path "
-            "(--config-path)"
-        )
-    if "/" in name or name in ("", ".", ".."):
-        raise ConfigError(
-            f"configuration name {name!r} is no name of a file; give its folder as config_path (--config-path), and "
-            "the name alone"
-        )
-    if (folder / f"{name}.yaml").is_file():
-        return
-    present = sorted(path.stem for path in folder.glob("*.yaml"))
-    nearest = get_close_matches(name, present, n=1, cutoff=0.5)
-    hint = f"; nearest: {nearest[0]}" if nearest else ""
-    raise ConfigError(f"no configuration '{name}' in {folder}{hint}; there are: {', '.join(present) or 'none'}")
 
 
 def _interpolation_problems(composed: DictConfig) -> Iterator[Problem]:

@@ -81,10 +81,12 @@ def render_page(package: str, template: str, /, *, figures: Sequence[JSON] = (),
         package: Whose folder ``templates`` holds the template.
         template: The template's name, such as ``comparison.html``.
         figures: Plotly's JSON, drawn in the elements of their ``id``; their texts are plain.
-        values: Values of the template; every page needs ``title``, ``heading`` and ``footer``.
+        values: Values of the template; every page needs ``title``, ``heading`` and ``footer``. ``origin``: labels
+            and texts of date, revision and command.
     """
     page = _environment(package).get_template(template)
     # Plotly reads some HTML in the texts of its figures, and Jinja cannot see into them.
+    values.setdefault("origin", ())
     return page.render(figures=_escape_texts(list(figures)), plotly=Markup(get_plotlyjs()), **values)
 
 

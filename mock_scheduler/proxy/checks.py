@@ -291,7 +291,9 @@ def as_contract(contract: object) -> Contract:
 
 
 def as_plan(plan: object) -> tuple[RolloutRequest, ...]:
-    """Return the planned requests; raises ``SchedulerError`` for anything else."""
+    """Return the planned requests, none for ``None``; raises ``SchedulerError`` for anything else."""
+    if plan is None:
+        return ()
     if not isinstance(plan, Sequence) or isinstance(plan, str | bytes):
         raise SchedulerError(f"plan is {shown(plan)}; expected a list of RolloutRequest")
     for index, request in enumerate(plan):

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from mock_scheduler.config import loading
 from mock_scheduler.config.dialects.reader import DialectReader, ForeignKeys, RunNames
-from mock_scheduler.config.loading import DEFAULT_CONFIG_PATH, ConfigForm, ConfigSource
+from mock_scheduler.config.loading import ConfigForm, ConfigSource
+from mock_scheduler.config.locating import DEFAULT_CONFIG_PATH
 from mock_scheduler.config.number_traps import NumberTraps
 from mock_scheduler.correction.config.algorithm import AlgorithmConfig
 from mock_scheduler.correction.config.verl_dialect import read_verl_correction

@@ -439,5 +439,5 @@ def test_a_module_that_does_not_run_the_pipeline_is_told_what_to_call(bench: Ben
     assert (mine["verdict"], mine["reason"]) == (
         "incomparable",
         "the module tests.alignment.output_scaled_on_one_rank ended without running the program (no run.json); "
-        "it must call pipelines.agentic.main, as docs/align.md says",
+        "it must call pipelines.agentic.main, as docs/my_kernel.md says",
     )

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler import cli
-from mock_scheduler.config.loading import locate_config
+from mock_scheduler.config.locating import locate_config, shipped_folder
 from mock_scheduler.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("name", "folder", "expected"),
     [
-        ("lake", None, ("lake", "configs")),
         ("lake", "own", ("lake", "own")),
         ("docs/a/align.yaml", None, ("align", "docs/a")),
         ("docs/a/align", None, ("align", "docs/a")),
@@ -40,6 +39,29 @@ def test_a_file_of_the_working_directory_needs_no_folder_where_configs_has_none(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "align.yaml").write_text("", encoding="utf-8")
     assert locate_config("align.yaml")[1] == "configs"
+
+
+def test_configurations_that_come_with_an_installation_are_found_anywhere_behind_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a file of one's own may stand on a shipped one: this one takes all but a name from it."""
+    monkeypatch.chdir(tmp_path)
+    shipped = shipped_folder()
+    assert shipped is not None
+    assert locate_config("quickstart") == ("quickstart", str(shipped))
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\nexp_name: mine\n", encoding="utf-8")
+    assert cli.main(["config", "mine"]) == 0
+    own = capsys.readouterr().out
+    assert cli.main(["config", "quickstart"]) == 0
+    assert own == capsys.readouterr().out.replace("quickstart", "mine")
+    with pytest.raises(ConfigError, match=r"there is no file align\.yaml in .*, nor in configs; give its path"):
+        locate_config("align.yaml")
+    assert cli.main(["config", "quickstrat"]) == 5
+    assert f"no configuration 'quickstrat' in {shipped}; nearest: quickstart" in capsys.readouterr().err
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.yaml").write_text("", encoding="utf-8")
+    assert locate_config("quickstart") == ("quickstart", "configs")
+    assert locate_config("lake") == ("lake", "configs")
 
 
 def test_a_folder_beside_a_path_is_refused() -> None:

@@ -116,3 +116,20 @@ def test_the_workflow_keeps_page_and_junit_file_of_a_failed_job_too(steps: list[
 def test_every_executor_of_the_page_is_one(block: str, kind: str) -> None:
     executor = AlignConfig.model_validate(yaml.safe_load(block)["align"]).executor
     assert (executor.kind, executor.model_dump()["gpus_per_process"]) == (kind, 1)
+
+
+def test_the_gitlab_job_aligns_as_the_workflow_does(steps: list[dict[str, Any]]) -> None:
+    job = yaml.safe_load((ROOT / "docs/examples/gitlab_ci.yml").read_text(encoding="utf-8"))["align"]
+    (command,) = (step["run"] for step in steps if "mock-scheduler" in step.get("run", ""))
+    assert job["script"] == ["bash launch/setup_venv.sh", command]
+    assert job["artifacts"]["reports"] == {"junit": "align-output/align.junit.xml"}
+    assert job["artifacts"]["when"] == "always"
+    kept = {path.strip("/").removeprefix("align-output/") for path in job["cache"]["paths"]}
+    assert kept == {ALIGN_MARKER.name, BASELINE_NAME, RECORDING_NAME, PROOFS_NAME}
+
+
+def test_the_slurm_job_is_a_script_that_asks_for_a_configuration() -> None:
+    script = ROOT / "docs/examples/slurm_ci.sbatch"
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, "usage: sbatch slurm_ci.sbatch CONFIG" in done.stderr) == (1, True)
+    assert "mock-scheduler align" in script.read_text(encoding="utf-8")

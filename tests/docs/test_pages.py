@@ -66,6 +66,13 @@ def test_the_page_of_pages_lists_every_page_and_example() -> None:
     assert present | examples <= linked
 
 
+@pytest.mark.parametrize("page", pages()[:-1], ids=lambda page: page.name)
+def test_every_page_says_for_whom_it_is_and_how_long_it_takes(page: Path) -> None:
+    title, line = page.read_text(encoding="utf-8").split("\n\n", 2)[:2]
+    assert title.startswith("# ")
+    assert re.match(r"\*For [^*]*(\d+ minutes?\b|to look things up)[^*]*\.\*", line)
+
+
 def test_a_name_that_is_not_there_is_found() -> None:
     assert _is_there("mock_scheduler.proxy.build.build_scheduler")
     assert not _is_there("mock_scheduler.proxy.no_such_module")

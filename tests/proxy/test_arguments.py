@@ -89,7 +89,7 @@ def test_a_plan_or_request_of_another_kind_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SchedulerError) as caught:
             open_dump(tmp_path, plan=plan)
         assert str(caught.value) == problem
-    with open_dump(tmp_path) as scheduler, pytest.raises(SchedulerError) as caught:
+    with open_dump(tmp_path, plan=None) as scheduler, pytest.raises(SchedulerError) as caught:
         scheduler.get_batch(3)
     assert str(caught.value) == "get_batch: request is 3; expected a RolloutRequest"
 

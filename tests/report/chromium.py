@@ -57,7 +57,7 @@ def need_chromium() -> str:
 
 def look_at(page: Path, measures: dict[str, str], *, is_dark: bool, width: int = 1280, anchor: str = "") -> Seen:
     """Open a page and evaluate ``measures``, JavaScript expressions by name, in it."""
-    watched = page.with_name(f"watched-{'dark' if is_dark else 'light'}{anchor}.html")
+    watched = page.with_name(f"watched-{'dark' if is_dark else 'light'}{anchor.replace('/', '-')}.html")
     functions = ", ".join(f"{json.dumps(name)}: () => {expression}" for name, expression in measures.items())
     text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{_WATCH}", 1)
     watched.write_text(text.replace("</body>", f"{_REPORT % functions}</body>", 1), encoding="utf-8")

@@ -150,7 +150,7 @@ class RunStore:
         if run.own_module and not (run.output_dir / RUN_FILE).exists():
             message = (
                 f"the module {run.entry} ended without running the program (no {RUN_FILE}); "
-                f"it must call {run.program.entry}.main, as docs/align.md says"
+                f"it must call {run.program.entry}.main, as docs/my_kernel.md says"
             )
             return RunFailure(exit_code=0, message=message)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError, redact
@@ -114,8 +115,14 @@ def _notes(listing: FolderListing, removed: Mapping[str, StepRanges], *, is_whol
     """Notes files that are no step and, where all steps are verified (``is_whole``), steps missing."""
     yield from listing.ignored
     gaps = listing.gaps_beside(removed.get(listing.folder, StepRanges(())))
-    if is_whole and gaps.ranges:
+    if is_whole and gaps.ranges and not _is_every_nth(listing):
         yield f"{listing.folder} has no {name_steps(gaps)}, between others that are recorded"
+
+
+def _is_every_nth(listing: FolderListing) -> bool:
+    """Whether these are validations at one distance, as ``eval_steps`` asks for."""
+    distances = {after - before for before, after in pairwise(sorted(listing.places))}
+    return listing.folder.partition(".")[0] == "val" and len(distances) == 1
 
 
 def _step_problems(

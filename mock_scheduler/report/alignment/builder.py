@@ -102,8 +102,8 @@ def build_view(result: AlignmentResult, *, is_full: bool = True) -> AlignmentVie
         reader = stack.enter_context(open_if_there(traces)) if is_full else None
         sources = _Sources(result=result, is_full=is_full, baseline=baseline, recording=recording, trace=reader)
         candidates = tuple(
-            _view_candidate(candidate, sources, sizes, anchor=f"candidate-{number}")
-            for number, candidate in enumerate(result.candidates, start=1)
+            _view_candidate(candidate, sources, sizes, anchor=f"candidate-{candidate.name}")
+            for candidate in result.candidates
         )
     verdicts = [candidate.verdict.kind for candidate in result.candidates]
     code = result.exit_code

@@ -15,7 +15,15 @@ from mock_scheduler.errors import ExitCode, UnwrittenError
 from mock_scheduler.report.alignment.curves import CurveDrawing, draw_curve
 from mock_scheduler.report.alignment.sample import DrawnSample, draw_sample
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
-from mock_scheduler.verdict.wording.verdicts import EXIT_MEANINGS, LEGEND, NOT_LOOKED_AT, PROOF_MARKS, PROOF_MEANINGS
+from mock_scheduler.verdict.verdict import VerdictKind
+from mock_scheduler.verdict.wording.verdicts import (
+    DISTANCE_OF_ORDER,
+    EXIT_MEANINGS,
+    LEGEND,
+    NOT_LOOKED_AT,
+    PROOF_MARKS,
+    PROOF_MEANINGS,
+)
 
 _NUM_OPEN = 6
 _NUM_DETAILED = 5
@@ -52,9 +60,12 @@ class _Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DrawnCandidate:
-    """Holds the page's additions to a candidate's view. texts: the verdict in words; rows: labels and texts."""
+    """Holds the page's additions to a candidate's view. change: what it
+    changes of the baseline; texts: the verdict in words; rows: labels and texts.
+    """
 
     is_open: bool
+    change: str
     first_sentence: str
     texts: tuple[str, ...]
     rows: tuple[tuple[str, str], ...]
@@ -78,6 +89,7 @@ def render_alignment_page(view: AlignmentView) -> str:
         "alignment.html",
         title=f"Alignment of {view.config_name}: {view.headline}",
         heading=f"Alignment of {view.config_name}",
+        origin=view.origin,
         footer=f"Results in {view.output_dir}",
         view=view,
         word=view.counts[0][0].value if view.counts else "nothing to compare",
@@ -127,6 +139,7 @@ def _draw_candidate(candidate: CandidateView, *, is_open: bool) -> _DrawnCandida
     number = metrics.num_differing
     return _DrawnCandidate(
         is_open=is_open,
+        change=_describe_change(candidate),
         first_sentence=_cut(verdict.headline),
         texts=tuple(dict.fromkeys(filter(None, texts))),
         rows=tuple((label, text) for label, text in _verdict_rows(candidate) if text),
@@ -134,6 +147,12 @@ def _draw_candidate(candidate: CandidateView, *, is_open: bool) -> _DrawnCandida
         curves_note=f"Drawn are {drawn} of {number} metrics that differ." if drawn < number else "",
         sample=None if candidate.sample is None else draw_sample(candidate.sample),
     )
+
+
+def _describe_change(candidate: CandidateView) -> str:
+    setup = candidate.setup
+    own = (*setup.overrides, *([f"entry={setup.entry}"] if setup.entry else []), *setup.versions)
+    return ", ".join(own) or "nothing"
 
 
 def _cut(text: str) -> str:
@@ -156,7 +175,8 @@ def _verdict_rows(candidate: CandidateView) -> Iterator[tuple[str, str]]:
     yield "outside the proof", candidate.verdict.outside
     if worst is not None:
         where = f"{worst.kind} of {worst.name} at step {worst.step}, update {worst.update}"
-        yield "worst against the baseline", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio})"
+        why = "" if candidate.verdict.kind is not VerdictKind.EMULATED else f": {DISTANCE_OF_ORDER}"
+        yield "worst against the baseline", f"{where}: {worst.relative}, bound {worst.bound} ({worst.ratio}){why}"
     yield "in its order", candidate.differences.emulated
     yield "other versions", ", ".join(setup.versions)
     yield "metrics", candidate.metrics.equal

@@ -95,7 +95,8 @@ def _columns(view: AlignmentView) -> list[TextColumn]:
 
 
 def _print_beneath(text: str, console: Console, *, style: str) -> None:
-    print_wrapped(console, Text(text, style=style), indent=2)
+    for line in text.split("\n"):  # a failed run says the last lines of its output
+        print_wrapped(console, Text(line, style=style), indent=2)
 
 
 def _print_details(candidate: CandidateView, console: Console, *, more: str) -> None:

@@ -12,6 +12,7 @@ from mock_scheduler.report.alignment.curves import Curve
 from mock_scheduler.report.alignment.environment import EnvironmentView
 from mock_scheduler.report.alignment.heat import ErrorMap
 from mock_scheduler.report.alignment.sample import SampleView
+from mock_scheduler.report.comparison.view import tensor_anchor
 from mock_scheduler.verdict.reasons import ProofName
 from mock_scheduler.verdict.verdict import Outcome, VerdictKind
 from mock_scheduler.verdict.wording.verdicts import Tone
@@ -43,6 +44,11 @@ class TensorLine:
     exceeds: bool
     details: tuple[tuple[str, str], ...]
 
+    @property
+    def anchor(self) -> str:
+        """The end of its address in a page."""
+        return tensor_anchor(self.step, self.update, self.kind, self.name)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerdictView:
@@ -67,6 +73,11 @@ class VerdictView:
     def passes(self) -> bool:
         """The command would end with 0 on it."""
         return self.exit_code == 0
+
+    @property
+    def rests_on_bits(self) -> bool:
+        """Equal bits decide it, so no share of a bound has a part in it."""
+        return self.kind in (VerdictKind.IDENTICAL, VerdictKind.EMULATED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +199,8 @@ class AlignmentView:
     """A whole alignment. counts: candidates by verdict, gravest first. is_matrix: whether candidates
     are named by layouts and options. must_match, facts, settings, packages: of the baseline and its recording.
     baseline_code: its module in the pipeline's place, with its calls; empty without one. bounds: those of every tensor
-    and metric, in words. seconds: of the whole, label and seconds; empty until it ended.
+    and metric, in words. seconds: of the whole, label and seconds; empty until it ended. origin: date, revision and
+    command of the alignment, as labels and texts.
     """
 
     config_name: str
@@ -213,3 +225,4 @@ class AlignmentView:
     bounds: str
     seconds: tuple[tuple[str, float], ...]
     total_s: float | None
+    origin: tuple[tuple[str, str], ...] = ()

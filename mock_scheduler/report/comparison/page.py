@@ -25,6 +25,7 @@ from mock_scheduler.report.comparison.page_tables import (
 )
 from mock_scheduler.report.comparison.path_figure import path_figure
 from mock_scheduler.report.comparison.view import describe_equal_metrics, metrics_to_show, name_sides, unmatched
+from mock_scheduler.report.origin import describe_origin
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of
@@ -113,6 +114,7 @@ def render_comparison_page(result: ComparisonResult) -> str:
         "comparison.html",
         title=f"{verdict.kind.value}: {heading}",
         heading=heading,
+        origin=describe_origin(),
         footer=describe_bounds(result.bounds),
         verdict=_verdict_part(result),
         tensors=None if verdict.tensors is None else _tensor_part(result, verdict.tensors, figures),

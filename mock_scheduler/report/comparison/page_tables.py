@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mock_scheduler.comparison.tensors import TensorComparison, TensorDifference
 from mock_scheduler.comparison.thresholds import NUM_ULPS
 from mock_scheduler.comparison.walk.metrics import MetricDifference
-from mock_scheduler.report.comparison.view import TierCounts, count_tiers, tensors_to_show
+from mock_scheduler.report.comparison.view import TierCounts, count_tiers, tensor_anchor, tensors_to_show
 from mock_scheduler.support.text import in_words
 from mock_scheduler.verdict.wording.tensors import (
     describe_details,
@@ -46,8 +46,11 @@ class TierTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRow:
-    """One tensor. tier: empty beyond its bound. words: labels and texts beneath its name; hidden: those of a click."""
+    """One tensor. anchor: its address in the page. tier: empty beyond its bound. words: labels and texts beneath its
+    name; hidden: those of a click.
+    """
 
+    anchor: str
     place: str
     kind: str
     tier: str
@@ -149,6 +152,7 @@ def _tensor_row(difference: TensorDifference, *, is_sketch: bool, is_open: bool)
     is_within = not difference.exceeds and not difference.is_undecided
     numbers = [format_relative(difference), format_bound(difference)]
     return TensorRow(
+        anchor=tensor_anchor(key.step, key.update, key.kind, key.name),
         place=f"{key.step}, {key.update}",
         kind=in_words(key.kind),
         tier=difference.tier if is_within else "",

@@ -5,6 +5,7 @@ Contract: plain data out of results, without a terminal or a page; text, JSON an
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,11 @@ def name_sides(result: ComparisonResult) -> tuple[str, str]:
         return sides[0].name, sides[1].name
     baseline, candidate = shortest_names([side.path.absolute() for side in sides])
     return baseline, candidate
+
+
+def tensor_anchor(step: int, update: int, kind: str, name: str) -> str:
+    """Returns a tensor's address in a page, the same in every run: ``0.1/gradient/decoder.final_layernorm.weight``."""
+    return re.sub(r"\s", "-", f"{step}.{update}/{kind}/{name}")
 
 
 def count_tiers(tensors: TensorComparison) -> tuple[TierCounts, ...]:

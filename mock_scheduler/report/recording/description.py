@@ -92,7 +92,7 @@ def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:
     for what, key in (("code", "git"), ("mock-scheduler", "library_git")):
         git = provenance.get(key)
         if isinstance(git, Mapping):
-            yield f"{what} {_describe_revision(git, with_root=key == 'git')}"
+            yield f"{what} {describe_revision(git, with_root=key == 'git')}"
     if provenance.get("python") is not None:
         yield f"python {provenance['python']}"
     if isinstance(packages, Mapping):
@@ -101,7 +101,7 @@ def _describe_provenance(provenance: Mapping[str, JSON]) -> Iterator[str]:
         yield str(provenance["platform"])
 
 
-def _describe_revision(git: Mapping[str, JSON], *, with_root: bool) -> str:
+def describe_revision(git: Mapping[str, JSON], *, with_root: bool) -> str:
     """Returns ``my_project 0123456789ab (modified)``."""
     root = str(git.get("root", "")) if with_root else ""
     modified = "(modified)" if git.get("is_modified") else ""

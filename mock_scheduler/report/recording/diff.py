@@ -72,7 +72,10 @@ def _verdict(differences: RecordingDifferences) -> Text:
     if differences.exit_code is ExitCode.ALIGNED:
         return Text("identical: every step is equal to the last bit", style="bold green")
     if not differences.steps:
-        return Text.assemble(("different", "bold red"), ": every step in both is equal to the last bit")
+        causes = ["steps that one of them lacks"] if any(differences.only) else []
+        causes += ["the contract"] if any(field.must_match for field in differences.contract) else []
+        said = f" in {' and in '.join(causes)}; every step in both is equal to the last bit"
+        return Text.assemble(("different", "bold red"), said)
     first = differences.steps[0]
     return Text.assemble(("different", "bold red"), f", first in {first.folder} step {first.step}: {first.first()}")
 

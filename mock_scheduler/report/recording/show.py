@@ -23,7 +23,7 @@ from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.inspection.diff_fields import show_value
 from mock_scheduler.recording.inspection.vocabulary import Vocabulary
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.support.digests import canonical_json
+from mock_scheduler.support.digests import JSON, canonical_json
 from mock_scheduler.support.text import count_of, printable
 
 _NUM_VALUES = 64
@@ -86,6 +86,33 @@ def print_trajectory(
         responses += stretch.is_response
         _print_tokens(stretch, console, vocabulary)
     _print_extras(trajectory, console)
+
+
+def trajectory_to_json(batch: RolloutBatch, row: int, *, where: str, vocabulary: Vocabulary | None) -> dict[str, JSON]:
+    """Returns one row as JSON values: ``stretches`` of tokens in turn, with ``text`` where a vocabulary is known."""
+    trajectory = batch.rows()[row]
+    stretches: list[JSON] = [
+        {
+            "is_response": stretch.is_response,
+            "tokens": list(stretch.tokens),
+            "logprobs": None if stretch.logprobs is None else list(stretch.logprobs),
+            "text": None if vocabulary is None else vocabulary.decode(stretch.tokens),
+        }
+        for stretch in split_stretches(trajectory, has_logprobs=has_logprobs(batch))
+    ]
+    return {
+        "format_version": 1,
+        "where": where,
+        "row": row,
+        "num_rows": len(batch),
+        "identity": str(trajectory.identity),
+        "tag": trajectory.tag,
+        "termination": trajectory.termination.name.lower(),
+        "reward": float(batch.rewards[row]),
+        "turn_rewards": [float(reward) for reward in trajectory.turn_rewards],
+        "prompt_length": trajectory.prompt_length,
+        "stretches": stretches,
+    }
 
 
 def has_logprobs(batch: RolloutBatch) -> bool:

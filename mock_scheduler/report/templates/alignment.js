@@ -2,7 +2,9 @@
   const all = () => Array.from(document.querySelectorAll("details.cand"));
   function show() {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (target && target.tagName === "DETAILS") { target.open = true; target.scrollIntoView(); }
+    if (!target) return;
+    for (let item = target; item; item = item.parentElement) if (item.tagName === "DETAILS") item.open = true;
+    target.scrollIntoView();
   }
   let closed = [];
   window.addEventListener("hashchange", show);

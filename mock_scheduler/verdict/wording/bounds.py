@@ -57,7 +57,7 @@ def describe_bounds(bounds: Bounds) -> str:
     """Says every bound, with the formula of the bounded figure, in one or two sentences."""
     match bounds:
         case UniformBounds(is_exact=True):
-            return "Everything equal to the last bit."
+            return "Everything must be equal to the last bit."
         case UniformBounds():
             return "Nothing is bounded."
         case NoiseBounds():

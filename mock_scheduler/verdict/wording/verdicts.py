@@ -45,10 +45,14 @@ from mock_scheduler.verdict.wording.tensors import describe_ratio
 
 Tone = Literal["good", "warn", "bad"]
 
+#: Why a candidate with the bits of its reference is still some way from the baseline.
+DISTANCE_OF_ORDER = "its distance from the baseline is that order's alone, and decides nothing"
+
 #: How to read each verdict, in one sentence.
 LEGEND: Mapping[VerdictKind, str] = {
     VerdictKind.IDENTICAL: "every metric, gradient, parameter and replica is equal to the last bit",
-    VerdictKind.EMULATED: "equal to the last bit to a reference that adds in the candidate's order",
+    VerdictKind.EMULATED: "equal to the last bit to a reference that adds in the candidate's order; "
+    f"{DISTANCE_OF_ORDER}",
     VerdictKind.ROUNDING: "differs, and nothing is beyond its bound",
     VerdictKind.SUSPECT: "within its bounds, but with a systematic slope, drift or concentrated in one place; or no "
     "noise was measured",

@@ -258,8 +258,12 @@ def test_the_readme_says_what_it_shows_and_with_what(alignment: Alignment) -> No
 def test_the_size_is_reported(alignment: Alignment) -> None:
     alignment.write()
     check = FakeCheck()
-    folder = extract(alignment, check)
+    facts = alignment.folder / "facts.json"
+    folder = extract(alignment, check, json_path=facts)
     assert check.output.getvalue().endswith(f"KiB. Show it with: bash {folder}/reproduce.sh\n")
+    told = json.loads(facts.read_text(encoding="utf-8"))
+    assert (told["folder"], told["command"]) == (str(folder), f"bash {folder}/reproduce.sh")
+    assert told["size_bytes"] > 1000
 
 
 def test_the_users_code_goes_with_it_and_what_that_imports(

@@ -11,6 +11,8 @@ from tests.faults.matrix.table import summarise, to_markdown
 
 _HEAD = """# The fault catalogue
 
+*For somebody who asks what is found; to look things up.*
+
 *Made by `python -m tests.faults --markdown docs/faults.md`. Change `tests/faults/`, not this page.*
 
 `tests/faults/catalogue.py` lists {num_faults} faults: faults of published bug reports that can be injected on a CPU,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,38 @@ def test_the_sections_come_in_order_verdict_first(page: str) -> None:
     assert text.index(SENTENCE) < text.index("Matrix of candidates")
 
 
+def test_it_begins_with_date_revision_and_command_and_then_with_what_each_candidate_changes(
+    result: AlignmentResult,
+) -> None:
+    origin = (
+        ("made", "2026-11-30 20:10 UTC"),
+        ("revision", "lake 0123456789ab"),
+        ("command", "mock-scheduler align x"),
+    )
+    text = text_of(render_alignment_page(replace(build_view(result, is_full=False), origin=origin)))
+    start = "made 2026-11-30 20:10 UTC revision lake 0123456789ab command mock-scheduler align x diverged 3 of 7"
+    assert start in text
+    assert "loose exp_name=loose, torch 2.12.0 instead of 2.13.0 unverified" in text
+
+
+def test_its_landmarks_and_headings_are_those_of_a_document(page: str) -> None:
+    assert [page.count(f"<{name}>") for name in ("header", "main", "h1")] == [1, 1, 1]
+    assert page.count("<section") == len(re.findall(r"<section [^>]*aria-label=", page))
+    levels = [int(level) for level in re.findall(r"<h(\d)", page)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert page.count('class="scroll"') == page.count('class="scroll" tabindex="0" role="region" aria-label=')
+
+
+def test_equal_bits_never_stand_beside_a_share_of_a_bound_without_a_word(page: str) -> None:
+    assert ">emulation</small>" in page[page.index("<h2>Matrix") : page.index("<h2>Candidates")]
+    part = page[page.index('id="candidate-tp2.plain"') : page.index('id="candidate-tp2.clip"')]
+    assert "of its bound): its distance from the baseline is that order's alone, and decides nothing" in unescape(part)
+
+
 def test_a_candidate_has_all_its_parts(result: AlignmentResult, page: str) -> None:
-    start = page.index('id="candidate-2"')
-    part = page[start : page.index('id="candidate-3"')]
+    start = page.index('id="candidate-tp2.clip"')
+    part = page[start : page.index('id="candidate-pp2.plain"')]
     assert [unescape(text) for text in re.findall(r"<h4>(.*?)</h4>", part)] == [
         "Proofs, strongest first",
         "Where it begins",
@@ -109,15 +139,15 @@ def test_the_matrix_has_layouts_by_options_and_the_others_beside_it(page: str) -
     part = page[page.index("<h2>Matrix") : page.index("<h2>Candidates")]
     assert elements(part, 'th scope="col"') == ["layout", "plain", "clip"]
     assert elements(part, 'th scope="row"') == ["tp2", "pp2", "dp2"]
-    cells = re.findall(r'<a class="cell v-(\w+)" href="#([\w-]+)">(?:<b>[^<]*</b> )?<b>(.*?)</b>', part)
+    cells = re.findall(r'<a class="cell v-(\w+)" href="#([\w.-]+)">(?:<b>[^<]*</b> )?<b>(.*?)</b>', part)
     assert cells == [
-        ("good", "candidate-1", "identical (emulated)"),
-        ("bad", "candidate-2", "diverged"),
-        ("good", "candidate-3", "identical"),
-        ("good", "candidate-4", "rounding"),
-        ("warn", "candidate-5", "suspect"),
-        ("warn", "candidate-6", "incomparable"),
-        ("warn", "candidate-7", "unverified"),
+        ("good", "candidate-tp2.plain", "identical (emulated)"),
+        ("bad", "candidate-tp2.clip", "diverged"),
+        ("good", "candidate-pp2.plain", "identical"),
+        ("good", "candidate-dp2.plain", "rounding"),
+        ("warn", "candidate-dp2.clip", "suspect"),
+        ("warn", "candidate-broken", "incomparable"),
+        ("warn", "candidate-loose", "unverified"),
     ]
     assert "Beside the matrix" in part
 
@@ -129,7 +159,7 @@ def test_candidates_without_layouts_in_their_names_have_no_matrix(result: Alignm
 
 
 def test_only_candidates_that_do_not_pass_lie_open(page: str) -> None:
-    opened = re.findall(r'<details class="cand g-(\w+)" id="[\w-]+"( open)?>', page)
+    opened = re.findall(r'<details class="cand g-(\w+)" id="[\w.-]+"( open)?>', page)
     assert opened == [
         ("good", ""),
         ("bad", " open"),
@@ -152,9 +182,10 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_becomes_part_of_it(page: st
         assert page.count(f"<{element}") - page.count(f"<{element}-") == page.count(f"</{element}>")
 
 
-def test_every_table_has_headers_and_every_figure_words(page: str) -> None:
+def test_every_table_has_a_caption_and_headers_and_every_figure_words(page: str) -> None:
     for table in re.findall(r"<table.*?</table>", page, re.DOTALL):
         assert 'scope="col"' in table
+        assert re.search(r"<caption[^>]*>[^<]", table)
     figures = re.findall(r"<svg[^>]*>", page)
     assert figures
     assert all('role="img"' in figure and "aria-label=" in figure for figure in figures)
@@ -192,7 +223,7 @@ _MEASURES = {
     "chips": "document.querySelectorAll('section.verdict .chip').length",
     "curves": "document.querySelectorAll('svg.curve').length",
     "closed": "document.querySelectorAll('details.cand:not([open])').length",
-    "identical": "document.getElementById('candidate-3').open",
+    "identical": "document.getElementById('candidate-pp2.plain').open",
     "beyond": "getComputedStyle(document.querySelector('td.h-out3')).backgroundColor",
 }
 
@@ -240,8 +271,30 @@ def test_an_address_of_a_candidate_opens_it(page: str, tmp_path: Path) -> None:
     need_chromium()
     path = tmp_path / "align.html"
     path.write_text(page, encoding="utf-8")
-    seen = look_at(path, {"opened": "document.getElementById('candidate-3').open"}, is_dark=False, anchor="candidate-3")
+    seen = look_at(
+        path,
+        {"opened": "document.getElementById('candidate-pp2.plain').open"},
+        is_dark=False,
+        anchor="candidate-pp2.plain",
+    )
     assert seen.values["opened"] is True
+
+
+def test_an_address_of_a_tensor_opens_its_candidate_and_a_phone_shows_all_of_the_width(
+    page: str, tmp_path: Path
+) -> None:
+    need_chromium()
+    path = tmp_path / "align.html"
+    path.write_text(page.replace(" open><summary>", "><summary>"), encoding="utf-8")
+    address = "candidate-tp2.clip/1.0/gradient/decoder.layers.1.mlp.linear_fc1.weight"
+    assert f'<a href="#{address}">' in page
+    measures = {
+        "opened": "document.getElementById('candidate-tp2.clip').open",
+        "others": "document.querySelectorAll('details.cand[open]').length",
+        "width": "document.documentElement.scrollWidth <= window.innerWidth",
+    }
+    seen = look_at(path, measures, is_dark=False, width=500, anchor=address)
+    assert (seen.values["opened"], seen.values["others"], seen.values["width"]) == (True, 1, True)
 
 
 def test_paper_has_the_verdicts_and_what_was_closed(page: str, tmp_path: Path) -> None:

@@ -91,8 +91,17 @@ def test_a_contract_that_must_match_counts_as_a_difference(field: dict[str, obje
     b = record(tmp_path / "b", {0: make_batch()}, contract=change_contract(**field))
     found, text = diff(a, b)
     assert found == code
-    verdict = "different: every step in both is equal" if code else "identical: every step is equal"
+    verdict = "different in the contract; every step in both is equal" if code else "identical: every step is equal"
     assert text.splitlines()[-1] == f"{verdict} to the last bit"
+
+
+def test_a_step_that_one_lacks_is_the_difference_where_the_others_are_equal(tmp_path: Path) -> None:
+    """It said: different: every step in both is equal."""
+    a = record(tmp_path / "a", {0: make_batch(), 1: make_batch(seed=1)})
+    b = record(tmp_path / "b", {0: make_batch()})
+    found, text = diff(a, b)
+    said = "different in steps that one of them lacks; every step in both is equal to the last bit"
+    assert (found, text.splitlines()[-1]) == (1, said)
 
 
 def test_of_many_contract_fields_that_may_differ_the_first_are_shown(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_show_reads_texts_from_the_recording_or_a_file(tmp_path: Path, capsys: p
         "  wall Left Right\n"
         "  2 3 4\n"
     )
+    assert cli.main(["show", str(folder), "--mode", "val", "--row", "1", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["identity"], found["reward"]) == ("default/group 0/episode 0/env 1/turn 0", 1.0)
+    assert found["stretches"] == [
+        {"is_response": False, "tokens": [0, 1], "logprobs": None, "text": "<pad> <bos>"},
+        {"is_response": True, "tokens": [2, 3, 4], "logprobs": [-0.5, -0.5, -0.5], "text": "wall Left Right"},
+    ]
     vocabulary = tmp_path / "vocabulary.json"
     vocabulary.write_text('{"0": "zero", "2": "two"}', encoding="utf-8")
     arguments = ["show", str(folder), "--mode", "val", "--row", "1", "--vocabulary", str(vocabulary)]

@@ -176,6 +176,11 @@ def test_steps_that_are_equally_far_apart_have_no_gaps(
     assert lines[:-1] == ([] if gaps is None else [f"note: train has no {gaps}, between others that are recorded"])
 
 
+def test_two_validations_at_one_distance_have_no_gap(tmp_path: Path) -> None:
+    """It noted that val has no step 1, of a run with ``eval_steps: 2``."""
+    assert verify(record(tmp_path, {step: make_batch(seed=step) for step in (0, 2)}, mode="val"))[1][:-1] == []
+
+
 @pytest.mark.parametrize("name", ["step_1.safetensors", "step_000001.pt", "step_1", "Step-0001.safetensors.zst.bak"])
 def test_verify_finds_a_file_that_bears_the_number_of_a_step_that_is_not_there(name: str, tmp_path: Path) -> None:
     folder = record(tmp_path, {0: make_batch(), 2: make_batch(seed=2)})

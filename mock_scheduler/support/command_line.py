@@ -1,0 +1,23 @@
+"""Remembers the command that this process carries out, so that its reports can repeat it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+from mock_scheduler.errors import redact
+from mock_scheduler.support.text import printable
+
+_words: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
+
+
+def note_command(words: Sequence[str]) -> None:
+    """Remember the words behind ``mock-scheduler``."""
+    _words.set(tuple(words))
+
+
+def describe_command() -> str:
+    """Return the command as a shell takes it, without passwords; empty where none runs, as in a notebook."""
+    words = _words.get()
+    return printable(redact(shlex.join(("mock-scheduler", *words)))) if words else ""
