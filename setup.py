@@ -67,6 +67,8 @@ setup(
         "slurm": ["submitit>=1.5.2,<2"],
         "parquet": ["pyarrow>=17"],
         "te": ["transformer-engine[pytorch]>=2.8"],
+        # The site, in an environment of its own: launch/docs.sh --site.
+        "docs": ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",

@@ -18,6 +18,7 @@ class LocalExecutorConfig(ConfigSection):
     decides: ClassVar = Decides.LABEL
 
     kind: Literal["local"] = "local"
+    """This machine."""
 
 
 class ClusterExecutorConfig(ConfigSection):
@@ -49,6 +50,7 @@ class SlurmExecutorConfig(ClusterExecutorConfig):
     """
 
     kind: Literal["slurm"]
+    """``slurm``."""
     cluster: Literal["slurm", "local"] = "slurm"
     timeout_min: PositiveInt = 60
     parameters: dict[str, Any] = Field(default={})
@@ -63,6 +65,7 @@ class RayExecutorConfig(ClusterExecutorConfig):
     """
 
     kind: Literal["ray"]
+    """``ray``."""
     address: str | None = None
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})
     env: list[str] = Field(default=[])

@@ -18,19 +18,22 @@ class GeneratingArgs(ConfigSection):
 
     # The trainer computes its log-probabilities at this temperature.
     temperature: Annotated[float, Decides.ROLLOUTS | Decides.TRAINING] = Field(default=1.0, gt=0.0)
+    """Logits are divided by it."""
     top_k: NonNegativeInt = 0
+    """Only so many most likely tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Only the most likely tokens of this probability together."""
 
 
 class EngineServerConfig(ConfigSection):
     """Holds the server of ``actor_infer.engine`` vllm or openai.
 
-    Keys of both: ``timeout_s``: how long a leader waits for one answer; ``retries``: how often it repeats a request
-    whose connection fails, or that is answered with a status of 500 or above.
-    Keys of openai: ``base_url``: as ``http://127.0.0.1:8000/v1``; ``model``: its name there, ``null`` for the only one;
-    ``api_key_variable``: the name of the environment variable with the key, ``null`` for none.
-    Keys of vllm: ``arguments``: further ones of its server; ``envs``: variables of its process, as
-    ``CUDA_VISIBLE_DEVICES``; ``startup_timeout_s``: how long it may take to start, less than other ranks wait.
+    ``timeout_s``: seconds that a leader waits for one answer. ``retries``: how often it repeats a request whose
+    connection fails, or that is answered with a status of 500 or above.
+    ``base_url``: of openai, as ``http://127.0.0.1:8000/v1``. ``model``: of openai, its name there; ``null``: the only
+    one. ``api_key_variable``: of openai, the name of the environment variable with the key; ``null``: none.
+    ``arguments``: of vllm, further ones of its server. ``envs``: of vllm, variables of its process, as
+    ``CUDA_VISIBLE_DEVICES``. ``startup_timeout_s``: of vllm, seconds to start in, fewer than other ranks wait.
     """
 
     decides: ClassVar = Decides.NOTHING

@@ -1,0 +1,79 @@
+"""Renews what a page shows of a command's output, without the lines that the page leaves out.
+
+A line of a page stands for the next line of the output that has its words; numbers may be others. So a page keeps its
+choice of lines, and its figures are the command's. What no two machines print alike is kept as the page has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+#: A cut: lines that are left out, or the rest of a line.
+CUT = "…"
+
+#: What varies by machine, by run or by load: it stays as the page has it, and nothing of it is compared.
+_VARIES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",  # run ids
+        r"\b[0-9a-f]{12,64}\b",  # revisions and digests
+        r"\b\d{4}-\d\d-\d\d[T ][\d:]+(\.\d+)?Z?( UTC)?",  # dates
+        r"\bLinux-\S+",
+        r"\b(python|numpy|torch|megatron-core|safetensors|mock-scheduler|my_project) [\d.]\S*",  # versions
+        r"\bpid \d+|\bport \d+|127\.0\.0\.1:\d+",
+        r"\b[\d.,]+ ?(s|ms|seconds|minutes|min|MiB|KiB|GiB|MB/s|KiB/s)\b",
+        r"(?<=\s)\d+\.\d$",  # the last column of a table: seconds
+    )
+)
+#: Figures that rounding decides, and so the processor: a number with a point or an exponent, per cent, thousands, and
+#: how many of so many tensors are equal.
+_FIGURE = re.compile(
+    r"(?<![\w.])[-+]?(\d+\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\d{1,3}(,\d{3})+|\d+(?=%)"
+    r"|\d+(?= of [\d,]+ (tensors|response)))"
+)
+_NUMBER = re.compile(r"\d+")
+
+
+def mask(line: str) -> str:
+    """Returns a line as it is on every machine: what varies, and figures that rounding decides, are a sign each."""
+    for pattern in _VARIES:
+        line = pattern.sub("~", line)
+    return " ".join(_FIGURE.sub("#", line).split())
+
+
+def renew(shown: str, printed: str) -> tuple[str, list[str]]:
+    """Returns the excerpt with the figures of ``printed``, and the lines of it that are printed no more.
+
+    A line with a cut in it has its parts looked for in one line of the output, in their order.
+    """
+    rest = iter(printed.splitlines())
+    lines, lost = [], []
+    for line in shown.splitlines():
+        if not line.strip() or line.strip() == CUT:
+            lines.append(line)
+            continue
+        pattern = _pattern_of(line)
+        passed: list[str] = []
+        found = next((item for item in _noting(rest, passed) if pattern.fullmatch(_shape(item))), None)
+        if found is None:
+            lost.append(line)
+            lines.append(line)
+            rest = iter(passed)  # a lost line must not swallow those behind it
+        else:
+            lines.append(line if CUT in line or mask(line) == mask(found) else found.rstrip())
+    return "\n".join([*lines, ""]), lost
+
+
+def _noting(items: Iterator[str], passed: list[str]) -> Iterator[str]:
+    for item in items:
+        passed.append(item)
+        yield item
+
+
+def _shape(line: str) -> str:
+    return _NUMBER.sub("0", mask(line))
+
+
+def _pattern_of(line: str) -> re.Pattern[str]:
+    return re.compile(r" ?.* ?".join(re.escape(_shape(part)) for part in line.split(CUT)))
