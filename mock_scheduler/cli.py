@@ -147,7 +147,10 @@ def extract(
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="step to reproduce; else that of the first divergence")
     ] = None,
-    groups: Annotated[int | None, typer.Option("--groups", min=1, help="whole groups to begin with")] = None,
+    groups: Annotated[
+        int | None,
+        typer.Option("--groups", min=1, help="groups to begin with; else that of the largest difference, or all"),
+    ] = None,
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
     run_stored_code: RunStoredCode = False,
 ) -> None:
@@ -214,7 +217,10 @@ def compare(
     ] = None,
     noise: Annotated[
         list[Path] | None,
-        typer.Option("--noise", help="noise.json of the baseline, or a perturbed run of it; may be repeated"),
+        typer.Option(
+            "--noise",
+            help="noise.json of the baseline, or a perturbed run of it, repeatable; else one beside the baseline",
+        ),
     ] = None,
     json_path: JsonOutput = None,
     html_path: HtmlOutput = None,
@@ -570,6 +576,9 @@ def _run(given: list[str]) -> int:
     except TyperException as error:
         # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
         message = error.format_message().replace(": Value error, ", ": ")
+        context = vars(error).get("ctx")
+        if context is not None and message.startswith("Missing argument"):  # a recording taken for a configuration
+            message += f"\n{' '.join(context.get_usage().split())}"
         print_error(
             f"{_quote_arguments(message, given)}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'."
         )
@@ -577,8 +586,11 @@ def _run(given: list[str]) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return _INTERRUPTED
-    except SystemExit:  # typer 0.29 exits with 1 itself where stdout or stderr was closed
-        return _BROKEN_PIPE
+    except SystemExit as ended:
+        if ended.code == 1:  # of typer 0.29 itself, where stdout or stderr was closed
+            return _BROKEN_PIPE
+        print_error("interrupted")
+        return int(ended.code or 0)
     except OSError as error:
         print_error(_quote_arguments(_describe_os_error(error), given))
         return int(ExitCode.USAGE)

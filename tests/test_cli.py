@@ -160,6 +160,13 @@ def test_usage_errors_exit_with_5(arguments: list[str], capsys: pytest.CaptureFi
     assert captured.err.endswith("Try 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'.\n")
 
 
+def test_a_missing_argument_is_named_with_the_order_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay-actions", "dumps/v1"]) == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: Missing argument 'recording'."
+    assert lines[1] == "  Usage: mock-scheduler replay-actions [OPTIONS] {config_name} {recording} [overrides]..."
+
+
 def fail_with(error: BaseException) -> Callable[[LaunchPlan], int]:
     def run_plan(plan: LaunchPlan) -> int:
         raise error

@@ -72,7 +72,9 @@ def _verdict(differences: RecordingDifferences) -> Text:
     if differences.exit_code is ExitCode.ALIGNED:
         return Text("identical: every step is equal to the last bit", style="bold green")
     if not differences.steps:
-        return Text.assemble(("different", "bold red"), ": every step in both is equal to the last bit")
+        has_more = any(differences.only)
+        where = "one has steps that the other lacks" if has_more else "in the contract alone"
+        return Text.assemble(("different", "bold red"), f", {where}: every step in both is equal to the last bit")
     first = differences.steps[0]
     return Text.assemble(("different", "bold red"), f", first in {first.folder} step {first.step}: {first.first()}")
 

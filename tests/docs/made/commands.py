@@ -10,7 +10,7 @@ import typer.main
 
 from mock_scheduler.cli import app
 from mock_scheduler.errors import SIGNAL_CODES, ExitCode
-from tests.docs.made.docstrings import in_a_cell, table
+from tests.docs.made.docstrings import in_a_cell, paragraphs, table
 
 _HEAD = """# Commands
 
@@ -47,9 +47,9 @@ def _describe(name: str, command: Any) -> Iterator[str]:
     arguments = [item for item in command.params if type(item).__name__ == "TyperArgument"]
     options = [item for item in command.params if item not in arguments and item.name != "help"]
     usage = " ".join(["mock-scheduler", name, *map(_show_argument, arguments), *(["[OPTIONS]"] if options else [])])
-    yield f"## `{name}`\n\n{command.help}\n\n```text\n{usage}\n```\n"
+    yield f"## `{name}`\n\n{paragraphs(command.help)}\n\n```text\n{usage}\n```\n"
     if command.epilog:
-        yield f"{command.epilog}\n"
+        yield f"{paragraphs(command.epilog)}\n"
     rows = [
         *((f"`{_label(item)}`", _value(item), _default(item), in_a_cell(item.help or "")) for item in arguments),
         *((_names(item), _value(item), _default(item), in_a_cell(item.help or "")) for item in options),

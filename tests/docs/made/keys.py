@@ -69,7 +69,7 @@ def render_keys() -> str:
     effects = effects_of(PipelineConfig)
     parts += _describe(PipelineConfig, "", effects, "A run of the pipeline", {})
     parts.append(
-        "## Any program\n\nA file with a top-level `command` has these keys at its top "
+        "## Any program\n\nA file with a top-level `command` has these keys at its top\n"
         "([any program](any_program.md)), and the sections of the same names as above.\n"
     )
     parts.append(_table_of(CommandConfig, "", effects_of(CommandConfig)) + "\n")

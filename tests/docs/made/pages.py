@@ -29,7 +29,7 @@ COMMANDS = ("bash", "sh", "console")
 PRINTED = ("", "text")
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_MARK = re.compile(r"<!-- (run|output|file|tested|not run)(?:: ((?:(?!-->).)*))? -->\n *$", re.DOTALL)
+_MARK = re.compile(r"<!-- (run|output|file|tested|not run)(?::\s+((?:(?!-->).)*?))?\s-->\n *$", re.DOTALL)
 _PREPARED = re.compile(r"<!-- prepare\n(.*?)-->", re.DOTALL)
 _REGION = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 

@@ -91,7 +91,9 @@ def test_a_contract_that_must_match_counts_as_a_difference(field: dict[str, obje
     b = record(tmp_path / "b", {0: make_batch()}, contract=change_contract(**field))
     found, text = diff(a, b)
     assert found == code
-    verdict = "different: every step in both is equal" if code else "identical: every step is equal"
+    verdict = (
+        "different, in the contract alone: every step in both is equal" if code else "identical: every step is equal"
+    )
     assert text.splitlines()[-1] == f"{verdict} to the last bit"
 
 
