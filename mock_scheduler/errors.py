@@ -117,14 +117,6 @@ SIGNAL_CODES = {
 }
 
 
-class SignalInterrupt(KeyboardInterrupt):
-    """A signal asks this process to end, as Ctrl-C does; ``exit_code`` is 128 + its number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
-        self.exit_code = 128 + number
-
-
 class MockSchedulerError(Exception):
     """Base of all errors that this library raises on purpose."""
 

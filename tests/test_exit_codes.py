@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import align as benchmark
 from mock_scheduler import cli
-from mock_scheduler.errors import SIGNAL_CODES, ExitCode, SignalInterrupt
+from mock_scheduler.errors import SIGNAL_CODES, ExitCode
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [info.name or str(info.callback and info.callback.__name__) for info in cli.app.registered_commands]
@@ -63,8 +63,8 @@ def test_bad_input_and_missing_files_exit_with_5(
     ("error", "code"),
     [
         (KeyboardInterrupt(), 130),
-        (SignalInterrupt(signal.SIGTERM), 143),
-        (SignalInterrupt(signal.SIGHUP), 129),
+        (KeyboardInterrupt(signal.SIGTERM), 143),
+        (KeyboardInterrupt(signal.SIGHUP), 129),
         (RuntimeError("unforeseen"), 70),
         (PermissionError(13, "Permission denied", "file"), 5),
     ],

@@ -14,8 +14,6 @@ from typer import Typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info, get_command_name
 
-from mock_scheduler.errors import SignalInterrupt
-
 
 class LazyCommands(TyperGroup):
     """The commands of ``app`` by name; each is only its name and its help until it is run."""
@@ -44,8 +42,10 @@ class LazyCommands(TyperGroup):
         """Runs the command; raises ``SystemExit`` with 128 + N where signal N ended it: typer takes all for Ctrl-C."""
         try:
             return super().invoke(ctx)
-        except SignalInterrupt as ended:
-            raise SystemExit(ended.exit_code) from ended
+        except KeyboardInterrupt as ended:
+            if not ended.args:
+                raise
+            raise SystemExit(128 + ended.args[0]) from ended
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:  # noqa: ANN401 - typer's
         """Returns the command that ``args`` begin with, now with its options, and the rest; raises as typer does."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from mock_scheduler.errors import ExitCode, SignalInterrupt
+from mock_scheduler.errors import ExitCode
 from mock_scheduler.support.files import load_json_object, save_json
 from mock_scheduler.support.run_files import ERROR_FILE, SERVICE_FILE
 from mock_scheduler.support.terminal_streams import print_message
@@ -75,10 +75,10 @@ def is_alive(process_id: int) -> bool:
 
 
 def ending_signals_as_interrupt() -> AbstractContextManager[None]:
-    """Have SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise ``SignalInterrupt``, a KeyboardInterrupt."""
+    """Have SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt with the number."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        raise SignalInterrupt(number)
+        raise KeyboardInterrupt(number)  # of no class of ours: for another, Python would exit with 1
 
     return handling_signals((signal.SIGTERM, signal.SIGHUP), interrupt)
 
