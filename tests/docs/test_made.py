@@ -110,6 +110,8 @@ def test_blocks_are_read_with_their_marks_and_written_back() -> None:
         ("41% of its bound\n", "35% of its bound\n", "41% of its bound\n", []),  # rounding decides it
         ("equal: 7\n…\nlast 1\n", "equal: 7\nmore\nlast 2\n", "equal: 7\n…\nlast 2\n", []),
         ("equal: 7 …\n", "equal: 7 of all\n", "equal: 7 …\n", []),
+        ("  … the 67 tensors before\n", "as is; the 60 tensors before\n", "  … the 60 tensors before\n", []),
+        ("of 38 metrics, … 3 worse\n", "of 43 metrics, 5 or 6, 4 worse\n", "of 43 metrics, … 4 worse\n", []),
         ("equals: 7\nlast\n", "equal: 7\nlast\n", "equals: 7\nlast\n", ["equals: 7"]),  # says so, and goes on
         ("b\na\n", "a\nb\n", "b\na\n", ["a"]),  # the order counts
     ],

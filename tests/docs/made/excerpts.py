@@ -61,8 +61,27 @@ def renew(shown: str, printed: str) -> tuple[str, list[str]]:
             lines.append(line)
             rest = iter(passed)  # a lost line must not swallow those behind it
         else:
-            lines.append(line if CUT in line or mask(line) == mask(found) else found.rstrip())
+            lines.append(line if mask(line) == mask(found) else _with_figures(line, found.rstrip()))
     return "\n".join([*lines, ""]), lost
+
+
+def _with_figures(line: str, found: str) -> str:
+    """Returns the line as it is printed now, with the same cuts; a cut line whose words moved stays as it is."""
+    if CUT not in line:
+        return found
+    parts = [r"\s+".join(map(_figures_open, part.split())) for part in line.split(CUT)]
+    match = re.search(r"\s*.*?\s*".join(f"({part})" for part in parts), found)
+    if match is None:
+        return line
+    # The page's own white space around its cuts stays.
+    around = [re.fullmatch(r"(\s*)(.*?)(\s*)", part, re.DOTALL) for part in line.split(CUT)]
+    texts = [f"{old[1]}{new}{old[3]}" if old else new for old, new in zip(around, match.groups(), strict=True)]
+    whole = CUT.join(texts)
+    return line if mask(whole) == mask(line) else whole
+
+
+def _figures_open(word: str) -> str:
+    return re.sub(r"\d+(\\[.,]\d+)*", r"[\\d.,]+", re.escape(word))
 
 
 def _noting(items: Iterator[str], passed: list[str]) -> Iterator[str]:

@@ -40,6 +40,7 @@ _LINKED = (
     "tests",
     "launch",
     "benchmarks",
+    "README.md",
     "requirements.txt",
     "setup.py",
     ".venv",
@@ -132,7 +133,7 @@ def _run(script: str, folder: Path, said: str) -> str:
     if done.returncode != expected:
         tail = "\n".join(done.stdout.splitlines()[-12:])
         raise StalePageError(f"exit code {done.returncode} instead of {expected}: {script.strip()}\n{tail}")
-    return done.stdout
+    return done.stdout.replace(f"{folder.resolve()}/", "")  # as a reader's command, which names what is beside it
 
 
 def _environment() -> dict[str, str]:
