@@ -62,11 +62,11 @@ class TraceConfig(ConfigSection):
     no names and follow ``kinds`` alone.
 
     ``steps``: as in ``0-4, 7``; ``null`` is every step. Among them every ``dump_every_n_steps``-th step of the run is
-    written. ``ranks``: the writing global ranks; ``null`` is all.
+    written. ``ranks``: the writing global ranks; ``null`` is all. Tensors of others are missing from the trace.
 
     ``sketch_buckets``: numbers in a sketch of one tensor; the error of its estimate falls with their square root.
-    ``part_bytes``: at this size a rank's file of a step is ended, and another begun. ``operations``: write digests of
-    every torch operation of a step, for ``mock-scheduler doctor``.
+    ``part_bytes``: at this size a rank's file of a step is ended, and another begun; at most two are in memory.
+    ``operations``: write digests of every torch operation of a step, for ``mock-scheduler doctor``.
     """
 
     decides: ClassVar = Decides.NOTHING
@@ -149,8 +149,8 @@ class GraftConfig(ConfigSection):
     """A reference's tensors are put into a run, to tell the cause of a difference from a module that passes it on.
 
     ``trace_dir``: a trace of level ``full`` with these tensors; ``None`` grafts nothing. ``names``: canonical names of
-    module outputs. ``kind``: ``activation`` (in the forward pass) or ``activation_gradient`` (in the backward pass).
-    ``step``, ``update``: the one update with grafts.
+    module outputs, of kinds ``activation``, ``router`` and ``logits``. ``kind``: ``activation`` (in the forward pass)
+    or ``activation_gradient`` (in the backward pass). ``step``, ``update``: the one update with grafts.
     """
 
     # A grafted tensor is the same mathematics, computed elsewhere.

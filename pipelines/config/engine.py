@@ -70,20 +70,18 @@ class ActorInferConfig(ConfigSection):
     """The rollout engine; validation without ``generating_args`` of its own samples by the ones here, as training does.
 
     ``only_action_tokens``: the policy chooses among the environment's action tokens alone, and its log-probabilities,
-    in sampling and in training, are of the softmax over them.
-    ``max_new_tokens``: the most tokens sampled in one turn; a turn ends with the first action token, and one of text
-    with the first token by which the tokenizer ends a text.
+    in sampling and in training, are of the softmax over them. ``max_new_tokens``: the most tokens sampled in one turn;
+    a turn ends with the first action token, and one of text with the first token by which the tokenizer ends a text.
     ``use_kv_cache``: keep keys and values of read tokens; false computes the whole history anew for every token.
     ``rows_per_forward``: episodes of one forward pass, or requests to a server at a time; they are chosen before the
-    layout is known.
-    ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
-    inference engine of this precision has them; ``None`` plays with the trainer's own.
+    layout is known. ``weights_precision``: round the weights to it while episodes are played, in training and in
+    validation, as an inference engine of this precision has them; ``None`` plays with the trainer's own.
     ``record_routed_experts``: keep the experts of every token that the engine reads in the batch, for routing replay.
     ``engine``: ``megatron`` samples with the trainer's own model, ``vllm`` in a server that the run starts and ends,
-    ``openai`` in a running one with the OpenAI API that returns token ids.
-    ``engine_python``: the Python that vLLM is installed in; ``null``: the run's own.
-    ``weights_sync``: bring weights to vLLM by ``reload``, its own update, or by ``restart``.
-    ``logprobs_mode``: the server's log-probabilities are of the sampled distribution, or ``raw``, of the logits.
+    ``openai`` in a running one with the OpenAI API that returns token ids. ``engine_python``: the Python that vLLM is
+    installed in; ``null``: the run's own. ``weights_sync``: bring weights to vLLM by ``reload``, its own update, or by
+    ``restart``. ``logprobs_mode``: the server's log-probabilities are of the sampled distribution, or ``raw``, of the
+    logits; verified at every update.
     """
 
     decides: ClassVar = Decides.ROLLOUTS

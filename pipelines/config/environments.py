@@ -44,7 +44,7 @@ class EnvWorkersConfig(ConfigSection):
 
     ``type``: ``process``: of this machine; ``ray``: actors of a Ray cluster, wherever it puts them.
     ``address``: ray: ``HOST:PORT`` of the cluster; ``null``: the one in the variable RAY_ADDRESS.
-    ``num_cpus``: ray: CPUs that the cluster keeps for each worker.
+    ``num_cpus``: ray: CPUs that the cluster keeps for each worker; 0 keeps none.
     ``startup_timeout_s``: ray: how long a worker may take to start, and to find a place.
     """
 

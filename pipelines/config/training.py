@@ -186,8 +186,9 @@ class TrainingServiceConfig(ConfigSection):
 
     ``service_file``: of a client, the service's ``service.json``; ``null``: that in ``output_dir``.
     ``max_request_bytes``: of a service, the longest body that it reads; ``null``: as batch size and sequence length
-    need, with room for small columns.
-    ``timeout_s``: how long a client waits for one answer, and a service for the client's next request before it ends.
+    need, with room for small columns; set it for large columns of your own.
+    ``timeout_s``: how long a client waits for one answer, so for a whole step, and a service for the client's next
+    request, so for a whole rollout, before it ends.
     """
 
     decides: ClassVar = Decides.NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, get_args, get_origin
@@ -117,7 +118,8 @@ def _kind_of(info: FieldInfo, section: type[ConfigSection]) -> str:
         if get_origin(kind) in (dict, list)
         for item in list_alternatives(get_args(kind)[-1])
     ]
-    return f" ({section.__name__.removesuffix('Config')})" if len([*several, *inside]) > 1 else ""
+    name = re.sub("(Executor|Env)?Config$", "", section.__name__)
+    return f" ({name})" if len([*several, *inside]) > 1 else ""
 
 
 def _sections_in(annotation: Any, key: str) -> Iterator[tuple[str, type[ConfigSection]]]:
