@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mock_scheduler.verdict.verdict import VerdictKind
 from tests.docs.made.excerpts import renew
 from tests.docs.made.generators import WHOLE_PAGES, render_all
 from tests.docs.made.keys import render_keys
@@ -63,6 +64,12 @@ def test_every_key_has_a_meaning() -> None:
     rows = [line.strip("| ").split(" | ") for line in render_keys().splitlines() if line.startswith("| `")]
     assert len(rows) > 250
     assert [row[0] for row in rows if len(row) < 4 or row[3].startswith("One of ")] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/verdicts.md"])
+def test_the_table_of_verdicts_has_each_with_its_exit_code(page: str) -> None:
+    rows = re.findall(r"^\| `([\w ()]+)` \|.*\| (\d) \|$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(rows) == {kind.value: str(int(kind.exit_code)) for kind in VerdictKind}
 
 
 PAGE = """# A page

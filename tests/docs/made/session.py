@@ -6,6 +6,7 @@ earlier one. A command's output is standard output and error together, 120 colum
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -43,9 +44,9 @@ _LINKED = (
     "README.md",
     "requirements.txt",
     "setup.py",
-    ".venv",
     ".git",
 )
+_STAMP = ".requirements.sha256"
 _SEPARATOR = "\x1e"
 _WIDTH = 120
 
@@ -63,6 +64,25 @@ def prepare_folder(folder: Path) -> None:
             link.symlink_to(ROOT / name)
     for name in _COPIED:
         subprocess.run(["cp", "-r", str(ROOT / name), str(folder)], check=True)
+    _link_environment(folder)
+
+
+def _link_environment(folder: Path) -> None:
+    """Gives the folder this environment as its ``.venv``, made already, as ``launch/setup_venv.sh`` sees it."""
+    own = folder / ".venv"
+    own.mkdir(exist_ok=True)
+    for path in (ROOT / ".venv").iterdir():
+        if path.name != _STAMP and not (own / path.name).is_symlink():
+            (own / path.name).symlink_to(path)
+    folder = folder.absolute()
+    files = "".join(f"{digest_of(folder / name)}  {name}\n" for name in ("requirements.txt", "setup.py"))
+    wanted = hashlib.sha256(f"{files}{folder}\n".encode()).hexdigest()
+    (own / _STAMP).write_text(f"{wanted}  -\n", encoding="utf-8")
+
+
+def digest_of(path: Path) -> str:
+    """Returns a file's SHA-256."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def renew_page(page: Path, text: str, folder: Path, printed: list[str]) -> tuple[str, list[str]]:
@@ -133,7 +153,7 @@ def _run(script: str, folder: Path, said: str) -> str:
     if done.returncode != expected:
         tail = "\n".join(done.stdout.splitlines()[-12:])
         raise StalePageError(f"exit code {done.returncode} instead of {expected}: {script.strip()}\n{tail}")
-    return done.stdout.replace(f"{folder.resolve()}/", "")  # as a reader's command, which names what is beside it
+    return done.stdout.replace(f"{folder.absolute()}/", "")  # as a reader's command, which names what is beside it
 
 
 def _environment() -> dict[str, str]:
