@@ -74,6 +74,8 @@ setup(
         # Other frameworks bring an environment of their own, into which this project goes with --no-deps.
         "trl": ["trl>=1.16,<2"],
         "verl": ["verl==0.9.1"],
+        # The site, in an environment of its own: launch/docs.sh --site.
+        "docs": ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",

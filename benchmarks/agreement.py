@@ -12,7 +12,6 @@ Run: ``python -m benchmarks.agreement [--json FILE] [--processes 2,4,8] [--ranks
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -34,6 +33,7 @@ from mock_scheduler.determinism.agreement_rounds import Op, Reduction, Words, ag
 from mock_scheduler.determinism.guard import read_back
 from mock_scheduler.errors import RankDisagreementError
 from mock_scheduler.launch.process_group import stay_on_this_machine
+from mock_scheduler.support.arguments import ArgumentParser
 
 WORD_BYTES = 8
 PLANTED_SHARE = 2777 / 4096  # where the rank that differs stands among all
@@ -274,7 +274,7 @@ def _print_simulated(costs: Sequence[SimulatedCost]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print both tables and, with ``--json``, write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--processes", type=_numbers, default=[2, 4, 8], help="real gloo processes")
     parser.add_argument("--ranks", type=_numbers, default=[8, 64, 512, 4096, 8192], help="simulated ranks")
     parser.add_argument("--repeats", type=int, default=30)

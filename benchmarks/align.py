@@ -29,6 +29,7 @@ from mock_scheduler.alignment.plan.planned_run import PlannedRun
 from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.loading import ConfigSource
 from mock_scheduler.launch.launcher import plan_launch, run_plan
+from mock_scheduler.support.arguments import ArgumentParser
 from pipelines.config.loading import build_loader, load_source
 from pipelines.program import PROGRAM
 
@@ -110,7 +111,7 @@ def _round(config_name: str, root: Path) -> dict[str, float]:
 
 def main() -> None:
     """Run the rounds and print the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--config-name", default="quickstart")
     parser.add_argument("--json", type=Path)

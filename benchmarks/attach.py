@@ -49,6 +49,7 @@ from rich.table import Table
 from mock_scheduler import megatron
 from mock_scheduler.config.instruments import AttachedRun, TraceConfig
 from mock_scheduler.megatron.host_device import use_host_device
+from mock_scheduler.support.arguments import ArgumentParser
 
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "own_megatron"
 PART_BYTES = 32 << 20
@@ -268,9 +269,7 @@ def _memory_bar(result: Result, most: int) -> tuple[str, bool]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.attach", description="Steps of a training with attach and without"
-    )
+    parser = ArgumentParser(prog="benchmarks.attach", description="Steps of a training with attach and without")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hidden-size", type=int, default=1024)

@@ -9,7 +9,6 @@ begins on another machine. Times are medians of rounds in turns; the ratio of bo
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from mock_scheduler.determinism.agreement import TorchRankGroup
+from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.files import Buffer
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron import file_seals
@@ -126,7 +126,7 @@ def measure(routes: dict[str, Callable[[], float]], rounds: int) -> dict[str, fl
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=768)
     arguments = parser.parse_args()

@@ -44,6 +44,7 @@ from mock_scheduler.comparison.bounds.bounds import UNBOUNDED
 from mock_scheduler.comparison.measure.large_tensors import num_threads
 from mock_scheduler.comparison.walk.traces import compare_traces
 from mock_scheduler.config.instruments import TraceKind
+from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.tensor_bytes import dtype_name, view_as_bits
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.reader import open_trace
@@ -64,7 +65,7 @@ _SAMPLE_S = 0.005
 
 def main() -> None:
     """Write the traces, measure, print tables, and write the figures to ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of each trace in float32; half of it in bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where the traces are written; removed afterwards")

@@ -48,6 +48,7 @@ from rich.table import Table
 from benchmarks.verl_peer import VerlHelper, load_verl_helper
 from mock_scheduler.correction import CorrectionInputs, CorrectionResult, compute_correction, correction_metrics
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
+from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.text import format_bytes
 
 LARGEST_RATIO = 1.0
@@ -279,7 +280,7 @@ def is_met(results: Sequence[Result], *, forward_ns: float) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 0 where every bar is met, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verl", type=Path, default=None, help="the folder that verl 0.9.1 is installed in")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=128)

@@ -11,7 +11,6 @@ Run: ``python -m benchmarks.generation [--json FILE] [--episodes 64,128] [--roun
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -28,6 +27,7 @@ from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.determinism.agreement import TorchRankGroup
 from mock_scheduler.ledger import Ledger
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.support.arguments import ArgumentParser
 from pipelines.config.schema import PipelineConfig
 from pipelines.environments.registry import build_tokenizer
 from pipelines.megatron.learner import Learner
@@ -175,7 +175,7 @@ def print_results(console: Console, results: Sequence[Result]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; returns 0."""
-    parser = argparse.ArgumentParser(prog="benchmarks.generation", description="Cached against uncached generation")
+    parser = ArgumentParser(prog="benchmarks.generation", description="Cached against uncached generation")
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     parser.add_argument("--episodes", default="64,128", help=f"numbers of episodes, multiples of {4 * GROUP_SIZE}")
     parser.add_argument("--rounds", type=int, default=5)

@@ -10,7 +10,6 @@ be carried. ``read``: get, and read every value once. Every time is a median of 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -22,6 +21,7 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, Termination, Trajectory
 from mock_scheduler.batch.pickled import in_place
+from mock_scheduler.support.arguments import ArgumentParser
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
 ROUTES = ("torch", "buffers", "in place", "NumPy")
@@ -81,7 +81,7 @@ def measure(calls: dict[tuple[str, str], Callable[[], object]], rounds: int) -> 
 
 def main() -> None:
     """Measures, and prints."""
-    parser = argparse.ArgumentParser()
+    parser = ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mean-length", type=int, default=1000)
     arguments = parser.parse_args()

@@ -24,7 +24,6 @@ before, as a run does when it checks its plan: it takes up again what it found i
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -50,6 +49,7 @@ from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.writing.opening import RecordingWriter, WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler.support.arguments import ArgumentParser
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs_mode="processed")
 GROUP_SIZE = 8
@@ -326,7 +326,7 @@ def print_times(console: Console, title: str, values: dict[str, float], *, unit:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 0 where every bar is met, else 1."""
-    parser = argparse.ArgumentParser(prog="benchmarks.recording", description="Recording against torch.save and pickle")
+    parser = ArgumentParser(prog="benchmarks.recording", description="Recording against torch.save and pickle")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     parser.add_argument("--peers", type=Path, help="interpreter of an environment with verl and TransferQueue")

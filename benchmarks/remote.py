@@ -50,6 +50,7 @@ from mock_scheduler.recording.reading.reader import MOST_CHECKED, RecordingReade
 from mock_scheduler.recording.step.step_file import encode_step
 from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.support.arguments import ArgumentParser
 
 BUCKET = "recordings"
 LATENCY_S = 0.05
@@ -374,7 +375,7 @@ def print_results(console: Console, results: dict[str, dict[str, dict[str, float
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, or serve a bucket."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="of the run")
     parser.add_argument("--rounds", type=int, default=15, help="of the blocked time")
     parser.add_argument("--no-opening", action="store_true")

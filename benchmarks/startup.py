@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recording import CODEC, info, make_padded, open_writer, request
+from mock_scheduler.support.arguments import ArgumentParser
 
 TYPER_PROGRAM = (
     "import typer\n"
@@ -113,7 +114,7 @@ def figures(programs: Mapping[str, Program]) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start the programs in turn and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

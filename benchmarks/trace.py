@@ -24,7 +24,6 @@ What ``off`` costs is too little for a stopwatch: the empty calls of a step are 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -49,6 +48,7 @@ from mock_scheduler.batch import RolloutBatch, SampleIdentity, SamplingParams, T
 from mock_scheduler.config.instruments import LEDGER_KINDS, TRACE_KINDS, TraceConfig
 from mock_scheduler.megatron.probe.interface import NO_PROBE, TrainingProbe
 from mock_scheduler.megatron.probe.step_probe import StepProbe
+from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.text import count_of
 from pipelines.config.schema import PipelineConfig
 from pipelines.megatron.learner import Learner
@@ -226,7 +226,7 @@ def print_results(console: Console, results: Sequence[Result], *, title: str) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 0 where both bars are met, else 1."""
-    parser = argparse.ArgumentParser(prog="benchmarks.trace", description="Training steps with and without a trace")
+    parser = ArgumentParser(prog="benchmarks.trace", description="Training steps with and without a trace")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     chosen = parser.add_mutually_exclusive_group()

@@ -8,7 +8,6 @@ chat template (ChatML). transformers, vLLM and ``model.hf_checkpoint`` read the 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from mock_scheduler.support.arguments import ArgumentParser
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _VOCAB_SIZE = len(_SPECIAL) + 256
@@ -137,7 +138,7 @@ def write(folder: Path, *, num_layers: int = 4, hidden: int = 128, seed: int = 0
 
 def main() -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description="Make a small random Qwen3 checkpoint with a tokenizer of bytes.")
+    parser = ArgumentParser(description="Make a small random Qwen3 checkpoint with a tokenizer of bytes.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=128, help=f"a multiple of {2 * _HEAD}")

@@ -19,7 +19,7 @@ if [[ ! -x "$venv/bin/python" ]]; then
         exit 5
     fi
     echo "making $venv"
-    "$python" -m venv "$venv"
+    "$python" -m venv "$venv" || exit 5
 fi
 
 # Twice --quiet: errors only, without what pip says of indexes and locations that it leaves out.
@@ -27,6 +27,7 @@ pip=("$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-che
 # pip reads its own settings: PIP_EXTRA_INDEX_URL can name an index of CPU builds of torch, which are far smaller.
 echo "installing requirements.txt (a few minutes the first time)"
 
-"${pip[@]}" -r "$root/requirements.txt"
-"${pip[@]}" --no-deps --no-build-isolation -e "$root"
+# pip's own code for a failure, 1, is a verdict here.
+"${pip[@]}" -r "$root/requirements.txt" || exit 5
+"${pip[@]}" --no-deps --no-build-isolation -e "$root" || exit 5
 printf '%s\n' "$wanted" >"$stamp"

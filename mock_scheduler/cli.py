@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from mock_scheduler.config.loading import ConfigSource
 
 _HELP = "Record rollouts once, replay them under any layout, and prove whether training numerics moved."
-_EPILOG = (
-    "Exit codes: 0 aligned or done, 1 diverged, 2 suspect, 3 incomparable, 4 unverified, 5 bad input or file, "
-    "70 unforeseen error, 128 + N ended by signal N."
-)
+_EPILOG = f"Exit codes: {', '.join(f'{code} {code.name.lower()}' for code in ExitCode)}, 128 + N ended by signal N."
 app = typer.Typer(
     name="mock-scheduler", help=_HELP, epilog=_EPILOG, add_completion=False, pretty_exceptions_enable=False
 )
@@ -119,7 +116,7 @@ def new(
     raise typer.Exit(run_new(folder))
 
 
-@app.command()
+@app.command(epilog="Exit code: the run's own; of several ranks, that of the one that failed first.")
 def launch(
     config_name: ConfigName,
     overrides: Overrides = None,
@@ -145,7 +142,7 @@ def launch(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog="Exit code: that of the gravest verdict; the baseline's own where its run fails.")
 def align(
     config_name: ConfigName,
     overrides: Overrides = None,
@@ -182,7 +179,7 @@ def align(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog="Exit codes: 0 made; 3 the divergence does not show again.")
 def extract(
     align_dir: Annotated[Path, typer.Argument(help="folder of a finished alignment", show_default=False)],
     candidate: Annotated[str, typer.Argument(help="one of its candidates that diverged", show_default=False)],
@@ -190,7 +187,10 @@ def extract(
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="step to reproduce; else that of the first divergence")
     ] = None,
-    groups: Annotated[int | None, typer.Option("--groups", min=1, help="whole groups to begin with")] = None,
+    groups: Annotated[
+        int | None,
+        typer.Option("--groups", min=1, help="groups to begin with; else that of the largest difference, or all"),
+    ] = None,
     is_checked: Annotated[bool, typer.Option(" /--no-check", help="do not run it to see whether it diverges")] = True,
     json_path: JsonCopy = None,
     run_stored_code: RunStoredCode = False,
@@ -211,7 +211,7 @@ def extract(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog="Exit code: that of the verdict on the smallest case.")
 def minimise(
     config_name: ConfigName,
     candidate: Annotated[str, typer.Argument(help="name of a candidate that diverges", show_default=False)],
@@ -244,7 +244,7 @@ def minimise(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog="Exit code: that of the verdict; 3 also where nothing could be compared.")
 def compare(
     baseline: Annotated[
         Path, typer.Argument(help="the reference: a run's output_dir, a trace, metrics.jsonl or a recording")
@@ -259,7 +259,10 @@ def compare(
     ] = None,
     noise: Annotated[
         list[Path] | None,
-        typer.Option("--noise", help="noise.json of the baseline, or a perturbed run of it; may be repeated"),
+        typer.Option(
+            "--noise",
+            help="noise.json of the baseline, or a perturbed run of it, repeatable; else one beside the baseline",
+        ),
     ] = None,
     json_path: JsonOutput = None,
     html_path: HtmlOutput = None,
@@ -282,7 +285,7 @@ def compare(
     raise typer.Exit(run_compare(baseline, candidate, options))
 
 
-@app.command()
+@app.command(epilog="Exit codes: 0 all copies agree; 1 some do not; 3 nothing is held twice.")
 def replicas(
     run: Annotated[Path, typer.Argument(help="output_dir of a run with trace.level=full, or its trace folder")],
     steps: Steps = None,
@@ -294,7 +297,7 @@ def replicas(
     ] = False,
     over_ray: OverRay = False,
 ) -> None:
-    """Check that all copies within one run agree to the last bit: 0 yes, 1 no, 3 nothing is held twice."""
+    """Check that all copies within one run agree to the last bit."""
     from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
     from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
 
@@ -302,7 +305,12 @@ def replicas(
     raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify, over_ray=over_ray))
 
 
-@app.command()
+@app.command(
+    epilog=(
+        "Exit codes: 0 the step repeats itself; 1 it does, and ranks that must agree do not; 4 "
+        "something differs, or nothing could be compared; else that of a run that failed."
+    )
+)
 def doctor(
     config_name: ConfigName,
     overrides: Overrides = None,
@@ -392,15 +400,15 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
 
 
-@app.command()
+@app.command(epilog="Exit codes: 0 whole; 5 not.")
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
-    """Read all of a recording and check every digest; exit code 5 where anything was changed."""
+    """Read all of a recording and check every digest."""
     from mock_scheduler.commands.recordings import run_verify  # imports torch: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
 
-@app.command()
+@app.command(epilog="Exit codes: 0 equal; 1 different; 3 no step is in both.")
 def diff(
     dump_dir_a: RecordingDir,
     dump_dir_b: RecordingDir,
@@ -408,7 +416,7 @@ def diff(
     limit: Annotated[int, typer.Option("--limit", min=1, help="differing rows to show of each step")] = 5,
     json_path: JsonOutput = None,
 ) -> None:
-    """Compare two recordings to the last bit: exit code 0 equal, 1 different, 3 nothing in common."""
+    """Compare two recordings to the last bit."""
     from mock_scheduler.commands.recordings import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
@@ -444,7 +452,7 @@ def show(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog="Exit code: 0 whatever is found, since nothing is judged.")
 def correction(
     recording: RecordingDir,
     run: Annotated[
@@ -481,7 +489,7 @@ def correction(
     raise typer.Exit(run_correction(recording, options))
 
 
-@app.command(name="replay-actions")
+@app.command(name="replay-actions", epilog="Exit codes: 0 equal; 1 something differs; 3 nothing was played.")
 def replay_actions(
     config_name: ConfigName,
     recording: RecordingDir,
@@ -676,7 +684,7 @@ def _run(given: list[str]) -> int:
         # typer 0.29 leaves pydantic's prefix in the message for a value that is none of a list.
         message = error.format_message().replace(": Value error, ", ": ")
         context = vars(error).get("ctx")
-        if message.startswith("Missing argument") and context is not None:
+        if context is not None and message.startswith("Missing argument"):  # a recording taken for a configuration
             message += f"\n{' '.join(context.get_usage().split())}"
         print_error(
             f"{_quote_arguments(message, given)}\nTry 'mock-scheduler --help' or 'mock-scheduler COMMAND --help'."
@@ -685,8 +693,11 @@ def _run(given: list[str]) -> int:
     except KeyboardInterrupt:
         print_error(_describe_interrupt(given))
         return _INTERRUPTED
-    except SystemExit:  # typer 0.29 exits with 1 itself where stdout or stderr was closed
-        return _BROKEN_PIPE
+    except SystemExit as ended:
+        if ended.code == 1:  # of typer 0.29 itself, where stdout or stderr was closed
+            return _BROKEN_PIPE
+        print_error(_describe_interrupt(given))
+        return int(ended.code or 0)
     except OSError as error:
         print_error(_quote_arguments(_describe_os_error(error), given))
         return int(ExitCode.USAGE)

@@ -80,20 +80,41 @@ def _hide_password(run: str) -> str:
 
 
 class ExitCode(IntEnum):
-    """What every command of this project exits with.
+    """What every command, script and module program of this project exits with; each has its ``meaning``.
 
-    1 to 4 are verdicts, and nothing that goes wrong ends with one of them unless it is that verdict. ``USAGE``: bad
-    input, or a file that cannot be read or written. ``INTERNAL`` (BSD's EX_SOFTWARE): an error that this project did
-    not foresee. A process that a signal ended counts as 128 + the signal's number, as in shells.
+    1 to 4 are verdicts, and nothing that goes wrong ends with one of them unless it is that verdict: a contract that is
+    broken leaves nothing to compare, and settings that are not in effect leave a run unverified. ``INTERNAL`` (BSD's
+    EX_SOFTWARE) is an error that this project did not foresee. A process that a signal ended counts as 128 + the
+    signal's number, as in shells.
     """
 
-    ALIGNED = 0
-    DIVERGED = 1
-    SUSPECT = 2
-    INCOMPARABLE = 3
-    UNVERIFIED = 4
-    USAGE = 5
-    INTERNAL = 70
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str = "") -> ExitCode:
+        """Makes the member of a number."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    ALIGNED = 0, "aligned, or done"
+    DIVERGED = 1, "diverged: a difference beyond its bound"
+    SUSPECT = 2, "suspect: nothing shows that a difference is rounding"
+    INCOMPARABLE = 3, "incomparable: a run failed, a recording's contract is broken, or nothing could be compared"
+    UNVERIFIED = (
+        4,
+        "unverified: runs are not shown to be deterministic, or a setting is missing, late or without effect",
+    )
+    USAGE = 5, "bad input, or a file that cannot be read or written"
+    INTERNAL = 70, "an error that this project did not foresee, with its traceback"
+
+
+#: By exit code, where a signal ended the process: 128 + its number.
+SIGNAL_CODES = {
+    130: "interrupted (Ctrl-C)",
+    141: "nobody reads the output any more",
+    143: "ended by SIGTERM",
+}
 
 
 class MockSchedulerError(Exception):

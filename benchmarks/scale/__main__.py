@@ -39,6 +39,7 @@ from benchmarks.scale.ranks import (
 )
 from benchmarks.scale.recordings import count_requests
 from benchmarks.scale.tasks import Figures, run_task
+from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.text import format_bytes
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class Row:
 
 def main() -> None:
     """Measures the named parts, prints a table of each, and writes the figures to ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--ranks", type=int, nargs="*", default=_RANKS)
     parser.add_argument("--layers", type=int, default=8, help="layers of the large model that are written")

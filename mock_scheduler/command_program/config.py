@@ -85,6 +85,7 @@ class CommandConfig(ConfigSection):
     arguments: Annotated[ArgumentTable, Decides.BITS] = Field(default={})
     options: Annotated[dict[str, Scalar], Decides.BITS] = Field(default={})
     effects: Annotated[dict[str, Effect], Decides.NOTHING] = Field(default={})
+    """What each option decides, by name; ``bits`` where none is stated."""
     env: Annotated[Environment, Decides.BITS] = Field(default={})
     working_dir: Annotated[str | None, Decides.BITS] = None
     launcher: Annotated[Words, Decides.EXECUTION] = Field(default=[])
@@ -94,19 +95,27 @@ class CommandConfig(ConfigSection):
     sources: Annotated[list[str], Decides.LABEL] = Field(default=["."])
 
     exp_name: Annotated[FileName, Decides.LABEL] = "training"
+    """The run's name."""
     output_dir: Annotated[str, Decides.LABEL] = "./output"
+    """The folder of everything that the instruments write."""
     # It names steps; whatever else a resumed run does comes by an option.
     begins_at: Annotated[NonNegativeInt, Decides.NOTHING] = 0
     first_step: Annotated[NonNegativeInt, Decides.TRAINING] = 0
+    """The first step to observe."""
     max_steps: Annotated[PositiveInt, Decides.TRAINING] = 2
+    """Observed steps end before this one."""
     precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS] = "float32"
+    """Told to the command by ``arguments``."""
     vocab_size: Annotated[PositiveInt | None, Decides.NOTHING] = None
+    """Without padding; ``null``: the model's own."""
     pad_token_id: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
+    """Cut from the ends of rows before they are told apart."""
     # Every candidate has one and the baseline none; the state itself is compared before anything else.
     initial_state: Annotated[str | None, Decides.LABEL] = None
     reductions: Annotated[dict[str, int | list[Scalar]], Decides.NOTHING] = Field(default={})
 
     system_envs: Annotated[Settings, Decides.OUTSIDE] = Field(default={}, validate_default=True)
+    """Variables of every process, set before it starts."""
     parallel: ParallelConfig = ParallelConfig()
     rollout_mock: Annotated[RolloutMockConfig | None, Decides.NOTHING] = None
     trace: TraceConfig = TraceConfig()

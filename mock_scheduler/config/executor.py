@@ -18,6 +18,7 @@ class LocalExecutorConfig(ConfigSection):
     decides: ClassVar = Decides.LABEL
 
     kind: Literal["local"] = "local"
+    """This machine."""
 
 
 class ClusterExecutorConfig(ConfigSection):
@@ -25,9 +26,10 @@ class ClusterExecutorConfig(ConfigSection):
 
     The alignment's folder, the project and the interpreter lie under the same paths on every node.
 
-    ``max_jobs``: how many jobs wait or run at a time. ``retries``: how often a job that was lost with its node is
-    submitted again. ``on_interrupt``: what becomes of the jobs when the command is interrupted. ``cpus_per_process``,
-    ``gpus_per_process``: what a job asks for, times the processes of its layout. ``poll_s``: seconds between two looks.
+    ``max_jobs``: how many jobs wait or run at a time, in the place of ``at_once``. ``retries``: how often a job that
+    was lost with its node is submitted again. ``on_interrupt``: what becomes of the jobs when the command is
+    interrupted. ``cpus_per_process``, ``gpus_per_process``: what a job asks for, times the processes of its layout, all
+    on one node. ``poll_s``: seconds between two looks.
     """
 
     decides: ClassVar = Decides.LABEL
@@ -49,6 +51,7 @@ class SlurmExecutorConfig(ClusterExecutorConfig):
     """
 
     kind: Literal["slurm"]
+    """``slurm``."""
     cluster: Literal["slurm", "local"] = "slurm"
     timeout_min: PositiveInt = 60
     parameters: dict[str, Any] = Field(default={})
@@ -63,6 +66,7 @@ class RayExecutorConfig(ClusterExecutorConfig):
     """
 
     kind: Literal["ray"]
+    """``ray``."""
     address: str | None = None
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default={})
     env: list[str] = Field(default=[])

@@ -57,29 +57,31 @@ def _parse_kinds(value: object) -> object:
 class TraceConfig(ConfigSection):
     """Holds the training internals to write to ``{output_dir}/trace``, and how much of each.
 
-    ``level``: ``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, enough
-    for ``mock-scheduler compare`` to estimate how far two runs are apart.
-
     ``kinds``: names of ``TraceKind`` and ``LedgerKind``, or ``all``. ``patterns``: globs of canonical names, as
     ``decoder.layers.3.*``; a tensor is written where its name matches one of them and none of ``exclude``. Ledgers have
     no names and follow ``kinds`` alone.
 
     ``steps``: as in ``0-4, 7``; ``null`` is every step. Among them every ``dump_every_n_steps``-th step of the run is
-    written. ``ranks``: the writing global ranks; ``null`` is all.
+    written. ``ranks``: the writing global ranks; ``null`` is all. Tensors of others are missing from the trace.
 
     ``sketch_buckets``: numbers in a sketch of one tensor; the error of its estimate falls with their square root.
-    ``part_bytes``: at this size a rank's file of a step is ended, and another begun. ``operations``: write digests of
-    every torch operation of a step, for ``mock-scheduler doctor``.
+    ``part_bytes``: at this size a rank's file of a step is ended, and another begun; at most two are in memory.
+    ``operations``: write digests of every torch operation of a step, for ``mock-scheduler doctor``.
     """
 
     decides: ClassVar = Decides.NOTHING
 
     level: TraceLevel = "off"
+    """``off``: nothing, at no cost. ``full``: whole tensors. ``sketch``: a few hundred bytes for each, enough for
+    ``mock-scheduler compare`` to estimate how far two runs are apart.
+    """
     kinds: Annotated[list[TraceKind | LedgerKind], BeforeValidator(_parse_kinds)] = Field(default=[*DEFAULT_KINDS])
     patterns: list[str] = Field(default=["*"])
     exclude: list[str] = Field(default=[])
+    """Globs of names that are left out."""
     steps: Steps | None = None
     dump_every_n_steps: PositiveInt = 1
+    """Of the chosen steps, those divisible by it."""
     ranks: list[NonNegativeInt] | None = None
     sketch_buckets: Annotated[int, Field(ge=8, le=4096)] = 64
     part_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 30
@@ -114,14 +116,16 @@ def coarser_precision(one: str, other: str) -> str:
 class OrderConfig(ConfigSection):
     """The order in which sums are made.
 
-    ``emulate``: one process follows this layout's order in matrix products, reductions and accumulators; the
-    computation stays the reference's own. ``ordered_reductions``: reductions over more than two ranks add the ranks'
-    parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology.
+    ``ordered_reductions``: reductions over more than two ranks add the ranks'
+    parts in the order of the ranks, by a gather; a library's own order depends on sizes and topology. Slower.
     """
 
     decides: ClassVar = Decides.ORDER
 
     emulate: ParallelConfig | None = None
+    """A layout, in the keys of ``parallel``, whose order of sums one process follows in its matrix products, reductions
+    and accumulators; ``null``: none.
+    """
     ordered_reductions: bool = False
 
 
@@ -138,14 +142,15 @@ class PerturbationConfig(ConfigSection):
 
     seed: NonNegativeInt | None = None
     unit_roundoffs: float = Field(default=1.0, gt=0.0)
+    """A multiple of u in place of u."""
 
 
 class GraftConfig(ConfigSection):
     """A reference's tensors are put into a run, to tell the cause of a difference from a module that passes it on.
 
     ``trace_dir``: a trace of level ``full`` with these tensors; ``None`` grafts nothing. ``names``: canonical names of
-    module outputs. ``kind``: ``activation`` (in the forward pass) or ``activation_gradient`` (in the backward pass).
-    ``step``, ``update``: the one update with grafts.
+    module outputs, of kinds ``activation``, ``router`` and ``logits``. ``kind``: ``activation`` (in the forward pass)
+    or ``activation_gradient`` (in the backward pass). ``step``, ``update``: the one update with grafts.
     """
 
     # A grafted tensor is the same mathematics, computed elsewhere.

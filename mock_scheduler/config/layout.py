@@ -39,13 +39,20 @@ class ParallelConfig(ConfigSection):
     decides: ClassVar = Decides.ORDER
 
     tensor_model_parallel_size: PositiveInt = 1
+    """tp: ranks that share each layer's matrices."""
     pipeline_model_parallel_size: PositiveInt = 1
+    """pp: stages of layers."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     context_parallel_size: PositiveInt = 1
+    """cp: ranks that share a sequence's tokens."""
     expert_model_parallel_size: PositiveInt = 1
+    """ep: ranks that share the experts."""
     expert_tensor_parallel_size: PositiveInt = 1
+    """etp: ranks that share each expert's matrices."""
     data_parallel_size: PositiveInt = 1
+    """dp: replicas, which share the micro-batches."""
     sequence_parallel: bool = False
+    """sp: the tp ranks share the tokens of norms and residuals."""
     overlap_p2p_comm: Annotated[bool, Decides.EXECUTION] = True
     allow_known_wrong: Annotated[list[str], Decides.EXECUTION] = Field(default=[])
 

@@ -36,15 +36,16 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 
 
 class ScheduleEntry(ConfigSection):
-    """Another mode for the steps of ``steps`` (``"0-19, 40, 100-"``), of these kinds and schedulers.
-
-    ``kinds`` and ``schedulers`` None: all.
-    """
+    """Another mode for some requests."""
 
     mode: RolloutMode
+    """Of the requests that it applies to."""
     steps: Steps = StepRanges.parse("0-")
+    """``'0-19, 40, 100-'``."""
     kinds: list[Mode] | None = Field(default=None, min_length=1)
+    """``null``: training and validation."""
     schedulers: list[str] | None = Field(default=None, min_length=1)
+    """By ``scheduler_id``; ``null``: all."""
 
     def applies_to(self, *, step: int, kind: Mode, scheduler_id: str) -> bool:
         """Says whether this entry decides the mode of a request."""
@@ -62,55 +63,73 @@ class ScheduleEntry(ConfigSection):
 
 
 class RetentionConfig(ConfigSection):
-    """The recorded steps to keep. ``keep_last`` None: all. Steps in ``pin_steps`` are never removed.
+    """The recorded steps to keep.
 
     A step is removed only before a saved checkpoint from which all later steps can be replayed: so at least
     ``keep_last`` steps stay, and more where no checkpoint allows the cut.
     """
 
     keep_last: PositiveInt | None = None
+    """How many recorded steps stay at least; ``null``: all. Needs ``save_steps``; nothing is removed before the run has
+    recorded a step itself.
+    """
     pin_steps: Steps | None = None
+    """Steps that are never removed."""
 
 
 class RolloutMockConfig(ConfigSection):
-    """Holds ``rollout_mock`` records rollouts, or replays them instead of running an engine.
-
-    ``mode``: ``real``; ``dump``: real, and recorded; ``mock``: replayed; ``cache``: replayed where recorded, else real
-    and recorded; ``verify``: real, and compared with the recording. ``schedule``: the first entry that applies to a
-    request decides its mode, else ``mode`` does. ``steps``, ``every``: record only the played steps that are in
-    ``steps`` (None: all) and divisible by ``every``. ``dump_dir``: a folder, in which ``~`` is expanded, or an fsspec
-    URL, as ``s3://bucket/path``. ``missing_step``: for a step missing from the recording, mock refuses, or takes
-    (``repeat``) the nearest earlier step, else a later one, or (``repeat_last``) the last step.
-    ``on_implausible_rows``: of a live answer and of its request, ``error`` refuses data that cannot be true and reports
-    data that may be, ``strict`` refuses both, ``report`` reports both (``mock_scheduler.batch.plausibility``).
-    ``random_states``: of the global random generators after a live rollout: those it ``moved`` or ``all`` are recorded
-    with the step and set after it is replayed, so that what a trainer draws next is equal; ``none`` are. None:
-    ``moved`` for a synchronous trainer, ``none`` for an asynchronous one (``mock_scheduler.proxy.random_states``).
-    ``origin``: the foreign section from which this was made, if any.
-    """
+    """Says where rollouts come from: played, recorded, or replayed in the place of an engine."""
 
     # The section says where rollouts come from; the recording's contract sees to it that they are the same.
     decides: ClassVar = Decides.NOTHING
 
     enable: bool = False
+    """Off: the real scheduler runs and nothing is recorded. It must be given beside any key that it turns off."""
     mode: RolloutMode = "dump"
+    """``real``; ``dump``: real, and recorded; ``mock``: replayed, and neither engine nor environment is built;
+    ``cache``: replayed where recorded, else real and recorded; ``verify``: real, and compared with the recording.
+    """
     dump_dir: Annotated[str, Decides.LABEL] = "./rollout_mock_dumps"
+    """The recording: a folder, in which ``~`` is expanded, or an fsspec URL, as ``s3://bucket/path``."""
     schedule: list[ScheduleEntry] = Field(default=[])
+    """Other modes for some requests; the first entry that applies wins, else ``mode``."""
     steps: Steps | None = None
+    """The steps that dump and cache record, as ``'0-19, 40, 100-'`` or ``[0, 5, '10-19']``; ``null``: all."""
     every: PositiveInt = 1
+    """Of these, only the steps divisible by it."""
     missing_step: Literal["error", "repeat", "repeat_last"] = "error"
+    """A step that mock does not find: refuse; ``repeat`` the nearest earlier one, else the nearest later;
+    ``repeat_last`` the last one.
+    """
     on_mismatch: Literal["error", "warn"] = "error"
+    """A broken contract, in a run that only replays. A run that adds to the recording must keep it."""
     on_difference: Literal["error", "warn"] = "error"
+    """A batch, or the state of scheduler or random generators after it, that verify finds unlike the recorded one."""
     on_duplicate_rows: Literal["report", "error", "ignore"] = "report"
+    """Rows of equal content in one batch."""
     on_partial_groups: Literal["error", "report"] = "error"
+    """Groups that lack trajectories."""
     on_implausible_rows: Literal["strict", "error", "report", "ignore"] = "error"
+    """Data that cannot be true in a live answer or in its request: ``error`` refuses them and reports data that may be,
+    ``strict`` refuses both, ``report`` reports both, ``ignore`` looks for neither. Of a replayed answer both are
+    reported.
+    """
     on_low_disk: Literal["error", "warn"] = "error"
+    """Where the disk will not hold the recording, by forecast: end before it is full, or warn."""
     retention: RetentionConfig = RetentionConfig()
     random_states: RandomStates | None = None
+    """The states of the global random generators after a live rollout, recorded with the step and set after its replay:
+    those that the rollout ``moved``, ``all``, or ``none``. ``null``: ``moved``, and ``none`` of an asynchronous
+    trainer.
+    """
     compression: Literal["none", "zstd"] = "none"
+    """``zstd``: smaller files that load more slowly."""
     background: bool = True
+    """Write while the next step is trained; ``false``: before ``get_batch`` returns."""
     allow_nondeterministic: bool = False
+    """Record or replay although the settings of ``system_envs`` are not deterministic."""
     origin: str = ""
+    """Written by the program: the section of another framework behind this one."""
 
     @property
     def effective_mode(self) -> RolloutMode:

@@ -1,4 +1,4 @@
-"""Parses the command line of a module started by ``python -m``, with typer.
+"""Parses the command line of a module started by ``python -m``, with typer or argparse.
 
 Contract: every wrong argument is a ``ConfigError``, so it exits with 5 like any other bad input; typer's own exit code,
 2, is a verdict here. Importing this costs typer (25 ms), so a module that starts light imports it where it parses.
@@ -6,16 +6,27 @@ Contract: every wrong argument is a ``ConfigError``, so it exits with 5 like any
 
 from __future__ import annotations
 
+import argparse
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import typer
 from typer.exceptions import TyperException
 
-from mock_scheduler.errors import ConfigError
+from mock_scheduler.errors import ConfigError, ExitCode
 
 T = TypeVar("T")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Ends the process with 5 for a wrong argument, in place of argparse's own 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong and how the program is called."""
+        self.print_usage(sys.stderr)
+        self.exit(int(ExitCode.USAGE), f"{self.prog}: error: {message}\n")
 
 
 def parse_arguments(command: Callable[..., T], arguments: Sequence[str], *, prog: str) -> T:

@@ -38,6 +38,15 @@ class LazyCommands(TyperGroup):
             if was_enabled:
                 gc.enable()
 
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's
+        """Runs the command; raises ``SystemExit`` with 128 + N where signal N ended it: typer takes all for Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as ended:
+            if not ended.args:
+                raise
+            raise SystemExit(128 + ended.args[0]) from ended
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:  # noqa: ANN401 - typer's
         """Returns the command that ``args`` begin with, now with its options, and the rest; raises as typer does."""
         name, _, rest = super().resolve_command(ctx, args)

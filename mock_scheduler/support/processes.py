@@ -75,10 +75,10 @@ def is_alive(process_id: int) -> bool:
 
 
 def ending_signals_as_interrupt() -> AbstractContextManager[None]:
-    """Have SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt, as Ctrl-C does."""
+    """Have SIGTERM (Slurm, timeouts) and SIGHUP (a closed terminal) raise KeyboardInterrupt with the number."""
 
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)  # of no class of ours: for another, Python would exit with 1
 
     return handling_signals((signal.SIGTERM, signal.SIGHUP), interrupt)
 

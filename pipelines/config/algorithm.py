@@ -34,6 +34,7 @@ class CriticConfig(ConfigSection):
     """
 
     lr: float = Field(default=1e-3, gt=0.0)
+    """The critic's learning rate; its schedule has the form of the policy's."""
     value_clip: float | None = Field(default=0.5, gt=0.0)
     warmup_steps: int = Field(default=0, ge=0)
 
@@ -45,7 +46,9 @@ class KlInRewardConfig(ConfigSection):
     """
 
     coef: NonNegativeFloat = 0.0
+    """0: no penalty."""
     estimator: KlEstimator = "k1"
+    """Estimate of the KL (joschu.net/blog/kl-approx)."""
     target: float | None = Field(default=None, gt=0.0)
     horizon: int | None = Field(default=None, gt=0)
 

@@ -18,19 +18,22 @@ class GeneratingArgs(ConfigSection):
 
     # The trainer computes its log-probabilities at this temperature.
     temperature: Annotated[float, Decides.ROLLOUTS | Decides.TRAINING] = Field(default=1.0, gt=0.0)
+    """Logits are divided by it."""
     top_k: NonNegativeInt = 0
+    """Only so many most likely tokens; 0: all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Only the most likely tokens of this probability together."""
 
 
 class EngineServerConfig(ConfigSection):
     """Holds the server of ``actor_infer.engine`` vllm or openai.
 
-    Keys of both: ``timeout_s``: how long a leader waits for one answer; ``retries``: how often it repeats a request
-    whose connection fails, or that is answered with a status of 500 or above.
-    Keys of openai: ``base_url``: as ``http://127.0.0.1:8000/v1``; ``model``: its name there, ``null`` for the only one;
-    ``api_key_variable``: the name of the environment variable with the key, ``null`` for none.
-    Keys of vllm: ``arguments``: further ones of its server; ``envs``: variables of its process, as
-    ``CUDA_VISIBLE_DEVICES``; ``startup_timeout_s``: how long it may take to start, less than other ranks wait.
+    ``timeout_s``: seconds that a leader waits for one answer. ``retries``: how often it repeats a request whose
+    connection fails, or that is answered with a status of 500 or above.
+    ``base_url``: of openai, as ``http://127.0.0.1:8000/v1``. ``model``: of openai, its name there; ``null``: the only
+    one. ``api_key_variable``: of openai, the name of the environment variable with the key; ``null``: none.
+    ``arguments``: of vllm, further ones of its server. ``envs``: of vllm, variables of its process, as
+    ``CUDA_VISIBLE_DEVICES``. ``startup_timeout_s``: of vllm, seconds to start in, fewer than other ranks wait.
     """
 
     decides: ClassVar = Decides.NOTHING
@@ -67,20 +70,18 @@ class ActorInferConfig(ConfigSection):
     """The rollout engine; validation without ``generating_args`` of its own samples by the ones here, as training does.
 
     ``only_action_tokens``: the policy chooses among the environment's action tokens alone, and its log-probabilities,
-    in sampling and in training, are of the softmax over them.
-    ``max_new_tokens``: the most tokens sampled in one turn; a turn ends with the first action token, and one of text
-    with the first token by which the tokenizer ends a text.
+    in sampling and in training, are of the softmax over them. ``max_new_tokens``: the most tokens sampled in one turn;
+    a turn ends with the first action token, and one of text with the first token by which the tokenizer ends a text.
     ``use_kv_cache``: keep keys and values of read tokens; false computes the whole history anew for every token.
     ``rows_per_forward``: episodes of one forward pass, or requests to a server at a time; they are chosen before the
-    layout is known.
-    ``weights_precision``: round the weights to it while episodes are played, in training and in validation, as an
-    inference engine of this precision has them; ``None`` plays with the trainer's own.
+    layout is known. ``weights_precision``: round the weights to it while episodes are played, in training and in
+    validation, as an inference engine of this precision has them; ``None`` plays with the trainer's own.
     ``record_routed_experts``: keep the experts of every token that the engine reads in the batch, for routing replay.
     ``engine``: ``megatron`` samples with the trainer's own model, ``vllm`` in a server that the run starts and ends,
-    ``openai`` in a running one with the OpenAI API that returns token ids.
-    ``engine_python``: the Python that vLLM is installed in; ``null``: the run's own.
-    ``weights_sync``: bring weights to vLLM by ``reload``, its own update, or by ``restart``.
-    ``logprobs_mode``: the server's log-probabilities are of the sampled distribution, or ``raw``, of the logits.
+    ``openai`` in a running one with the OpenAI API that returns token ids. ``engine_python``: the Python that vLLM is
+    installed in; ``null``: the run's own. ``weights_sync``: bring weights to vLLM by ``reload``, its own update, or by
+    ``restart``. ``logprobs_mode``: the server's log-probabilities are of the sampled distribution, or ``raw``, of the
+    logits; verified at every update.
     """
 
     decides: ClassVar = Decides.ROLLOUTS

@@ -29,10 +29,14 @@ class EnvManagerConfig(ConfigSection):
 
     # A checkpoint has each group's episodes so far, and their seeds follow from the number of groups.
     num_env_groups: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.STATE] = 16
+    """Groups."""
     group_size: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.STATE] = 8
+    """Environments of a group, which share a seed."""
     tags: list[str] = Field(default=["FrozenLake"], min_length=1)
+    """Keys of ``custom_envs``; groups are shared out over them."""
     num_env_workers: Annotated[NonNegativeInt, Decides.EXECUTION] = 0
     generating_args: GeneratingArgs | None = None
+    """``null``: those of ``actor_infer``."""
 
 
 class EnvWorkersConfig(ConfigSection):
@@ -40,7 +44,7 @@ class EnvWorkersConfig(ConfigSection):
 
     ``type``: ``process``: of this machine; ``ray``: actors of a Ray cluster, wherever it puts them.
     ``address``: ray: ``HOST:PORT`` of the cluster; ``null``: the one in the variable RAY_ADDRESS.
-    ``num_cpus``: ray: CPUs that the cluster keeps for each worker.
+    ``num_cpus``: ray: CPUs that the cluster keeps for each worker; 0 keeps none.
     ``startup_timeout_s``: ray: how long a worker may take to start, and to find a place.
     """
 
@@ -73,10 +77,15 @@ class FrozenLakeEnvConfig(ConfigSection):
     """
 
     map_name: Literal["4x4"] | None = "4x4"
+    """A fixed map; ``null``: random maps."""
     size: Annotated[int, Field(ge=2, le=8)] = 4
+    """Edge of random maps."""
     p: Fraction = 0.8
+    """Share of frozen fields of random maps."""
     is_slippery: bool = False
+    """Moves may slip to a side."""
     format_penalty: float = -0.01
+    """Reward of a turn without an action."""
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
     @model_validator(mode="after")
@@ -109,15 +118,24 @@ class SokobanEnvConfig(ConfigSection):
     """
 
     size: Annotated[int, Field(ge=5, le=10)] = 6
+    """Edge of the board, walls included; at least 5."""
     num_boxes: Annotated[int, Field(ge=1, le=4)] = 1
+    """Boxes, and targets."""
     min_solution: PositiveInt = 1
+    """Least moves of the shortest solution."""
     max_solution: PositiveInt = 10
+    """Most moves of the shortest solution."""
     step_penalty: float = -0.1
+    """Reward of every turn."""
     box_reward: float = 1.0
+    """Reward of a box that comes to a target; minus it for one that leaves."""
     solved_reward: float = 10.0
+    """Reward where all boxes are on targets."""
     sparse_reward: bool = False
+    """1 for a solved puzzle, and nothing else."""
     show_walls_around: bool = True
     format_penalty: float = -0.15
+    """Added for a turn without an action."""
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
 
     @model_validator(mode="after")
@@ -146,7 +164,9 @@ class ReasoningGymEnvConfig(ConfigSection):
     """
 
     dataset: str
+    """The task's name in reasoning-gym."""
     dataset_config: dict[str, Any] = Field(default={})
+    """The task's settings, without seed and size."""
     system_prompt: str | None = None
     answer_tag: Annotated[str | None, Field(min_length=1)] = None
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
@@ -160,7 +180,9 @@ class TextArenaEnvConfig(ConfigSection):
     """
 
     game: str
+    """The game's id in textarena."""
     game_config: dict[str, Any] = Field(default={})
+    """Arguments of the game."""
     system_prompt: str | None = None
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
 
@@ -178,9 +200,13 @@ class GymnasiumTextEnvConfig(ConfigSection):
     """
 
     env_id: str
+    """As ``gymnasium.make`` takes it; ``MODULE:NAME`` where a module of yours registers it."""
     env_kwargs: dict[str, Any] = Field(default={})
+    """Its arguments."""
     system_prompt: str | None = None
+    """As of textarena."""
     held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
+    """As of textarena."""
 
     @property
     def name(self) -> str:
@@ -240,7 +266,9 @@ class CustomEnvConfig(ConfigSection):
     """Holds one tag of ``custom_envs``: the environment's type, its turn limit and its own settings (by its type)."""
 
     env_type: Literal["frozen_lake", "sokoban", "reasoning_gym", "textarena", "gymnasium_text"] = "frozen_lake"
+    """Kind of environment."""
     max_steps: PositiveInt = 10
+    """Most turns of an episode."""
     env_config: EnvConfig = FrozenLakeEnvConfig()
 
     @model_validator(mode="before")

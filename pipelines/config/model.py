@@ -31,9 +31,13 @@ class RopeScalingConfig(ConfigSection):
     """
 
     factor: Base = 8
+    """Of the longest waves."""
     low_freq_factor: Base = 1
+    """Bounds the longest waves."""
     high_freq_factor: Base = 4
+    """Bounds the waves that stay."""
     original_max_position_embeddings: PositiveInt = 8192
+    """Positions that the checkpoint was first trained on."""
 
     @model_validator(mode="after")
     def _check_factors(self) -> RopeScalingConfig:
@@ -66,43 +70,74 @@ class ModelConfig(ConfigSection):
     # Only a place: what its files hold is a field of the contract, ``initial_weights``.
     hf_checkpoint: Annotated[str | None, Decides.LABEL] = None
     num_layers: PositiveInt = 2
+    """Transformer layers."""
     hidden_size: PositiveInt = 64
+    """Width of a layer's input."""
     num_attention_heads: PositiveInt = 4
+    """Heads of attention."""
     num_query_groups: PositiveInt | None = None
+    """Heads of keys and values; ``null``: as many as heads."""
     kv_channels: PositiveInt | None = None
     ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the MLP; ``null``: four times ``hidden_size``."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """Kind of norm."""
     layernorm_epsilon: float = 1e-5
+    """Added to a norm's variance."""
     swiglu: bool = True
+    """Gated SiLU in the MLP; false: GELU."""
     add_bias_linear: bool = False
+    """Biases in all linear layers."""
     add_qkv_bias: bool = False
+    """Biases of queries, keys and values alone."""
     qk_layernorm: bool = False
+    """Norms of queries and keys."""
     position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
+    """Rotary, or learned positions."""
     rotary_base: Base = 10000
+    """Base of the rotary waves; may be a fraction."""
     rope_scaling: RopeScalingConfig | None = None
+    """Longer waves are stretched; ``null``: none."""
     untie_embeddings_and_output_weights: bool = True
+    """Output weights of their own."""
     init_method_std: float = Field(default=0.02, gt=0.0)
+    """Deviation of initial weights."""
     vocab_size: PositiveInt | None = None
+    """``null``: the environments' own."""
     make_vocab_size_divisible_by: Annotated[PositiveInt, Decides.BITS] = 1
+    """Padding of the vocabulary, times tp."""
     # The two name a layer's parameters differently, and a checkpoint has the names.
     transformer_impl: Annotated[Literal["local", "transformer_engine"], Decides.BITS | Decides.STATE] = "local"
+    """Whose layers compute."""
     attention_backend: Annotated[Literal["auto", "flash", "fused", "unfused"], Decides.BITS] = "auto"
 
     num_moe_experts: PositiveInt | None = None
     moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1
+    """1: all layers have experts, n: each n-th from the first, or one 0 or 1 per layer."""
     moe_ffn_hidden_size: PositiveInt | None = None
+    """Inner width of an expert; ``null``: the MLP's."""
     moe_shared_expert_intermediate_size: PositiveInt | None = None
+    """Inner width of the expert that every token has; ``null``: none."""
     moe_shared_expert_gate: bool = False
+    """That expert's output is weighed by a gate."""
     moe_router_topk: PositiveInt = 2
+    """Experts of a token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Of the router's logits."""
     moe_router_pre_softmax: bool = False
+    """Softmax before the choice, instead of over the chosen."""
     moe_router_topk_scaling_factor: float | None = Field(default=None, gt=0.0)
+    """Factor of the chosen experts' weights."""
     # The router's losses and the rate of its biases are part of training alone: no sample follows from them.
     moe_router_load_balancing_type: Annotated[Literal["none", "aux_loss", "seq_aux_loss"], Decides.TRAINING] = "none"
     moe_aux_loss_coeff: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
+    """Weight of the balancing loss."""
     moe_z_loss_coeff: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
+    """Weight of the router's z-loss."""
     moe_router_enable_expert_bias: bool = False
+    """A bias of each expert takes part in the choice, and follows the load."""
     moe_router_bias_update_rate: Annotated[NonNegativeFloat, Decides.TRAINING] = 1e-3
+    """Step of these biases."""
     moe_router_replay: Annotated[Literal["off", "record", "replay"], Decides.TRAINING] = "off"
     moe_router_impl: Annotated[Literal["layout_invariant", "megatron"], Decides.BITS] = "layout_invariant"
 

@@ -82,45 +82,76 @@ class PipelineConfig(ConfigSection):
     """Holds one run of the agentic pipeline; each key, or its section, states its consequences."""
 
     exp_name: Annotated[FileName, Decides.LABEL]
+    """The run's name: the last folder of ``output_dir`` in ``configs/base.yaml``."""
     seed: Annotated[NonNegativeInt, _BATCHES] = 42
+    """Of weights, environments and samples."""
     output_dir: Annotated[str, Decides.LABEL] = "./output"
+    """The folder of everything that the run writes."""
     track_with: Annotated[Literal["tensorboard", "none"], Decides.NOTHING] = "tensorboard"
+    """``tensorboard`` writes the metrics for TensorBoard too; ``metrics.jsonl`` is always written."""
     max_steps: Annotated[PositiveInt, Decides.TRAINING] = 40
+    """Training steps, counted from 0."""
     save_steps: Annotated[NonNegativeInt, Decides.NOTHING] = 0
+    """A checkpoint every so many steps; 0: none."""
     eval_steps: Annotated[NonNegativeInt, Decides.EXECUTION] = 0
+    """A validation every so many steps; 0: none."""
     resume_from_checkpoint: Annotated[str | None, Decides.EXECUTION | Decides.LABEL] = None
+    """The folder of the checkpoint to go on from."""
     checkpoint_config: CheckpointConfig = CheckpointConfig()
 
     rollout_batch_size: Annotated[PositiveInt, _BATCHES] = 128
+    """Trajectories that are played for one step, in whole groups."""
     val_batch_size: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.VALIDATION] = 128
+    """Trajectories of one validation."""
     sequence_length: Annotated[PositiveInt, Decides.ROLLOUTS | Decides.TRAINING] = 256
+    """Most tokens of a row."""
     rollout_form: Annotated[Literal["trajectory", "step"], _BATCHES] = "trajectory"
+    """``trajectory``: a row for each episode; ``step``: a row for each turn, the history before it as its prompt."""
     precision: Annotated[Literal["float32", "bfloat16", "float64"], Decides.BITS | Decides.STATE] = "float32"
+    """Of parameters and activations; ``float64`` covers the whole step."""
 
     adv_estimator: Annotated[AdvantageEstimator, Decides.TRAINING] = "grpo"
+    """How advantages are made of rewards; ``gae`` has a critic."""
     reward_normalization: Annotated[RewardNormalizationConfig, Decides.TRAINING] = RewardNormalizationConfig()
     reward_clip: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=0.0)
+    """Rewards are cut to ± this; ``null``: not cut."""
     advantage_clip: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=0.0)
+    """Advantages are cut to ± this; ``null``: not cut."""
     whiten_advantages: Annotated[bool, Decides.TRAINING] = False
+    """Advantages of a batch get mean 0 and deviation 1."""
     gamma: Annotated[Fraction, Decides.TRAINING] = 1.0
+    """Discount: of turns, or of tokens with ``gae`` and ``reinforce_plus_plus``."""
     lambd: Annotated[Fraction, Decides.TRAINING] = 0.95
+    """Of ``gae``: weight of later errors of the critic."""
     kl_in_reward: Annotated[KlInRewardConfig, Decides.TRAINING] = KlInRewardConfig()
     critic: Annotated[CriticConfig, Decides.TRAINING] = CriticConfig()
     ppo_epochs: Annotated[PositiveInt, Decides.TRAINING] = 1
+    """Passes over the batch of a step."""
     pg_clip: Annotated[float, Decides.TRAINING] = Field(default=0.2, gt=0.0)
+    """The ratio of new to old policy is cut to 1 ± this."""
     pg_clip_high: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=0.0)
+    """The upper cut, where it differs from ``pg_clip``."""
     dual_clip: Annotated[float | None, Decides.TRAINING] = Field(default=None, gt=1.0)
+    """With a negative advantage the loss is cut at this many times its size; ``null``: not cut."""
     policy_loss: Annotated[Literal["ppo", "gmpo"], Decides.TRAINING] = "ppo"
+    """``ppo``: the ratio of each token; ``gmpo``: the geometric mean of a sequence's."""
     loss_agg_mode: Annotated[LossAggMode, Decides.TRAINING] = "token-mean"
+    """The mean that the loss is: over tokens, over sequences of their tokens' sums, or of their means."""
     entropy_loss_coef: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.0
+    """Weight of the entropy, which is taken off the loss."""
     entropy_loss_coef_final: Annotated[NonNegativeFloat | None, Decides.TRAINING] = None
+    """The weight moves linearly to this one, over the updates of the learning rate's decay; ``null``: it stays."""
     use_kl_loss: Annotated[bool, Decides.TRAINING] = False
+    """Adds the estimated KL to the reference policy to the loss."""
     kl_loss_coef: Annotated[NonNegativeFloat, Decides.TRAINING] = 0.001
+    """Weight of that KL."""
     kl_loss_estimator: Annotated[KlEstimator, Decides.TRAINING] = "k3"
+    """Estimate of that KL (joschu.net/blog/kl-approx)."""
     algorithm: Annotated[AlgorithmConfig, Decides.TRAINING] = AlgorithmConfig()
 
     rollout_mock: RolloutMockConfig = RolloutMockConfig()
     system_envs: Annotated[dict[str, str], Decides.OUTSIDE] = Field(default={})
+    """Variables of every process, set before Python starts; the launchers export them."""
     model: ModelConfig = ModelConfig()
     text: TextConfig = TextConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -133,6 +164,7 @@ class PipelineConfig(ConfigSection):
     custom_envs: Annotated[dict[str, CustomEnvConfig], Decides.ROLLOUTS] = Field(
         default={"FrozenLake": CustomEnvConfig()}
     )
+    """Environments by a tag of your choice."""
     trace: TraceConfig = TraceConfig()
     debug: DebugConfig = DebugConfig()
     rollout_worker: RolloutWorkerConfig = RolloutWorkerConfig()

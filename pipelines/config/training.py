@@ -16,11 +16,6 @@ LOSS_VALUES = 3
 class TrainingConfig(ConfigSection):
     """Holds batching, computation options, optimizer and schedule; batch sizes count trajectories.
 
-    ``batching``: ``fixed`` makes micro-batches of ``micro_batch_size`` rows; ``dynamic`` of as many rows as fit into
-    ``max_tokens_per_micro_batch``, padding included. ``sequence_packing`` puts rows one after another into lines of
-    so many tokens; a row attends within itself and counts positions from 0, and one line is a micro-batch.
-    ``calculate_per_token_loss``: the loss is divided by the update's tokens; false is Megatron's other form, the mean
-    over micro-batches of each one's mean. Logged metrics are means over tokens with either, as ``loss_agg_mode`` says.
     ``lr_warmup_iters``, ``lr_decay_iters``: optimizer updates; an unset decay ends with the run's last one.
     ``on_no_signal``: of an update whose every gradient is exactly 0, or whose every token is rejected. ``skip`` leaves
     weights, moments and step counts alone; ``update`` lets moments and weight decay move the weights.
@@ -29,29 +24,57 @@ class TrainingConfig(ConfigSection):
     decides: ClassVar = Decides.TRAINING
 
     micro_batch_size: Annotated[PositiveInt, Decides.BITS] = 32
+    """Rows of a micro-batch; fewer accumulate gradients over more of them."""
     global_batch_size: PositiveInt = 128
+    """Trajectories of one optimizer update."""
     sequence_multiple_of: Annotated[PositiveInt, Decides.BITS] = 8
+    """Lines are padded to a multiple of this; ``sequence_length`` must be one too."""
     batching: Annotated[Literal["fixed", "dynamic"], Decides.BITS] = "fixed"
+    """``dynamic``: rows sorted by length within an update, as many as ``max_tokens_per_micro_batch`` has room for with
+    their padding.
+    """
     sequence_packing: Annotated[bool, Decides.BITS] = False
+    """Rows stand one after another in lines of ``max_tokens_per_micro_batch`` tokens; a row attends to itself alone,
+    its positions start at 0, and one line is a micro-batch.
+    """
     max_tokens_per_micro_batch: Annotated[PositiveInt | None, Decides.BITS] = None
+    """The room of a micro-batch with ``dynamic`` or packing; at least ``sequence_length``."""
     calculate_per_token_loss: bool = True
+    """The loss is divided by the update's tokens; ``false``: Megatron's other form, the mean over micro-batches of each
+    one's mean. Logged metrics are means over tokens with either.
+    """
     recompute_granularity: Annotated[Literal["none", "selective", "full"], Decides.EXECUTION] = "none"
+    """Activations are computed anew in the backward pass: none, those of attention, or whole layers."""
     recompute_method: Annotated[Literal["uniform", "block"], Decides.EXECUTION] = "uniform"
+    """With ``full``: every layer in chunks, or the first layers alone."""
     recompute_num_layers: Annotated[PositiveInt, Decides.EXECUTION] = 1
+    """Layers of a chunk, or how many first layers."""
     accumulate_allreduce_grads_in_fp32: Annotated[bool, Decides.BITS] = True
+    """Main gradients of bfloat16 parameters in float32."""
     overlap_grad_reduce: Annotated[bool, Decides.EXECUTION] = False
+    """Gradients are reduced beside the backward pass; needs CUDA."""
     overlap_param_gather: Annotated[bool, Decides.EXECUTION] = False
+    """Parameters are gathered beside the forward pass; needs CUDA."""
     use_distributed_optimizer: Annotated[bool, Decides.ORDER] = True
+    """Optimizer state split over dp."""
     lr: float = Field(default=1e-3, gt=0.0)
+    """Learning rate."""
     min_lr: NonNegativeFloat = 0.0
+    """The schedule's last one."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Form of the schedule."""
     lr_warmup_iters: NonNegativeInt = 0
     lr_decay_iters: PositiveInt | None = None
     weight_decay: NonNegativeFloat = 0.0
+    """Adam's, decoupled."""
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
     adam_eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of the second moment."""
     clip_grad: NonNegativeFloat = 1.0
+    """Gradients are cut to this norm; 0: not cut."""
     on_no_signal: Literal["skip", "update"] = "skip"
 
     @property
@@ -108,6 +131,7 @@ class SftConfig(ConfigSection):
     decides: ClassVar = Decides.TRAINING
 
     steps: Annotated[NonNegativeInt, Decides.ROLLOUTS | Decides.TRAINING | Decides.STATE] = 0
+    """First steps of the run; 0: none."""
     lr: float = Field(default=1e-3, gt=0.0)
 
     def covers(self, step: int) -> bool:
@@ -121,6 +145,7 @@ class CheckpointConfig(ConfigSection):
     decides: ClassVar = Decides.LABEL
 
     output_dir: str | None = None
+    """``null``: ``{output_dir}/checkpoints``."""
 
 
 def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequence_length: int) -> None:
@@ -159,23 +184,25 @@ def check_batch_sizes(training: TrainingConfig, *, rollout_batch_size: int, sequ
 class TrainingServiceConfig(ConfigSection):
     """Holds training in another process, behind HTTP.
 
-    Keys of the client: ``url``: the address of a service, as ``http://127.0.0.1:8300``; ``null``: this run trains
-    itself. ``service_file``: the service's ``service.json``; ``null``: that in ``output_dir``. ``token_variable``: in
-    its place, the name of the variable with the service's token.
-    Keys of the service: ``host``, ``port``: it listens there; port 0 takes a free one, to be found in
-    ``{output_dir}/service.json``. ``max_request_bytes``: the longest body that it reads; ``null``: as batch size and
-    sequence length need, with room for small columns.
-    ``timeout_s``: how long a client waits for one answer, and a service for the client's next request before it ends.
+    ``service_file``: of a client, the service's ``service.json``; ``null``: that in ``output_dir``.
+    ``max_request_bytes``: of a service, the longest body that it reads; ``null``: as batch size and sequence length
+    need, with room for small columns; set it for large columns of your own.
+    ``timeout_s``: how long a client waits for one answer, so for a whole step, and a service for the client's next
+    request, so for a whole rollout, before it ends.
     """
 
     decides: ClassVar = Decides.NOTHING
 
     # The service trains, in a layout of its own; client and service compare their contracts when they meet.
     url: Annotated[str | None, Decides.OUTSIDE] = None
+    """Of a client: the address of a service, as ``http://127.0.0.1:8300``; ``null``: this run trains itself."""
     service_file: str | None = None
     token_variable: str | None = None
+    """Of a client: the name of the variable with the service's token, in the place of ``service_file``."""
     host: str = "127.0.0.1"
+    """The service listens there."""
     port: int = Field(default=0, ge=0, le=65535)
+    """The service listens there; 0 takes a free one, to be found in ``{output_dir}/service.json``."""
     max_request_bytes: PositiveInt | None = None
     timeout_s: float = Field(default=600.0, gt=0.0)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from mock_scheduler.determinism.settings import (
@@ -17,10 +15,7 @@ from mock_scheduler.determinism.settings import (
     recorded_names,
     required_lines,
 )
-from mock_scheduler.errors import ConfigError
-from mock_scheduler.layouts.rules.table import render_rules, render_settings, update_page
-
-PAGE = Path(__file__).parents[2] / "docs" / "determinism.md"
+from mock_scheduler.layouts.rules.table import render_rules, render_settings
 
 
 def test_every_recommended_value_is_allowed_and_names_are_unique() -> None:
@@ -80,22 +75,8 @@ def test_the_longest_prefix_decides_how_a_member_is_treated(name: str, read_at: 
     assert (setting.read_at, setting.between_runs, setting.pattern) == (read_at, between, None)
 
 
-def test_the_page_is_current() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert update_page(text) == text, "run: python -m mock_scheduler.layouts.rules.table docs/determinism.md"
-
-
 def test_the_tables_name_every_setting_family_and_rule() -> None:
     tables = render_settings() + render_rules()
     names = [setting.name for setting in SETTINGS] + [f"{family.prefix}*" for family in FAMILIES]
     assert [name for name in names if f"`{name}`" not in tables] == []
     assert len(environment_settings()) > 100
-
-
-def test_a_page_without_a_place_for_the_table_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        update_page("# Determinism\n")
-    assert str(caught.value) == (
-        "the page has no <!-- begin settings --> followed by <!-- end settings -->; write both markers where the table "
-        "goes"
-    )

@@ -14,7 +14,7 @@ import torch
 from mock_scheduler.correction import CorrectionInputs, compute_correction, correction_metrics
 from mock_scheduler.correction.config.algorithm import describe_correction
 from mock_scheduler.correction.config.presets import PRESETS
-from mock_scheduler.correction.config.rules import CorrectionSpec, Rule
+from mock_scheduler.correction.config.rules import CorrectionSpec
 from mock_scheduler.correction.config.section import RolloutCorrectionConfig
 from mock_scheduler.correction.config.verl_keys import DIVERGENCE_OPTIONS, RATIO_OPTIONS
 from mock_scheduler.correction.engine.states import LAG_EDGES, POSITION_EDGES, bucket_names
@@ -124,29 +124,6 @@ def test_a_list_on_the_command_line_is_quoted_as_the_page_says(tmp_path: Path) -
     assert config.algorithm.rollout_correction is not None
     first, second = config.algorithm.rollout_correction.spec.rules
     assert (first.lower, first.upper, second.upper) == (0.6, 1.6, 2.5)
-
-
-# Keys
-
-
-def _yaml(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def test_every_key_is_in_the_table_with_its_default() -> None:
-    fields = RolloutCorrectionConfig.model_fields
-    expected = {name: _yaml(field.get_default(call_default_factory=True)) for name, field in fields.items()}
-    assert {row[0].strip("`"): row[2].strip("`") for row in cells(section_text("Keys"))[1:]} == expected
-
-
-def test_every_field_of_a_rule_is_in_the_table_with_its_default() -> None:
-    rows = {row[0].strip("`"): row[1].strip("`") for row in cells(section_text("Rules"))}
-    required = {name: "required" for name, field in Rule.model_fields.items() if field.is_required()}
-    defaults = {name: _yaml(field.default) for name, field in Rule.model_fields.items() if not field.is_required()}
-    expected = {**required, **defaults, "name": "made of the fields"}
-    assert {name: rows[name] for name in expected} == expected
 
 
 def test_every_option_of_rejection_is_in_the_table() -> None:

@@ -8,20 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from mock_scheduler.alignment.plan.plan import plan_alignment
 from mock_scheduler.cli import app
-from mock_scheduler.config.align import AlignConfig, MatrixConfig, ProofsConfig
-from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig
 from mock_scheduler.errors import ExitCode
 from pipelines.config.loading import build_loader
 from pipelines.program import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -81,36 +77,3 @@ def test_exit_codes_are_those_of_the_program(text: str) -> None:
     names = ("ALIGNED", "DIVERGED", "SUSPECT", "INCOMPARABLE", "UNVERIFIED")
     assert stated[1] == ", ".join(f"{int(ExitCode[name])} {name.lower()}" for name in names)
     assert int(ExitCode.USAGE) == 5
-
-
-@pytest.mark.parametrize(
-    ("prefix", "model"),
-    [
-        ("", AlignConfig),
-        ("matrix.", MatrixConfig),
-        ("proofs.", ProofsConfig),
-        ("order.", OrderConfig),
-        ("perturbation.", PerturbationConfig),
-        ("graft.", GraftConfig),
-    ],
-)
-def test_every_key_of_alignments_and_proofs_is_in_the_table_with_its_default(
-    prefix: str, model: type[BaseModel]
-) -> None:
-    section = CONFIGURATION[CONFIGURATION.index("\n## `align`") :]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
-    stated = {name: row[1].strip("`") for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
-    expected: dict[str, str] = {}
-    for name, field in model.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        if not isinstance(default, BaseModel):
-            expected[f"{prefix}{name}"] = _yaml(default)
-    in_words = {"output_dir": "{output_dir}/align", "tolerance": "none"}
-    expected.update({name: text for name, text in in_words.items() if name in expected})
-    assert {name: stated.get(name) for name in expected} == expected
-
-
-def _yaml(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from mock_scheduler.support.arguments import ArgumentParser
+
 # Set before the libraries that read them are imported, here and in the processes that are started.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,7 +28,7 @@ from tests.faults.campaign import CLEAN, Campaign
 from tests.faults.catalogue import FAULTS, find_fault
 from tests.faults.fault import Precision
 from tests.faults.matrix.judging import Judgement
-from tests.faults.matrix.page import render_page
+from tests.faults.matrix.page import render_found, render_page
 from tests.faults.matrix.table import from_json, matrix_header, matrix_rows, summarise, to_json
 
 _NUM_PERTURBED = 5
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(to_json(judgements), indent=1), encoding="utf-8")
     if options.markdown is not None:
-        options.markdown.write_text(render_page(judgements), encoding="utf-8")
+        for name, render in (("faults.md", render_page), ("faults_found.md", render_found)):
+            (options.markdown / name).write_text(render(judgements), encoding="utf-8")
     return int(any(map(_is_wrong, judgements)))
 
 
@@ -92,7 +95,7 @@ def _is_wrong(item: Judgement) -> bool:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", help="ids, with commas between them; all where it is not given")
     parser.add_argument("--precision", default=",".join(get_args(Precision)), help="float32, bfloat16 or both")
     parser.add_argument("--perturbations", type=int, default=_NUM_PERTURBED, help="runs that measure the noise")
@@ -100,7 +103,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--read", help="JSON files of earlier runs to print in place of running, with commas between them"
     )
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
-    parser.add_argument("--markdown", type=Path, help="write the page of the documentation to this file")
+    parser.add_argument("--markdown", type=Path, help="write the pages of the documentation to this folder")
     return parser.parse_args(arguments)
 
 

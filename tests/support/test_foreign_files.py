@@ -176,7 +176,6 @@ BESIDE = {
     "remote/service_file.py": "follows no link, and looks at the rights of the file that it opened",
     "support/versions.py": "what installed packages say of themselves",
     "support/local_key.py": "the user's key, whose rights are looked at",
-    "layouts/rules/table.py": "a page of this project",
 }
 READERS = {"read_text", "read_bytes", "safe_open", "load_file"}
 #: ``module.function`` that reads a file by name or stream.

@@ -35,19 +35,28 @@ class DumpOptions(ConfigSection):
     """What a run that trains by itself writes; each is a folder of ``dump_dir``."""
 
     trajectory: bool = False
+    """The batch."""
     old_log_probs: bool = False
+    """Log-probabilities before the first update."""
     forward_data: bool = False
+    """Inputs and outputs of each micro-batch."""
     loss: bool = False
+    """Losses of each micro-batch."""
     param: bool = False
+    """Parameters that match the pattern."""
     gradient: bool = False
+    """Gradients that match the pattern."""
 
 
 class RemoteApiDumpOptions(ConfigSection):
     """What a run that trains on a remote service writes; each is a folder of ``dump_dir``."""
 
     prepared_trajectories: bool = False
+    """Rows as they are sent."""
     datums: bool = False
+    """Requests of each micro-batch."""
     training_metrics: bool = False
+    """The service's answers."""
 
 
 class DebugConfig(ConfigSection):
@@ -62,9 +71,11 @@ class DebugConfig(ConfigSection):
     decides: ClassVar = Decides.NOTHING
 
     enable_data_dump: bool = False
+    """The switch of all of it."""
     dump_dir: str = "./debug_dump"
     dump_format: DumpFormat = "pt"
     dump_every_n_steps: PositiveInt = 1
+    """Steps divisible by it are written."""
     dump_options: DumpOptions = DumpOptions()
     remote_api_dump_options: RemoteApiDumpOptions = RemoteApiDumpOptions()
     target_param_pattern: str = ""
@@ -148,7 +159,9 @@ class RolloutWorkerConfig(ConfigSection):
     decides: ClassVar = Decides.NOTHING
 
     type: Literal["real", "mock"] = "real"
+    """``real`` plays, ``mock`` reads a dump."""
     need_llm_inference: bool | None = None
+    """NexRL's; whether rollouts need an engine."""
     trajectory_load_path: str | None = None
     trajectory_format: DumpFormat | None = None
     match: Literal["ids", "order"] = "ids"

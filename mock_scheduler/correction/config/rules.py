@@ -44,18 +44,21 @@ _NOT_NEGATIVE = ("k2", "k3")
 class Rule(ConfigSection):
     """Holds one rule of ``rollout_correction.rules``.
 
-    level: the unit. ``geometric`` is the sequence by its mean, whatever ``aggregation`` says.
-    estimator: ``ratio`` ρ, with products for sums and the geometric mean for means; ``k1`` −ℓ, ``k2`` ½ℓ² and ``k3``
-    e^ℓ − 1 − ℓ, three estimates of KL(rollout‖train) (joschu.net/blog/kl-approx); ``prob_diff`` π_train − π_rollout.
-    aggregation: over the tokens of a unit; none is needed at level ``token``.
-    action: ``truncate`` cuts weights at ``upper``, ``clip`` at both bounds; ``zero_weight`` makes the unit's weights 0
-    and leaves the mask; ``reject_token`` takes the unit's tokens out of the mask, ``reject_sequence`` all tokens of
-    the unit's sequence.
-    lower, upper: in the estimator's units, so ratios for ``ratio``; ``None`` does not limit.
-    when: only tokens with an advantage of this sign, or units by the sign of their sum of advantages.
-    reverse: measure with −ℓ in the place of ℓ, as AReaL does.
-    clamps_tokens: clamp each ℓ to ±20 before it is aggregated, as verl's options with k1, k2 and k3 do.
-    name: in metrics, of letters, digits, ``_``, ``.`` and ``-``; made of the fields where empty.
+    ``level``: the unit. ``geometric`` is the sequence by its mean, whatever ``aggregation`` says.
+    ``estimator``: ``ratio`` ρ, with products for sums and the geometric mean for means; ``k1`` −ℓ, ``k2`` ½ℓ² and
+    ``k3`` e^ℓ − 1 − ℓ, three estimates of KL(rollout‖train) (joschu.net/blog/kl-approx); ``prob_diff``
+    π_train − π_rollout.
+    ``aggregation``: over the tokens of a unit; none is needed at level ``token``.
+    ``action``: ``truncate`` cuts weights at ``upper``, ``clip`` at both bounds; ``zero_weight`` makes the unit's
+    weights 0 and leaves the mask; ``reject_token`` takes the unit's tokens out of the mask, ``reject_sequence`` all
+    tokens of the unit's sequence.
+    ``lower``, ``upper``: inclusive, in the estimator's units, so ratios for ``ratio``; ``None`` does not limit, and
+    one of the two is needed.
+    ``when``: only tokens with an advantage of this sign, or units by the sign of their sum of advantages.
+    ``reverse``: measure with −ℓ in the place of ℓ, as AReaL does: ratio 1/ρ, k1 +ℓ, k3 e^−ℓ − 1 + ℓ, μ − π_train.
+    ``clamps_tokens``: clamp each ℓ to ±20 before it is aggregated, as verl's options with k1, k2 and k3 do.
+    ``name``: in metrics, of letters, digits, ``_``, ``.`` and ``-``; made of the fields where empty. Not ``veto``,
+    ``rollout_is`` or ``seq``, nor one that makes the metrics of another rule.
     """
 
     level: Level

@@ -1,21 +1,13 @@
-"""Writes the settings table and the rules for Megatron as Markdown, for the documentation.
-
-``python -m mock_scheduler.layouts.rules.table docs/determinism.md`` writes them between the page's markers; a test
-fails where the page is out of date. Contract: imports no torch.
-"""
+"""Renders the settings table and the rules for Megatron as Markdown, for ``docs/settings.md``; imports no torch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from mock_scheduler.determinism.settings import AREAS, FAMILIES, Between, Kind, Setting
-from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.rules import RULES
 from mock_scheduler.layouts.rules.rule import MegatronRule
 
-_BEGIN, _END = "<!-- begin {name} -->", "<!-- end {name} -->"
 _BETWEEN = {Between.MUST_MATCH: "must match", Between.REPORTED: "reported", Between.RECORDED: "recorded"}
 
 
@@ -95,30 +87,3 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _escaped(cell: str) -> str:
     return cell.replace("|", "\\|")
-
-
-def update_page(text: str) -> str:
-    """Returns the page with both tables replaced by current ones.
-
-    Raises:
-        ConfigError: a marker is missing.
-    """
-    for name, table in (("settings", render_settings()), ("rules", render_rules())):
-        begin, end = _BEGIN.format(name=name), _END.format(name=name)
-        before, found_begin, rest = text.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not found_begin or not found_end:
-            raise ConfigError(f"the page has no {begin} followed by {end}; write both markers where the table goes")
-        text = f"{before}{begin}\n{table}\n{end}{after}"
-    return text
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Rewrite the tables of the page named by the only argument."""
-    path = Path(arguments[0])
-    path.write_text(update_page(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -65,12 +65,13 @@ class FolderListing:
     def gaps(self) -> list[int]:
         """Absent steps between the first and the last, where three or more are not all equally far apart.
 
-        Every tenth step, or validation every other, is recorded so on purpose.
+        Every tenth step, or validation every other, is recorded so on purpose; of validation two steps are enough.
         """
         if not self.places:
             return []
         first, last = min(self.places), max(self.places)
-        distance = math.gcd(*(step - first for step in self.places)) if len(self.places) > 2 else 1
+        is_regular = len(self.places) > 2 or self.folder.partition(".")[0] == "val"
+        distance = math.gcd(*(step - first for step in self.places)) or 1 if is_regular else 1
         return [step for step in range(first, last, distance) if step not in self.places]
 
     def gaps_beside(self, removed: StepRanges) -> StepRanges:

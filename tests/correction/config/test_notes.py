@@ -244,11 +244,3 @@ def test_a_dumped_configuration_loads_back_equal(tmp_path: Path, name: str) -> N
     loaded = load_config("dumped", config_path=tmp_path)
     assert loaded == config
     assert describe_correction(loaded.algorithm) == describe_correction(config.algorithm)
-
-
-def test_every_key_of_the_section_is_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
-    section = text.split("## `algorithm`")[1].split("\n## ")[0]
-    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
-    documented = set().union(*(row.removeprefix("| ").replace("`", "").split(", ") for row in rows))
-    assert documented == set(RolloutCorrectionConfig.model_fields)

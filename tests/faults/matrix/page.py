@@ -1,4 +1,4 @@
-"""Renders ``docs/faults.md``: the catalogue, the columns, the matrix, and the sentence on every fault."""
+"""Renders ``docs/faults.md``, the catalogue and its columns, and ``docs/faults_found.md``, fault by fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEAD = """# The fault catalogue
 
 *For somebody who asks what is found; to look things up.*
 
-*Made by `python -m tests.faults --markdown docs/faults.md`. Change `tests/faults/`, not this page.*
+*Made by `python -m tests.faults --markdown docs`. Change `tests/faults/`, not this page.*
 
 `tests/faults/catalogue.py` lists {num_faults} faults: faults of published bug reports that can be injected on a CPU,
 more of the same kinds, kinds that people planted who had not read the detectors (`tests/faults/planted.py`), and bugs
@@ -54,14 +54,24 @@ leaves the gathering out.
 """
 
 
+_FOUND = """# The fault catalogue, fault by fault
+
+*Made by `python -m tests.faults --markdown docs`. [The fault catalogue](faults.md) explains the columns and the words.*
+
+"""
+
+
 def render_page(judgements: Sequence[Judgement]) -> str:
-    """The whole page."""
+    """The page on the catalogue: how a fault is judged, and how many were found."""
     head = _HEAD.format(num_faults=len(FAULTS), clean=CLEAN)
     summary = "".join(f"- {line}\n" for line in summarise(judgements).splitlines())
-    return (
-        f"{head}\n## Summary\n\n{summary}\n## The matrix\n\n{to_markdown(judgements)}\n"
-        f"## What is said of each\n\n{_describe(judgements)}"
-    )
+    more = "[Fault by fault](faults_found.md) has the matrix, and what is said of each."
+    return f"{head}\n## Summary\n\n{summary}\n{more}\n"
+
+
+def render_found(judgements: Sequence[Judgement]) -> str:
+    """The page of reference: the matrix, and the sentence on every fault."""
+    return f"{_FOUND}## The matrix\n\n{to_markdown(judgements)}\n## What is said of each\n\n{_describe(judgements)}"
 
 
 def _describe(judgements: Sequence[Judgement]) -> str:

@@ -18,6 +18,7 @@ from typing import get_args
 from rich.table import Table
 
 from mock_scheduler.display.console import Console
+from mock_scheduler.support.arguments import ArgumentParser
 from tests.faults.fault import PRECISIONS
 from tests.faults.own.campaign import CLEAN, OwnJudgement, run_campaign
 from tests.faults.own.catalogue import OWN_FAULTS, Model, find_own_fault
@@ -82,7 +83,7 @@ def summarise(judgements: Sequence[OwnJudgement]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.own", description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(prog="python -m tests.faults.own", description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", help="ids, with commas between them; all where it is not given")
     parser.add_argument("--precision", default=",".join(PRECISIONS), help="float32, bfloat16 or both")
     parser.add_argument("--models", default=",".join(CLEAN), help=f"of {', '.join(get_args(Model))}")

@@ -168,12 +168,22 @@ def test_verify_notes_steps_that_are_missing_between_others(tmp_path: Path) -> N
     assert verify(folder, steps="3, 5")[1][0].startswith(f"{folder}: 2 steps, ")
 
 
-@pytest.mark.parametrize(("steps", "gaps"), [((0, 10, 20), None), ((0, 10, 30), "step 20"), ((0, 2), "step 1")])
+@pytest.mark.parametrize(
+    ("mode", "steps", "gaps"),
+    [
+        ("train", (0, 10, 20), None),
+        ("train", (0, 10, 30), "step 20"),
+        ("train", (0, 2), "step 1"),
+        ("val", (0, 2), None),  # validation every other step of three
+        ("val", (4,), None),
+        ("val", (0, 2, 3), "step 1"),
+    ],
+)
 def test_steps_that_are_equally_far_apart_have_no_gaps(
-    steps: tuple[int, ...], gaps: str | None, tmp_path: Path
+    mode: str, steps: tuple[int, ...], gaps: str | None, tmp_path: Path
 ) -> None:
-    lines = verify(record(tmp_path, {step: make_batch(seed=step) for step in steps}))[1]
-    assert lines[:-1] == ([] if gaps is None else [f"note: train has no {gaps}, between others that are recorded"])
+    lines = verify(record(tmp_path, {step: make_batch(seed=step) for step in steps}, mode=mode))[1]
+    assert lines[:-1] == ([] if gaps is None else [f"note: {mode} has no {gaps}, between others that are recorded"])
 
 
 def test_two_validations_at_one_distance_have_no_gap(tmp_path: Path) -> None:
