@@ -191,7 +191,7 @@ def test_on_a_device_nothing_is_waited_for_until_the_step_ends(
     monkeypatch.setattr(sums, "_is_host", lambda device: False)
     sketch_piece(tensor, spec)  # tables are made once
     sink = SketchSink(tmp_path, step=0, place=RankPlace(global_rank=0, coordinates={}), world_size=1)
-    with NoWaiting():
+    with NoWaiting():  # type: ignore[no-untyped-call]
         sink.add(TraceEntry(update=0, kind="gradient", spec=spec, tensor=tensor))
         with pytest.raises(AssertionError, match="_local_scalar_dense waits for the device"):
             float(tensor[0, 0])
