@@ -56,6 +56,8 @@ leaves the gathering out.
 
 _FOUND = """# The fault catalogue, fault by fault
 
+*For somebody who looks for a kind of fault; to look things up.*
+
 *Made by `python -m tests.faults --markdown docs`. [The fault catalogue](faults.md) explains the columns and the words.*
 
 """
