@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.verdict.verdict import VerdictKind
+from tests.docs.made import __main__ as program
 from tests.docs.made.excerpts import renew
 from tests.docs.made.generators import WHOLE_PAGES, render_all
 from tests.docs.made.keys import render_keys
@@ -137,6 +138,22 @@ def test_a_block_that_fails_or_prints_something_else_is_named(tmp_path: Path) ->
     renewed, problems = renew_page(ROOT / "docs" / "page.md", text, tmp_path, [])
     assert renewed == text.replace("three 4", "three 3").replace("one 1", "one 2")
     assert [problem.splitlines()[0] for problem in problems] == ["docs/page.md:12: exit code 1 instead of 0: false"]
+
+
+def test_a_check_shows_what_would_change_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("old\n")
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "render_all", lambda: {page: "new\n"})
+    assert program.main(["--check"]) == 1
+    assert capsys.readouterr().out == "--- page.md\n+++ page.md\n@@ -1 +1 @@\n-old\n+new\n"
+    assert page.read_text() == "old\n"
+    assert program.main([]) == 0
+    assert (page.read_text(), program.main(["--check"])) == ("new\n", 0)
+    assert program.main(["--checks"]) == 5
+    assert program.main(["docs/tutorial.md"]) == 5  # a page whose commands run, and no folder for them
 
 
 @pytest.mark.all

@@ -28,8 +28,6 @@ YAML_BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 #: What is said of a specification where nothing else is configured; the tables of presets leave it out.
-USUAL = ("log-probabilities that are not finite: reject", "rejected tokens count in the denominator")
-NEWEST_SOURCE, OLDER_SOURCE = (f"verl {release}, verl/trainer/config/algorithm.py" for release in ("0.9.1", "0.6.1"))
 
 
 def section_text(heading: str) -> str:
@@ -188,24 +186,6 @@ def test_the_table_of_metrics_has_every_one_and_no_other(prefix: str) -> None:
 def test_the_buckets_are_those_of_the_page() -> None:
     positions, lags = (", ".join(bucket_names(edges)) for edges in (POSITION_EDGES, LAG_EDGES))
     assert f"Buckets of positions: {positions}. Of lag: {lags}." in TEXT
-
-
-# Presets
-
-
-def preset_line(name: str, *, with_source: bool) -> str:
-    """The table's line of a preset."""
-    preset = PRESETS[name]
-    parts = [part for part in RolloutCorrectionConfig(preset=name).spec.describe().split("; ") if part not in USUAL]
-    source = preset.source + (f" ({preset.remark})" if preset.remark else "")
-    return f"| `{name}` | {'; '.join(parts)} |" + (f" {source} |" if with_source else "")
-
-
-def test_the_tables_of_presets_have_every_one_with_its_rules_and_source() -> None:
-    is_verl = {name: preset.source.startswith((NEWEST_SOURCE, OLDER_SOURCE)) for name, preset in PRESETS.items()}
-    expected = [preset_line(name, with_source=not is_verl[name]) for name in PRESETS]
-    found = [line for line in section_text("Presets").splitlines() if line.startswith("| `")]
-    assert found == expected
 
 
 # Links and figures

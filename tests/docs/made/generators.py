@@ -13,12 +13,14 @@ from mock_scheduler.layouts.rules.table import render_rules, render_settings
 from tests.docs.made.commands import render_commands, render_exit_codes
 from tests.docs.made.keys import render_keys
 from tests.docs.made.pages import DOCS, list_pages, list_regions, put_regions
+from tests.docs.made.presets import render_presets
 from tests.docs.made.results import render_results
 
 WHOLE_PAGES: Mapping[Path, Callable[[], str]] = {
     DOCS / "api.md": render_api,
     DOCS / "commands.md": render_commands,
     DOCS / "keys.md": render_keys,
+    DOCS / "presets.md": render_presets,
     DOCS / "results.md": render_results,
 }
 REGIONS: Mapping[str, Callable[[], str]] = {

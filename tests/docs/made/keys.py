@@ -74,7 +74,8 @@ def render_keys() -> str:
         "([any program](any_program.md)), and the sections of the same names as above.\n"
     )
     parts.append(_table_of(CommandConfig, "", effects_of(CommandConfig)) + "\n")
-    return "\n".join(parts).rstrip() + "\n"
+    # YAML's word; docstrings have Python's.
+    return "\n".join(parts).replace("`None`", "`null`").rstrip() + "\n"
 
 
 def _members(flag: type[Enum]) -> dict[str, str]:
