@@ -39,7 +39,8 @@ def check(context: CheckContext) -> None:
 
 
 def _train_ours(context: CheckContext, layers: list[str]) -> None:
-    runs = Runs(context.folder / "cases")
+    # The share of the time ends a case on a GPU; a rehearsal may be slow.
+    runs = Runs(context.folder / "cases", timeout_s=3600.0)
     cases = [f"{impl}-bfloat16{word}" for impl in layers for word in ("", "-repeat")]
     cases += ["local-float32", "local-float64-cpu", "local-float32-cpu"]
     runs.prepare(cases, at_once=context.at_once)

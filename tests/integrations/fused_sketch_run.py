@@ -14,7 +14,7 @@ from mock_scheduler.trace.geometry import rectangles_of
 from mock_scheduler.trace.sketch import fused, sums
 from mock_scheduler.trace.sketch.host import can_sum, sum_on_host
 from mock_scheduler.trace.sketch.windows import runs_of
-from tests.trace.sketch.test_ways import pieces
+from tests.trace.sketch.pieces import pieces
 
 
 def main() -> None:

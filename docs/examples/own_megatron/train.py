@@ -24,18 +24,16 @@ Batch = dict[str, torch.Tensor]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser, rates = argparse.ArgumentParser(), {"lr": 1e-3, "aux-loss-coeff": 0.01}
     numbers = {"tp": 1, "pp": 1, "vpp": None, "cp": 1, "ep": 1, "experts": None, "steps": 10, "seed": 1234}
     numbers |= {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 8, "seq-length": 32, "vocab-size": 128}
-    for name, default in {**numbers, "micro-batch-size": 2, "global-batch-size": 8}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (numbers | {"micro-batch-size": 2, "global-batch-size": 8, **rates}).items():
+        parser.add_argument(f"--{name}", type=float if isinstance(default, float) else int, default=default)
     for name in ("sp", "distributed-optimizer", "bf16", "packed", "tied"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--recompute", choices=("full", "selective"))
-    parser.add_argument("--layers", choices=("local", "transformer_engine"))  # none: as the machine has them
-    parser.add_argument("--fp8-recipe", choices=("delayed", "tensorwise", "blockwise"))  # of TransformerEngine
-    for name, value in {"lr": 1e-3, "aux-loss-coeff": 0.01}.items():
-        parser.add_argument(f"--{name}", type=float, default=value)
+    choices = {"recompute": ["full", "selective"], "fp8-recipe": ["delayed", "tensorwise", "blockwise"]}
+    for name, values in {**choices, "layers": ["local", "transformer_engine"]}.items():
+        parser.add_argument(f"--{name}", choices=values)
     return parser.parse_args()
 
 

@@ -3,8 +3,8 @@
 Slots, fingerprint and counts have the bits that ``host`` gives on a CPU: elements are added in the same order, and cut
 into the same parts. The sum of squares is added in another order, and differs by rounding. Nothing is waited for, but
 once: before its first use on a device the kernels are held to torch's operations there, and left alone where they
-differ or cannot be compiled. They were run in Triton's interpreter (``tests/integrations/test_fused_sketch.py``), and
-on no GPU yet.
+differ or cannot be compiled. ``tests/integrations/test_fused_sketch.py`` runs them in Triton's interpreter; no GPU has
+run them yet.
 """
 
 from __future__ import annotations
