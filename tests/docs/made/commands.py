@@ -14,8 +14,10 @@ from tests.docs.made.docstrings import in_a_cell, paragraphs, table
 
 _HEAD = """# Commands
 
-Every command of `mock-scheduler`, with its options. For whom: whoever looks up an option. This page is written by
-`launch/docs.sh` from the definitions in `mock_scheduler/cli.py`; `mock-scheduler COMMAND --help` prints the same.
+*For whoever looks up a command or an option; to look things up.*
+
+Every command of `mock-scheduler`, with its options. This page is written by `launch/docs.sh` from the definitions in
+`mock_scheduler/cli.py`; `mock-scheduler COMMAND --help` prints the same.
 
 Overrides, `a.b=c` in Hydra's grammar, stand anywhere among the arguments of a command that takes a configuration.
 `--json FILE` writes the result beside what is printed; where it says so, `--json -` prints JSON instead.

@@ -16,7 +16,9 @@ from tests.docs.made.docstrings import in_a_cell, paragraphs, split_docstring, t
 
 _HEAD = """# Keys
 
-Every key of a configuration, with its default, what it decides and what it means. For whom: whoever looks up a key;
+*For whoever looks up a key; to look things up.*
+
+Every key of a configuration, with its default, what it decides and what it means. The page
 [configuration](configuration.md) explains how they work together. This page is written by `launch/docs.sh` from the
 models that check a configuration (`pipelines/config/schema.py` and the modules that it imports).
 

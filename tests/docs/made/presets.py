@@ -10,7 +10,9 @@ from tests.docs.made.docstrings import in_a_cell, table
 
 _HEAD = """# Presets of rollout correction
 
-What each `algorithm.rollout_correction.preset` does. For whom: whoever chooses one; [rollout
+*For whoever chooses a preset; to look things up.*
+
+What each `algorithm.rollout_correction.preset` does. The page [rollout
 correction](rollout_correction.md#presets) explains rules and words. This page is written by `launch/docs.sh` from
 `mock_scheduler/correction/config/presets.py`.
 

@@ -21,8 +21,10 @@ from tests.docs.made.docstrings import describe_dataclass, in_a_cell, paragraphs
 
 _HEAD = """# Result files
 
-The JSON that commands write: `align.json`, and `--json` of `align`, `compare`, `replicas`, `diff` and `doctor`. For
-whom: whoever reads them with a program. This page is written by `launch/docs.sh` from docstrings and types.
+*For whoever reads results with a program; to look things up.*
+
+The JSON that commands write: `align.json`, and `--json` of `align`, `compare`, `replicas`, `diff` and `doctor`. This
+page is written by `launch/docs.sh` from docstrings and types.
 """
 
 #: Objects with fields of their own, by the heading of their table.
