@@ -30,7 +30,7 @@ TRAIN = FOLDER / "train.py"
 
 def test_training_is_short_and_knows_no_pipeline() -> None:
     source = TRAIN.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 155
+    assert len(source.splitlines()) <= 150
     for path in FOLDER.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
