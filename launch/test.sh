@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The gate: format, lint, strict types, import layers, tests.
-#   launch/test.sh            the fast tests, a worker for each core and one more
+#   launch/test.sh            the fast tests, a worker for each core and two more
 #   launch/test.sh --integrations   instead of all that: the tests with programs of others, in an environment of theirs
 #   launch/test.sh --all      and the long proofs (marker "all"), which have the machine to themselves, with a floor of coverage
 #   launch/test.sh ARGS...    other arguments go to pytest
@@ -33,8 +33,8 @@ fi
 workers=()
 if [[ ${#selection[@]} -eq 0 && ${#marker[@]} -eq 0 ]]; then
     # In the order of the files, so that those that start processes do not all come last.
-    # One more than cores, since tests wait for processes that they start.
-    workers=(--numprocesses "$(($(getconf _NPROCESSORS_ONLN) + 1))" --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+    # Two more than cores, since tests wait for processes that they start.
+    workers=(--numprocesses "$(($(getconf _NPROCESSORS_ONLN) + 2))" --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
     export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1  # the workers fill the cores
     # Megatron's import wraps functions for torch's compiler, whose own import is a third of all that a process pays to
     # start; of those functions the tests call integer sums alone. The long proofs have the compiler.
