@@ -30,6 +30,7 @@ from mock_scheduler.config.variables import RANK_VARIABLES
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, LayoutError, MockSchedulerError
 from mock_scheduler.run_folder.finished_run import RunSummary, load_failure, load_summary
 from mock_scheduler.support.files import save_json, save_text
+from mock_scheduler.support.loaded_code import STARTED_IN_VARIABLE
 from mock_scheduler.support.local_key import mark_own
 from mock_scheduler.support.processes import PARENT_VARIABLE, describe_signal, handling_signals, write_signal_error
 from mock_scheduler.support.run_files import COMMAND_FILE, ERROR_FILE, RUN_FILE
@@ -72,7 +73,8 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
 
 def _child_environment(command: Command, environ: Mapping[str, str]) -> dict[str, str]:
     own = {*RANK_VARIABLES, PARENT_VARIABLE}
-    return {**{name: text for name, text in environ.items() if name not in own}, **command.env}
+    kept = {name: text for name, text in environ.items() if name not in own}
+    return {**kept, STARTED_IN_VARIABLE: os.getcwd(), **command.env}
 
 
 @dataclass(kw_only=True, slots=True)

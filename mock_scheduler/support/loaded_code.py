@@ -3,8 +3,9 @@
 A run that completes leaves ``code/`` in its folder, with one JSON document for each set of files that a process loaded:
 
 - ``files``: the SHA-256 of every loaded source that belongs to no installed package, to Python, or to a package whose
-  sources are digested as a whole. A path is relative where it lies below the working directory. What is loaded before
-  the work begins is digested then (``note_loaded_code``), so that a file written later is known as it ran;
+  sources are digested as a whole. A path is relative where it lies below the folder that the run
+  was started in. What is loaded before the work begins is digested then (``note_loaded_code``), so that a file written
+  later is known as it ran;
 - ``changed_while_running``: those of them that were written since, or, if they were loaded later, after the process
   had started, so nobody knows what ran;
 - ``calls``: how often each of the user's functions and classes in the place of a package's was called (``own_calls``).
@@ -32,6 +33,8 @@ from mock_scheduler.support.foreign_files import open_foreign
 from mock_scheduler.support.run_files import CODE_FOLDER
 from mock_scheduler.support.versions import PACKAGE, installed_folders
 
+#: The folder that a run was started in, told to a command that works in another one.
+STARTED_IN_VARIABLE = "MOCK_SCHEDULER_STARTED_IN"
 _STARTED_S = time.time()
 #: Digests of the files that were loaded before the work of this process began.
 _noted: dict[Path, str] = {}
@@ -161,7 +164,7 @@ class _RealPaths:
 
 
 def _shown(path: Path) -> str:
-    here = Path.cwd().resolve()
+    here = Path(os.environ.get(STARTED_IN_VARIABLE) or Path.cwd()).resolve()
     return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mock_scheduler.support.loaded_code import LoadedCode, find_changed_code, load_loaded_code
+from mock_scheduler.support.loaded_code import LoadedCode, compare_with_disk, find_changed_code, load_loaded_code
 from mock_scheduler.support.versions import ROOT
 
 _RECORD = """
@@ -50,6 +50,19 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "unused.py").write_text("raise SystemExit\n")
     (tmp_path / "run").mkdir()
     return tmp_path
+
+
+def test_files_are_named_from_the_folder_that_the_run_was_started_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alignment of a command in another folder looked for ``train.py`` in its own, and ran everything anew."""
+    monkeypatch.setenv("MOCK_SCHEDULER_STARTED_IN", str(folder.parent))
+    python(folder, _RECORD, "run", "0")
+    loaded = load_loaded_code(folder / "run")
+    assert loaded is not None
+    assert f"{folder.name}/flat_kernel.py" in loaded.files
+    monkeypatch.chdir(folder.parent)
+    assert compare_with_disk(loaded) == {}
 
 
 def test_every_loaded_file_of_the_user_is_recorded_and_nothing_installed(
