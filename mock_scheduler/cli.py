@@ -25,7 +25,7 @@ from typer.exceptions import TyperException
 
 from mock_scheduler.adapters.formats import FORMAT_NAMES
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
-from mock_scheduler.support.command_line import note_command
+from mock_scheduler.support.command_line import noting_command
 from mock_scheduler.support.lazy_commands import LazyCommands
 from mock_scheduler.support.terminal_streams import guarded_terminal, print_message
 from mock_scheduler.support.text import printable, printable_message
@@ -673,9 +673,9 @@ def _run(given: list[str]) -> int:
     if _COMPLETE_VARIABLE in os.environ:
         return _complete()
     try:
-        note_command(given)
         commands = LazyCommands(app, help=_HELP, epilog=_EPILOG)
-        code: object = commands(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
+        with noting_command(given):
+            code: object = commands(given or ["--help"], prog_name="mock-scheduler", standalone_mode=False)
     except MockSchedulerError as error:
         page = f"\n{error.page} explains it" if error.page else ""
         print_error(_quote_arguments(str(error), given) + page)

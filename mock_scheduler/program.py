@@ -7,7 +7,7 @@ arguments (``mock_scheduler.command_program``).
 
 Contract: a program is found by name, in this module alone: by the top-level key ``program`` of a configuration's file,
 as ``module:NAME``; where the file has a top-level ``command`` instead, by ``COMMAND_PROGRAM``; else by
-``DEFAULT_PROGRAM``, the program of the shipped configurations.
+``config.locating.DEFAULT_PROGRAM``, the program of the shipped configurations.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mock_scheduler.config.base import ConfigSection, EnvironmentTexts, KeyEffec
 from mock_scheduler.config.instruments import GraftConfig, OrderConfig, PerturbationConfig, TraceConfig
 from mock_scheduler.config.layout import ParallelConfig
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.locating import DEFAULT_PROGRAM
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.config.stored_code import (
     PROGRAM_KEY,
@@ -39,8 +40,6 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.layouts.order_plan import OrderPlan
 from mock_scheduler.support.local_key import is_own
 
-#: The program of every configuration that names none.
-DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
 #: The program of every configuration that has a ``command``.
 COMMAND_PROGRAM = "mock_scheduler.command_program.program:PROGRAM"
 

@@ -36,6 +36,8 @@ MISSING = {
     "import": ["slime", "no_such", "out"],
     "export": ["slime", "no_such", "out"],
     "plot": ["no_such"],
+    "new": ["/dev/null/no_such"],
+    "completion": ["no_such_shell"],
 }
 WITHOUT_INPUT = {"frameworks", "version"}
 IN_A_PROCESS = {"export-hf"}  # the module that it starts is tests/pipelines/test_hf_runs.py's

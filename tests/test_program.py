@@ -51,7 +51,7 @@ def test_the_library_names_the_pipelines_in_one_line() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if re.search(r"(?<!\.)\bpipelines\b", line)  # a package of another's may have the name
     ]
-    assert found == ['program.py: DEFAULT_PROGRAM = "pipelines.program:PROGRAM"']
+    assert found == ['config/locating.py: DEFAULT_PROGRAM = "pipelines.program:PROGRAM"']
 
 
 def test_a_configuration_that_names_no_program_is_the_pipelines(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
+from mock_scheduler.config.locating import DEFAULT_PROGRAM
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.determinism.environment import check_settings
 from mock_scheduler.errors import ConfigError
 from mock_scheduler.launch.launcher import plan_launch, run_plan
 from mock_scheduler.launch.warm_start import WarmStarts
-from mock_scheduler.program import DEFAULT_PROGRAM, check_stored_code, find_program, import_program, load_config
+from mock_scheduler.program import check_stored_code, find_program, import_program, load_config
 from mock_scheduler.support.processes import PARENT_VARIABLE, ending_signals_as_interrupt
 from mock_scheduler.support.terminal_streams import print_message
 

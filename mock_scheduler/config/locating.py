@@ -15,18 +15,17 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.support.text import printable
 
 DEFAULT_CONFIG_PATH = "configs"
-#: The package whose folder of this name holds the configurations that come with an installation.
-_SHIPPED_IN = ("pipelines", "configs")
+#: The program of every configuration that names none, and of the shipped ones, which lie in a folder of its package.
+DEFAULT_PROGRAM = "pipelines.program:PROGRAM"
 
 
 @cache
 def shipped_folder() -> Path | None:
     """Return the folder of the configurations that come with an installation; ``None`` where there is none."""
-    package, folder = _SHIPPED_IN
-    spec = find_spec(package)
+    spec = find_spec(DEFAULT_PROGRAM.partition(".")[0])
     if spec is None or spec.origin is None:
         return None
-    found = (Path(spec.origin).parent / folder).resolve()  # in a checkout a link to its configs
+    found = (Path(spec.origin).parent / DEFAULT_CONFIG_PATH).resolve()  # in a checkout a link to its configs
     return found if found.is_dir() else None
 
 

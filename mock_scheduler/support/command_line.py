@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from mock_scheduler.errors import redact
@@ -12,9 +13,14 @@ from mock_scheduler.support.text import printable
 _words: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 
 
-def note_command(words: Sequence[str]) -> None:
-    """Remember the words behind ``mock-scheduler``."""
-    _words.set(tuple(words))
+@contextmanager
+def noting_command(words: Sequence[str]) -> Iterator[None]:
+    """Remember the words behind ``mock-scheduler`` within the block."""
+    token = _words.set(tuple(words))
+    try:
+        yield
+    finally:
+        _words.reset(token)
 
 
 def describe_command() -> str:

@@ -191,7 +191,8 @@ def test_missing_file_lists_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("frozenlake", config_path=tmp_path)
     assert str(caught.value) == (
-        f"no configuration 'frozenlake' in {tmp_path}; nearest: frozen_lake; there are: align, frozen_lake"
+        f"no configuration 'frozenlake' in {tmp_path}; nearest: frozen_lake; there are: align, frozen_lake. "
+        "To begin with one of your own: mock-scheduler new DIR"
     )
 
 

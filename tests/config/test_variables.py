@@ -66,7 +66,7 @@ def test_a_value_that_no_variable_can_hold_is_refused() -> None:
 
 def test_every_setting_of_the_table_may_be_set_but_plugins_that_are_not_off() -> None:
     settings = {setting.name: "1" for setting in environment_settings()}
-    plugins = {"NCCL_TUNER_PLUGIN", "NCCL_NET_PLUGIN"}
+    plugins = {"NCCL_TUNER_PLUGIN", "NCCL_NET_PLUGIN", "NCCL_ENV_PLUGIN", "NVTE_PLUGIN", "NCCL_CONF_FILE"}
     assert plugins <= settings.keys()
     assert {key.removeprefix("system_envs.") for key, _ in find_variable_problems(settings)} == plugins
     assert (find("NCCL_TUNER_PLUGIN", ""), find("NCCL_NET_PLUGIN", "none")) == (None, None)

@@ -51,7 +51,7 @@ def test_every_byte_is_one_token(small: Path) -> None:
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     done = run_command([SCRIPT, str(tmp_path)])
-    assert (done.returncode, "give a new folder" in done.stderr) == (2, True)
+    assert (done.returncode, "give a new folder" in done.stderr) == (5, True)
 
 
 GOLDEN = "d30fed0958114b3b9cc05b8df380e56985bd792b36703c011a6ebbd5f4e2c91a"

@@ -125,7 +125,8 @@ def test_a_missing_determinism_setting_is_refused_with_the_line_to_write(capsys:
         "    - NCCL_ALGO is not set; set it to 'Ring'\n"
         "  Write in the configuration:\n"
         "  system_envs:\n"
-        "    NCCL_ALGO: 'Ring'"
+        "    NCCL_ALGO: 'Ring'\n"
+        "  docs/determinism.md explains it"
     )
 
 

@@ -172,7 +172,7 @@ def test_a_response_token_that_nothing_predicts_is_refused(tmp_path: Path) -> No
         (["--steps", "x"], "--steps: "),
         (["--preset", "icepopp"], "--preset: there is no icepopp (nearest: icepop)"),
         (["--run", "nowhere"], "nowhere does not exist"),
-        (["--config-name", "nothing"], "config path is not a folder"),
+        (["--config-name", "nothing"], "no configuration 'nothing' in "),
         (["--worst", "-1"], "Invalid value for '--worst'"),
         (["--html", "-"], "--html: - is not a file; name one, as in --html page.html"),
     ],
