@@ -389,7 +389,8 @@ def config(
     text = dump_config(loaded)
     if json_path != STDOUT:
         typer.echo(text, nl=False)
-    write_json(load_yaml(text), json_path)
+    if json_path is not None:
+        write_json(load_yaml(text), json_path)
 
 
 @app.command()

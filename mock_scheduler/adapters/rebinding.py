@@ -1,4 +1,4 @@
-"""Puts names of a framework's module in the place of others for a while, where it has no official seam."""
+"""Puts other objects in the place of a framework's own for a while, where it has no official seam."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import ModuleType
 
 
 @contextmanager
-def standing_for(module: ModuleType, names: Mapping[str, object]) -> Iterator[None]:
-    """Let these names of a module be other objects within the block, and its own again behind it."""
-    original = {name: getattr(module, name) for name in names}
+def standing_for(owner: ModuleType | type, names: Mapping[str, object]) -> Iterator[None]:
+    """Let these names of a module or class be other objects within the block, and its own again behind it."""
+    original = {name: getattr(owner, name) for name in names}
     try:
         for name, value in names.items():
-            setattr(module, name, value)
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in original.items():
-            setattr(module, name, value)
+            setattr(owner, name, value)

@@ -65,7 +65,8 @@ def run_show(
     number = find_row(batch, row, where=where)
     if json_path != STDOUT:
         print_trajectory(batch, number, console or build_console(), where=where, vocabulary=vocabulary)
-    write_json(trajectory_to_json(batch, number, where=where, vocabulary=vocabulary), json_path)
+    if json_path is not None:
+        write_json(trajectory_to_json(batch, number, where=where, vocabulary=vocabulary), json_path)
     return int(ExitCode.ALIGNED)
 
 

@@ -12,10 +12,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from mock_scheduler.adapters.rebinding import standing_for
 from mock_scheduler.adapters.verl.settings import VARIABLE, VerlSettings, find_settings, load_settings
 from mock_scheduler.adapters.verl.trace import trace_engines
 from mock_scheduler.config.instruments import RUN_FILE_VARIABLE
@@ -172,12 +174,9 @@ def watch_agent_loops(state: ProcessState, find: Callable[[str], Any] = import_m
             raise SchedulerError(f"verl makes its own agent loops, and no rollout would be recorded: {_KEYS}")
         original(self, *arguments, **options)
 
-    kind.__init__ = make
-
-    def restore() -> None:
-        kind.__init__ = original
-
-    return restore
+    standing = ExitStack()
+    standing.enter_context(standing_for(kind, {"__init__": make}))
+    return standing.close
 
 
 class SuppressedServers:
