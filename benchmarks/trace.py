@@ -153,8 +153,7 @@ def build_batch() -> RolloutBatch:
 class Benchmark:
     """One learner, the batch that it trains on again and again, and a folder for its traces."""
 
-    def __init__(self, runtime: Runtime, folder: Path) -> None:
-        config = build_large_config()
+    def __init__(self, runtime: Runtime, folder: Path, config: PipelineConfig) -> None:
         self.runtime = runtime
         self.folder = folder
         self.learner = Learner(config, runtime, vocab_size=VOCAB_SIZE, allowed_tokens=list(range(2, 2 + NUM_ACTIONS)))
@@ -165,8 +164,11 @@ class Benchmark:
         """Of the policy."""
         return sum(local.parameter.numel() for local in self.learner.policy.policy.parameters())
 
-    def take_step(self, mode: Mode) -> tuple[float, float, int]:
-        """Takes one step; returns its milliseconds, the processor's, and the bytes that it wrote."""
+    def take_step(self, mode: Mode, *, keep: bool = False) -> tuple[float, float, int]:
+        """Takes one step; returns its milliseconds, the processor's, and the bytes that it wrote.
+
+        keep: leave what was written in the folder.
+        """
         self.folder.mkdir(parents=True)
         started_s, cpu_started_s = time.perf_counter(), time.process_time()
         if isinstance(mode, TraceConfig):
@@ -178,7 +180,8 @@ class Benchmark:
                 self.learner.train_step(self.batch)
         step_ms, cpu_ms = (time.perf_counter() - started_s) * 1e3, (time.process_time() - cpu_started_s) * 1e3
         num_bytes = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        shutil.rmtree(self.folder)
+        if not keep:
+            shutil.rmtree(self.folder)
         return step_ms, cpu_ms, num_bytes
 
     def measure(self, modes: Mapping[str, Mode], rounds: int) -> list[Result]:
@@ -237,9 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Megatron's and torch's on themselves; see pipelines/agentic.py.
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
-    runtime = start_runtime(build_large_config().parallel, seed=_SEED)
+    config = build_large_config()
+    runtime = start_runtime(config.parallel, seed=_SEED)
     with tempfile.TemporaryDirectory(prefix="trace-benchmark-") as folder:
-        benchmark = Benchmark(runtime, Path(folder) / "trace")
+        benchmark = Benchmark(runtime, Path(folder) / "trace", config)
         num_calls, off_ms = benchmark.off_cost()
         modes = KIND_MODES if options.kinds else MODES
         if options.sketches:

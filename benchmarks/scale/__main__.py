@@ -10,6 +10,8 @@ one rank after another.
 - *sketches*: the same ranks, with sketches;
 - *large*: gradients in bfloat16 of a model with 8 billion parameters over tp8 × pp8 (``--layers`` of its 32 layers),
   an expert's and a vocabulary's tensor cut over 64 ranks, and 5,000 parameters in the distributed optimizer's ranges;
+- *step*: a real step of ``--step-layers`` such layers in float32, its gradients traced and compared (16 bytes a
+  parameter in memory, 4 on the disk);
 - *curves*: memory of tracing, comparing, replaying and importing at four sizes;
 - *recordings*: requests and bytes of ranks that replay one recording, in a folder and in an object store.
 """
@@ -38,13 +40,14 @@ from benchmarks.scale.ranks import (
     write_ranges,
 )
 from benchmarks.scale.recordings import count_requests
+from benchmarks.scale.step import take_steps
 from benchmarks.scale.tasks import Figures, run_task
 from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.text import format_bytes
 
 T = TypeVar("T")
 
-PARTS = ("ranks", "sketches", "large", "curves", "recordings")
+PARTS = ("ranks", "sketches", "large", "step", "curves", "recordings")
 _RANKS = (64, 256, 1024, 8192)
 _CURVE_ROWS = (64, 128, 256, 512)
 _CURVE_LAYERS = (8, 16, 32, 64)
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--ranks", type=int, nargs="*", default=_RANKS)
     parser.add_argument("--layers", type=int, default=8, help="layers of the large model that are written")
+    parser.add_argument("--step-layers", type=int, default=1, help="layers of the model that takes a real step")
     parser.add_argument("--folder", type=Path, default=None, help="where files are written; removed afterwards")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
@@ -78,6 +82,7 @@ def main() -> None:
         "ranks": lambda root: measure_ranks(root, arguments.ranks),
         "sketches": lambda root: measure_ranks(root, arguments.ranks, is_sketch=True),
         "large": lambda root: measure_large(root, arguments.layers),
+        "step": lambda root: measure_step(root, arguments.step_layers),
         "curves": measure_curves,
     }
     content: dict[str, object] = {}
@@ -139,6 +144,14 @@ def measure_large(root: Path, num_layers: int) -> list[Row]:
 
 
 _READING = ("merge", "compare")
+
+
+def measure_step(root: Path, num_layers: int) -> list[Row]:
+    """Measures a real step of a large model, and the reading of its gradients."""
+    folder = root / "step"
+    size, steps = in_child(take_steps, folder, num_layers)
+    found = [Row(part="step", task=task, size=size, figures=figures) for task, figures in steps.items()]
+    return found + [Row(part="step", task=task, size=size, figures=run(task, folder)) for task in _READING]
 
 
 def measure_curves(root: Path) -> list[Row]:

@@ -112,8 +112,9 @@ def compare(folder: Path) -> str:
     """Compares a trace with itself: opens it twice, and reads both sides."""
     with open_trace(folder) as ours, open_trace(folder) as theirs:
         found = compare_traces(ours, theirs, bounds=UNBOUNDED)
-    if found.findings or not all(difference.bit_equal for difference in found.differences):
-        raise SystemExit(f"a trace must be equal to itself: {found.findings[:1]}")
+    faults = [*found.findings, *found.unusable]
+    if faults or not all(difference.bit_equal for difference in found.differences):
+        raise SystemExit(f"a trace must be finite, and equal to itself: {faults[:1]}")
     return f"{len(found.differences)} tensors"
 
 
