@@ -11,9 +11,9 @@ codec makes it again out of the core fields.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from mock_scheduler.batch.engine_columns import (
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.tensor_bytes import share_array
+from mock_scheduler.support.text import bullet_list
 
 ROW_COLUMN = f"{IDENTITY_EXTRAS}row"
 _PREFIX = "native/"
@@ -53,6 +54,7 @@ class _FromCore:
 FROM_CORE = _FromCore()
 
 _Array = npt.NDArray[Any]
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,6 +81,23 @@ class ForeignRow:
     native: Mapping[str, object] = field(default_factory=dict)
     routed_experts: _Array | None = None
     support: tuple[_Array, _Array] | None = None
+
+
+def read_rows(labels: Iterable[str], read: Callable[[int], _Row], refusal: str) -> list[_Row]:
+    """Reads the row of each number, and gives what was read.
+
+    Raises:
+        BatchError: rows contradict themselves or have values that cannot be kept; lists every one by its label.
+    """
+    rows, problems = [], []
+    for number, label in enumerate(labels):
+        try:
+            rows.append(read(number))
+        except (BatchError, TypeError, ValueError, OverflowError) as error:
+            problems.append(f"{label}: {error}")
+    if problems:
+        raise BatchError(f"{refusal}:{bullet_list(problems)}")
+    return rows
 
 
 def build_batch(

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.adapters.prompts import digest_prompts, list_prompt_problems
-from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, read_about, unpack_rows
+from mock_scheduler.adapters.rows import FROM_CORE, ForeignRow, build_batch, read_about, read_rows, unpack_rows
 from mock_scheduler.adapters.token_lists import INT32_MAX, LARGEST_FLOAT32
 from mock_scheduler.batch import RolloutBatch, SamplingParams, Termination
 from mock_scheduler.batch.columns import JsonColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest, RowShard
-from mock_scheduler.support.text import bullet_list
 
 META_KEY = "ms_swift"
 _VERSION = 1
@@ -64,22 +63,18 @@ class SampleCodec:
         """
         first = 0 if self._shard is None else self._shard.index * len(native)
         prompts = digest_prompts(request.prompts, len(native))
-        rows, problems = list[ForeignRow](), list[str]()
-        for number, (sample, prompt) in enumerate(zip(native, prompts, strict=True)):
-            try:
-                row = self._read(sample, first + number, request)
-            except (BatchError, TypeError, ValueError, OverflowError) as error:
-                problems.append(f"sample {number}: {error}")
-                continue
-            rows.append(dataclasses.replace(row, native={**row.native, _PROMPT: prompt}))
-        if problems or not rows:
-            raise BatchError(f"samples cannot be recorded:{bullet_list(problems or ['there is none'])}")
+        if not native:
+            raise BatchError("samples cannot be recorded: there is none")
         # Of each kind of sample its names in their order, which columns do not keep.
-        orders = list(dict.fromkeys(tuple(vars(sample)) for sample in native))
-        rows = [
-            dataclasses.replace(row, native={**row.native, _ORDER: orders.index(tuple(vars(sample)))})
-            for row, sample in zip(rows, native, strict=True)
-        ]
+        orders = dict[tuple[str, ...], int]()
+
+        def read(number: int) -> ForeignRow:
+            row = self._read(native[number], first + number, request)
+            order = orders.setdefault(tuple(vars(native[number])), len(orders))
+            about = {_PROMPT: prompts[number], _ORDER: order}
+            return dataclasses.replace(row, native={**row.native, **about})
+
+        rows = read_rows((f"sample {number}" for number in range(len(native))), read, "samples cannot be recorded")
         batch = build_batch(
             rows,
             sampling=self._sampling,

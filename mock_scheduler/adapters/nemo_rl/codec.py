@@ -27,6 +27,7 @@ from mock_scheduler.adapters.rows import (
     build_batch,
     experts_are_usable,
     read_about,
+    read_rows,
     restore_experts,
     unpack_rows,
     without_doubles,
@@ -37,7 +38,6 @@ from mock_scheduler.config.base import Mode
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import bullet_list
 
 META_KEY = "nemo_rl"
 _VERSION = 1
@@ -77,15 +77,12 @@ class NemoRlCodec:
         count = _count_rows(fields)
         by_row = {name: column for name, column in _name_columns(fields) if _is_by_row(fields[name], count)}
         group_size = request.group_size or 1
-        rows, problems = [], []
-        for number in range(count):
-            try:
-                own = {name: fields[name][number] for name in by_row}
-                rows.append(_read_row(own, by_row, divmod(number, group_size), request.policy_version))
-            except (BatchError, TypeError, ValueError, OverflowError) as error:
-                problems.append(f"row {number}: {error}")
-        if problems:
-            raise BatchError(f"the rollout cannot be recorded:{bullet_list(problems)}")
+
+        def read(number: int) -> ForeignRow:
+            own = {name: fields[name][number] for name in by_row}
+            return _read_row(own, by_row, divmod(number, group_size), request.policy_version)
+
+        rows = read_rows((f"row {number}" for number in range(count)), read, "the rollout cannot be recorded")
         rest = {
             "fields": {name: value for name, value in fields.items() if name not in by_row},
             "metrics": {name: value for name, value in native.metrics.items() if not str(name).startswith(_TIMES)},

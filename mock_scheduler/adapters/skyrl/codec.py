@@ -28,6 +28,7 @@ from mock_scheduler.adapters.rows import (
     column_row,
     experts_are_usable,
     read_about,
+    read_rows,
     restore_experts,
     unpack_rows,
     without_doubles,
@@ -46,7 +47,6 @@ from mock_scheduler.config.base import Mode
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import bullet_list
 
 META_KEY = "skyrl"
 _VERSION = 1
@@ -85,15 +85,14 @@ class SkyrlCodec:
         count = _count_rows(native)
         by_row = [name for name, value in native.items() if type(value) is list and len(value) == count]
         places = _identify(native.get(_IDS), count, request.group_size or 1)
-        rows, problems = [], []
-        for number in range(count):
-            try:
-                fields = {name: native[name][number] for name in by_row}
-                rows.append(_read_row(fields, places[number], request.policy_version))
-            except (BatchError, TypeError, ValueError, OverflowError) as error:
-                problems.append(f"row {number}: {error}")
-        if problems:
-            raise BatchError(f"the generator's output cannot be recorded:{bullet_list(problems)}")
+
+        def read(number: int) -> ForeignRow:
+            fields = {name: native[name][number] for name in by_row}
+            return _read_row(fields, places[number], request.policy_version)
+
+        rows = read_rows(
+            (f"row {number}" for number in range(count)), read, "the generator's output cannot be recorded"
+        )
         rest = {name: value for name, value in native.items() if name not in by_row}
         packed, content = pack(rest, "the generator's output")
         about: dict[str, JSON] = {

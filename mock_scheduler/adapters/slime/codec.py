@@ -25,6 +25,7 @@ from mock_scheduler.adapters.rows import (
     build_batch,
     column_row,
     read_about,
+    read_rows,
     restore_experts,
     unpack_rows,
     without_doubles,
@@ -50,7 +51,6 @@ from mock_scheduler.batch.engine_columns import SUPPORT_COLUMN, SUPPORT_OFFSETS_
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import bullet_list
 
 META_KEY = "slime"
 _VERSION = 1
@@ -108,15 +108,14 @@ class SlimeCodec:
         if not samples:
             raise BatchError("a rollout has no sample")
         places = _identify(samples, by_place=by_place)
-        rows, problems = [], []
-        for number, (path, sample) in enumerate(samples):
-            try:
-                own = read_version(sample.get("weight_versions"), version) if reads_versions else version
-                rows.append(self._read(sample, path, places[number], own))
-            except (BatchError, TypeError, ValueError, OverflowError) as error:
-                problems.append(f"sample {number} (index {sample.get('index')}): {error}")
-        if problems:
-            raise BatchError(f"samples cannot be recorded:{bullet_list(problems)}")
+
+        def read(number: int) -> ForeignRow:
+            path, sample = samples[number]
+            own = read_version(sample.get("weight_versions"), version) if reads_versions else version
+            return self._read(sample, path, places[number], own)
+
+        labels = (f"sample {number} (index {sample.get('index')})" for number, (_, sample) in enumerate(samples))
+        rows = read_rows(labels, read, "samples cannot be recorded")
         about: dict[str, JSON] = {
             "version": _VERSION,
             "empty": empty,

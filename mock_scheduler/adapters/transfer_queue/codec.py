@@ -24,6 +24,7 @@ from mock_scheduler.adapters.rows import (
     column_row,
     experts_fit,
     read_about,
+    read_rows,
     unpack_rows,
 )
 from mock_scheduler.adapters.transfer_queue.columns import Columns, QueueColumn
@@ -41,7 +42,6 @@ from mock_scheduler.batch.engine_columns import ROUTED_EXPERTS_COLUMN
 from mock_scheduler.errors import BatchError
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, RolloutRequest, shown
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.text import bullet_list
 
 META_KEY = "transfer_queue"
 _VERSION = 1
@@ -100,17 +100,13 @@ class QueueCodec:
         """Gives the batch; ``version``: of rows whose tags do not say one."""
         native.check()
         groups: dict[str, int] = {}
-        rows: list[ForeignRow] = []
-        problems = []
-        for number, key in enumerate(native.keys):
-            try:
-                name, member, turn = self._split(key)
-                place = groups.setdefault(name, len(groups)), member, turn
-                rows.append(self._read(native, number, place, version))
-            except (BatchError, TypeError, ValueError) as error:
-                problems.append(f"row {number} ({key}): {error}")
-        if problems:
-            raise BatchError(f"rows of a TransferQueue cannot be recorded:{bullet_list(problems)}")
+
+        def read(number: int) -> ForeignRow:
+            name, member, turn = self._split(native.keys[number])
+            return self._read(native, number, (groups.setdefault(name, len(groups)), member, turn), version)
+
+        labels = (f"row {number} ({key})" for number, key in enumerate(native.keys))
+        rows = read_rows(labels, read, "rows of a TransferQueue cannot be recorded")
         keeps_experts = experts_fit([row.routed_experts for row in rows])
         return build_batch(
             [without_doubles(row, self._names, keeps_experts=keeps_experts) for row in rows],
