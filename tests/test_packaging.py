@@ -160,6 +160,7 @@ def test_the_wheel_of_the_sdist_starts_a_folder_that_aligns_without_the_checkout
     assert "the kernel was called" in (tmp_path / "start/output/align/my-kernel/run.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.all
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_c_files_are_built_without_headers_of_python(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(tmp_path), "--build-temp"]

@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mock_scheduler.errors import ConfigError
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.support.sources import digest_sources
 from pipelines.config.loading import load_config
 from pipelines.config.model import ModelConfig
+from pipelines.export_hf import export
 from pipelines.program import PROGRAM
 from tests.hf_checkpoints import make_tensors, write_checkpoint
 from tests.pipelines.tiny_runs import run_command, run_several, write_tiny_config
@@ -147,16 +149,16 @@ def test_a_critic_has_the_layers_of_the_checkpoint_and_a_head_of_its_own(runs: P
 
 def test_nothing_is_written_over_a_folder_or_of_a_damaged_checkpoint(runs: Path, tmp_path: Path) -> None:
     trained = runs / "dumped" / "checkpoints" / "step_000001"
-    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(trained), str(runs / "origin")])
-    assert (done.returncode, "is there already" in done.stderr) == (5, True)
+    with pytest.raises(ConfigError, match="is there already"):
+        export(trained, runs / "origin")
     copy = tmp_path / "step_000001"
     shutil.copytree(trained, copy)
     path = copy / "policy" / "rank_00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(copy), str(tmp_path / "out")])
-    assert (done.returncode, "is damaged" in done.stderr) == (5, True)
+    with pytest.raises(ConfigError, match="is damaged"):
+        export(copy, tmp_path / "out")
     done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(runs), str(tmp_path / "out")])
     assert (done.returncode, done.stderr.startswith(f"error: {runs} is not a checkpoint")) == (5, True)
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
@@ -164,8 +166,7 @@ def test_nothing_is_written_over_a_folder_or_of_a_damaged_checkpoint(runs: Path,
 
 def test_a_policy_from_scratch_is_written_as_the_model_that_it_is(runs: Path, tmp_path: Path) -> None:
     trained = runs / "scratch" / "checkpoints" / "step_000001"
-    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(trained), str(tmp_path / "out")])
-    assert done.returncode == 0, done.stderr
+    export(trained, tmp_path / "out")
     model = ModelConfig(hf_checkpoint=str(tmp_path / "out"))
     assert (model.num_layers, model.hidden_size, model.query_groups, model.rotary_base) == (2, 64, 2, 100)
     stored = load_file(trained / "policy" / "rank_00000.safetensors")
