@@ -59,10 +59,10 @@ def build_scheduler(
     Args:
         config: the section ``rollout_mock``.
         make_real: builds the real scheduler, any object with ``get_batch``; its methods may be ``async``. It is called
-            when the first live answer is needed, so this function can run before any model exists; a run that only
-            replays never calls it. After replayed steps the real scheduler is brought to where it would have been: the
-            state recorded with the last replayed step, the latest policy version, generating if the pipeline had
-            resumed.
+            when the first live answer is needed, or another call of the loop's reaches it before, so this function can
+            run before any model exists; a run that only replays never calls it. After replayed steps the real scheduler
+            is brought to where it would have been: the state recorded with the last replayed step, the latest policy
+            version, generating if the pipeline had resumed.
         contract: describes this run: a ``Contract``, or names and values that must all match.
         ledger: counts every call; by default a new one, shown by the scheduler.
         options: as ``BuildOptions`` lists them.
