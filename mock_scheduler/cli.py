@@ -285,7 +285,7 @@ def compare(
     raise typer.Exit(run_compare(baseline, candidate, options))
 
 
-@app.command(epilog="Exit codes: 0 all copies agree; 1 some do not; 3 nothing is held twice.")
+@app.command(epilog="Exit codes: 0 all copies agree; 1 some do not; 3 nothing is held twice, or a choice is empty.")
 def replicas(
     run: Annotated[Path, typer.Argument(help="output_dir of a run with trace.level=full, or its trace folder")],
     steps: Steps = None,
@@ -458,7 +458,9 @@ def correction(
     recording: RecordingDir,
     run: Annotated[
         Path | None,
-        typer.Option("--run", help="output_dir of a run that replayed it, with trace.level=full trace.kinds=[score]"),
+        typer.Option(
+            "--run", help="output_dir of the recording run or a replay, with trace.level=full trace.kinds=[score]"
+        ),
     ] = None,
     steps: Steps = None,
     preset: Annotated[

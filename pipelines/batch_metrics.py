@@ -39,7 +39,7 @@ def compute_batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     - ``reward``: total reward, the sum over a trajectory's rows, rounded to float32 as a row's total is.
     - ``success``: fraction whose last row has the extra ``success``; without this extra, whose last turn has a positive
       reward (in FrozenLake the goal was reached).
-    - ``num_turns``: turns. ``truncated``: fraction whose last row was cut by the turn or length limit.
+    - ``num_turns``: turns. ``truncated``: fraction whose last row was cut, by a limit or its environment.
     - ``num_tokens``: tokens. Where a turn's row begins with the whole row before, the repeated tokens count once.
     - ``duplicate_rows``: number of rows whose content occurred before in the batch.
     - ``group_reward_std``: mean over groups of the population standard deviation of the total reward; 0 means that no

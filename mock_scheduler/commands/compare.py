@@ -105,7 +105,7 @@ def run_replicas(
     verify: bool = False,
     over_ray: bool = False,
 ) -> int:
-    """Check all copies within one run or trace: 0 equal, 1 different, 3 nothing is held twice.
+    """Check all copies within one run or trace: 0 equal, 1 different, 3 nothing is held twice, or a choice is empty.
 
     ``verify``: first read all of the trace, whatever is selected, and check every SHA-256. ``over_ray``: tasks of a Ray
     cluster read the tensors. Raises ``ConfigError`` where

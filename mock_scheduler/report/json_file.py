@@ -2,8 +2,8 @@
 
 Contract: one object, ``format_version`` 3, and in it, by command,
 
-- ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``bounds``, ``baseline`` (a run),
-  ``times`` (null until it has ended), ``candidates`` and ``report``.
+- ``align``: ``config_name``, ``output_dir``, ``recording_dir``, ``exit_code``, ``module``, ``bounds``, ``baseline``
+  (a run), ``times`` (null until it has ended), ``candidates`` and ``report``.
 - ``compare``: ``exit_code``, ``bounds``, ``baseline`` and ``candidate`` (``name``, ``path``, ``kind``, ``level``,
   ``run``), ``recordings`` (null, or as ``mock-scheduler diff --json``) and all of a verdict.
 - ``replicas``: ``exit_code``, ``path``, ``steps``, ``num_tensors``, ``num_copies``, ``conflicts``,
@@ -13,7 +13,7 @@ Contract: one object, ``format_version`` 3, and in it, by command,
 
 A candidate of ``align`` has ``name``, ``overrides``, ``layout``, ``log_path``, ``run``, all of a verdict, and
 
-- ``entry``, ``changes``, ``versions``: as in ``verdict.results.CandidateResult``;
+- ``entry``, ``module``, ``changes``, ``versions``: as in ``verdict.results.CandidateResult``;
 - ``start``: null, or what an attached run started from, as in ``trace.start_report.StartReport``, with ``text``;
 - ``emulated``: null, or all of the verdict against the reference that adds in its order;
 - ``localisation``: null, or as in ``verdict.localisation.Localisation``, with ``sentence`` and ``command``;

@@ -1,7 +1,7 @@
 """Layouts that are known to compute wrong values are found in a training that knows no rule about them.
 
-Rules that hold for megatron-core 0.19.2, and one more fault without a rule, which no pipeline of this project meets.
-Two rules' layouts are right there, and called right.
+Four rules' layouts are wrong in megatron-core 0.19.2, and one without a rule, which no pipeline of this project meets.
+Those of two rules are right there, and called right.
 """
 
 from __future__ import annotations

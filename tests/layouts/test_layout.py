@@ -402,7 +402,7 @@ OFF, ON = "sequence parallelism off", "sequence parallelism on"
             "ranks hold different experts, or count twice: with tp 2 and ep 2, gradients of 1 and of 2 of two experts "
             "both became "
             "3. Set add_bias_linear=False, or tensor_model_parallel_size=1. [expert-bias-under-tp; "
-            "megatron/core/tensor_parallel/layers.py, RowParallelLinear; measured with 0.16.1]",
+            "megatron/core/tensor_parallel/layers.py, RowParallelLinear; measured with 0.16.1, found in 0.19.2]",
             "expert-bias-under-tp",
         ),
     ],

@@ -187,7 +187,7 @@ KNOWN_WRONG: tuple[MegatronRule, ...] = (
             "twice: with tp 2 and ep 2, gradients of 1 and of 2 of two experts both became 3"
         ),
         change="Set add_bias_linear=False, or tensor_model_parallel_size=1.",
-        source="megatron/core/tensor_parallel/layers.py, RowParallelLinear; measured with 0.16.1",
+        source="megatron/core/tensor_parallel/layers.py, RowParallelLinear; measured with 0.16.1, found in 0.19.2",
     ),
     MegatronRule(
         name="latent-keys-under-tp",
