@@ -24,6 +24,7 @@ import math
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -105,8 +106,8 @@ def run(task: str, folder: Path, size: int = 0) -> Figures:
 
 def in_child(function: Callable[..., T], *arguments: object, **options: object) -> T:
     """Calls a function in a forked process; this one has imported all, and computes nothing before or after."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(function, arguments, options)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function, *arguments, **options).result()
 
 
 def measure_ranks(root: Path, sizes: Sequence[int], *, is_sketch: bool = False) -> list[Row]:
