@@ -215,8 +215,7 @@ def _opened(order: AlignmentOrder) -> Iterator[_Opened]:
     """Plans an alignment, and claims its folder."""
     config_name, config_path = order.config_name, order.config_path
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=order.run_stored_code)
-    if told:
-        order.console.print(told, markup=False, highlight=False, soft_wrap=True)
+    order.console.print_lines(told)
     program = find_program(config_name, config_path)
     load = program.build_loader(config_name, config_path)
     config = load(order.overrides)

@@ -58,8 +58,7 @@ def run_doctor(
     console = console or build_console()
     # Its runs leave the whole configuration marked as the user's own, an alignment's part too.
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
-    if told:
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print_lines(told)
     program = find_program(config_name, config_path)
     plan = plan_doctor(
         program.build_loader(config_name, config_path),

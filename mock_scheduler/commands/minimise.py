@@ -106,8 +106,7 @@ def run_minimise(
     """
     console = console or build_console()
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=options.run_stored_code)
-    if told:
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print_lines(told)
     program = find_program(config_name, config_path)
     load = remember(program.build_loader(config_name, config_path))
     space, baseline = _open_space(program, load, overrides, candidate_name)

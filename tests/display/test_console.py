@@ -40,6 +40,14 @@ def test_on_a_terminal_only_our_own_styles_act(made: object) -> None:
     assert _OWN.sub("", text).rstrip() == SHOWN
 
 
+def test_a_text_of_several_lines_keeps_them_and_nothing_else_acts() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=10)
+    console.print_lines("")
+    console.print_lines("names what is used now:\n  - [red]\x1b[31m")
+    assert output.getvalue() == "names what is used now:\n  - [red]\\x1b[31m\n"
+
+
 def test_styles_stay_where_they_are() -> None:
     text = printable_text(Text.assemble("a\x1b", ("b\n", "red"), "c"))
     assert text.plain == "a\\x1bb\\nc"
