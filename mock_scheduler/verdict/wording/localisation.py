@@ -46,11 +46,7 @@ def describe_localisation(found: Localisation) -> str:
     if found.num_alike:
         subject = _describe_alike(found)
     elif len(found.causes) > 1:
-        tensors = [(cause.tensor, _describe_maker(cause.made_by)) for cause in found.causes if cause.tensor is not None]
-        listed = " and ".join(
-            f"{_describe_subject(item.key)} ({describe_look(item)}{maker})" for item, maker in tensors
-        )
-        subject = f"{len(found.causes)} causes: {listed}"
+        subject = _describe_causes(found.causes)
     else:
         subject = (
             f"{_describe_subject(found.origin.key)}: {describe_look(found.origin)}{_describe_maker(found.made_by)}"
