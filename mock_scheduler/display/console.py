@@ -61,11 +61,6 @@ class Console(RichConsole):
     def file(self, stream: IO[str]) -> None:
         self._file = stream
 
-    def print_lines(self, text: str) -> None:
-        """Prints a text of several lines as it is, without wrapping, markup or highlights; of an empty one nothing."""
-        for line in text.splitlines():
-            self.print(line, markup=False, highlight=False, soft_wrap=True)
-
     def status(
         self,
         status: RenderableType,
