@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer.exceptions import TyperException
 
-from mock_scheduler.adapters.formats import FORMAT_NAMES
+from mock_scheduler.adapters.formats import FORMAT_NAMES, WRITTEN_NAMES
 from mock_scheduler.errors import ExitCode, MockSchedulerError, redact
 from mock_scheduler.support.command_line import noting_command
 from mock_scheduler.support.lazy_commands import LazyCommands
@@ -559,7 +559,7 @@ def import_rollouts(
 
 @app.command(name="export")
 def export_rollouts(
-    format_name: FormatName,
+    format_name: Annotated[str, typer.Argument(help=f"one of {', '.join(WRITTEN_NAMES)}", show_default=False)],
     recording: RecordingDir,
     folder: Annotated[Path, typer.Argument(help="folder for the files", show_default=False)],
     steps: Steps = None,

@@ -191,6 +191,7 @@ FORMATS = (
 )
 
 FORMAT_NAMES = tuple(one.name for one in FORMATS)
+WRITTEN_NAMES = tuple(one.name for one in FORMATS if one.writer)
 
 
 def find_format(name: str) -> ForeignFormat:

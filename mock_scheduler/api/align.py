@@ -25,6 +25,7 @@ from mock_scheduler.config.locating import locate_config
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.pages import render_summary
+from mock_scheduler.display.terminal import print_lines
 from mock_scheduler.errors import ExitCode
 from mock_scheduler.program import ConfigLoader, RunConfig, check_stored_code, find_program
 from mock_scheduler.report.alignment.builder import build_view
@@ -215,8 +216,7 @@ def _opened(order: AlignmentOrder) -> Iterator[_Opened]:
     """Plans an alignment, and claims its folder."""
     config_name, config_path = order.config_name, order.config_path
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=order.run_stored_code)
-    if told:
-        order.console.print(told, markup=False, highlight=False, soft_wrap=True)
+    print_lines(order.console, told)
     program = find_program(config_name, config_path)
     load = program.build_loader(config_name, config_path)
     config = load(order.overrides)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from mock_scheduler.command_program.config import (
 from mock_scheduler.config.instruments import RUN_FILE_VARIABLE, AttachedRun
 from mock_scheduler.determinism.environment import launch_environment
 from mock_scheduler.errors import redact
+from mock_scheduler.launch.entry import check_script
 from mock_scheduler.launch.ranks import Place, ranks_command
 from mock_scheduler.support.run_files import ATTACHED_FILE
 from mock_scheduler.support.text import join_words
@@ -90,6 +92,17 @@ def build_command(config: CommandConfig, *, folder: Path, python: str) -> Comman
         run_file=run_file,
         run=describe_run(config, output_dir),
     )
+
+
+def check_ranked_script(config: CommandConfig, folder: Path) -> None:
+    """Raises ``ConfigError`` where ``{ranks}`` starts a Python file on this machine that is not there."""
+    ranks = f"{{{RANKS_FIELD}}}"
+    if config.launcher or ranks not in config.command:
+        return
+    fields = _fill_fields(config, folder=folder, python=sys.executable, run_file=Path(config.output_dir, ATTACHED_FILE))
+    words = _fill_words(config, fields, {ranks: ()})
+    if words and not words[0].startswith("-"):
+        check_script(words[0], folder / (config.working_dir or ""))
 
 
 def _hidden_values(config: CommandConfig, fields: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from mock_scheduler.command_program.command import check_ranked_script
 from mock_scheduler.command_program.config import EFFECTS, CommandConfig
 from mock_scheduler.command_program.loading import build_loader
 from mock_scheduler.config.base import ConfigSection, KeyEffects, effects_of
@@ -136,12 +137,13 @@ class CommandProgram:
     reductions: Reductions | None = field(default_factory=CommandReductions)
 
     def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
-        """Builds a loader, as ``command_program.loading`` does; folders of code become absolute."""
+        """Builds a loader that checks the file of ``{ranks}`` too; folders of code become absolute."""
         load = build_loader(config_name, config_path, reads_once=reads_once)
         folder = Path(config_path).absolute()
 
         def load_placed(overrides: Sequence[str]) -> RunConfig:
             config = load(overrides)
+            check_ranked_script(config, folder)
             return config.model_copy(update={"sources": [str(folder / name) for name in config.sources]})
 
         return load_placed

@@ -18,7 +18,7 @@ from mock_scheduler.alignment.executors.protocol import LaunchRun, MakeLaunch
 from mock_scheduler.alignment.runs.execution import execute_run, failed_run_error
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.terminal import build_console
+from mock_scheduler.display.terminal import build_console, print_lines
 from mock_scheduler.doctor.diagnosis import diagnose
 from mock_scheduler.doctor.plan import DoctorPlan, plan_doctor
 from mock_scheduler.doctor.view import diagnosis_to_json, print_diagnosis
@@ -58,8 +58,7 @@ def run_doctor(
     console = console or build_console()
     # Its runs leave the whole configuration marked as the user's own, an alignment's part too.
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=run_stored_code)
-    if told:
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, told)
     program = find_program(config_name, config_path)
     plan = plan_doctor(
         program.build_loader(config_name, config_path),

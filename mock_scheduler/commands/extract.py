@@ -15,7 +15,7 @@ from mock_scheduler.alignment.extract.folder import SCRIPT_FILE, choose_weights,
 from mock_scheduler.alignment.extract.source import read_diverged
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.terminal import build_console
+from mock_scheduler.display.terminal import build_console, print_lines
 from mock_scheduler.errors import ConfigError, ExitCode
 from mock_scheduler.recording.writing.subset import load_train_step
 from mock_scheduler.support.documents import write_json
@@ -54,12 +54,12 @@ def run_extract(
         if num_groups is not None:
             raise ConfigError("--groups cuts recorded rollouts, and a command reads its own rows: leave it out")
         command = read_diverged_command(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
-        _tell(command.used, console)
+        print_lines(console, command.used)
         how = _choose_check(check, is_trusted=command.is_trusted) if is_checked else None
         make = CommandExtraction(source=command, check=how, console=console).make
         return _publish(output, make, console, json_path=json_path)
     source = read_diverged(align_dir, name, step=step, use=use, run_stored_code=run_stored_code)
-    _tell(source.used, console)
+    print_lines(console, source.used)
     extraction = Extraction(
         source=source,
         batch=load_train_step(source.reader, source.step),
@@ -76,11 +76,6 @@ def run_extract(
 
 def _choose_check(check: CheckReproduction | None, *, is_trusted: bool) -> CheckReproduction:
     return check or partial(run_reproduction, run_stored_code=is_trusted)
-
-
-def _tell(used: str, console: Console) -> None:
-    if used:
-        console.print(used, markup=False, highlight=False, soft_wrap=True)
 
 
 def _publish(output: Path, make: Callable[[Path], None], console: Console, *, json_path: Path | None) -> int:

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mock_scheduler.adapters.formats import ForeignFormat, find_format
+from mock_scheduler.adapters.formats import WRITTEN_NAMES, ForeignFormat, find_format
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
 from mock_scheduler.adapters.imports.traces import Traces
 from mock_scheduler.batch import RolloutBatch
@@ -207,7 +207,7 @@ def run_export(
     """
     chosen = find_format(format_name)
     if not chosen.writer:
-        raise ConfigError(f"files of {chosen.framework} are not written; slime's are")
+        raise ConfigError(f"{chosen.name} is read alone; export writes {', '.join(WRITTEN_NAMES)}")
     reader = RecordingReader(recording)
     _refuse_target(folder)
     ranges, listings = parse_steps(steps), list_recording(reader.storage)

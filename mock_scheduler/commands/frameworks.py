@@ -21,7 +21,9 @@ def list_frameworks(*, json_path: str | None = None, console: Console | None = N
     states = look_around(find_frameworks())
     if json_path != STDOUT:
         table = Table("framework", "here", "tried with", "state", "a replay starts no", "page")
-        table.columns[-1].overflow = "fold"
+        table.columns[-1].no_wrap = True  # a path in one piece can be opened
+        for column in table.columns:
+            column.overflow = "fold"
         for state in states:
             framework = state.framework
             table.add_row(

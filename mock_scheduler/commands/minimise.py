@@ -20,7 +20,7 @@ from mock_scheduler.commands.align import AlignOptions, run_align
 from mock_scheduler.config.align import CandidateConfig
 from mock_scheduler.config.stored_code import Use
 from mock_scheduler.display.console import Console
-from mock_scheduler.display.terminal import build_console
+from mock_scheduler.display.terminal import build_console, print_lines
 from mock_scheduler.errors import AlignmentError, ConfigError
 from mock_scheduler.program import ConfigLoader, Program, check_stored_code, find_program
 from mock_scheduler.run_folder.command_folder import FolderMarker, claim_folder
@@ -106,8 +106,7 @@ def run_minimise(
     """
     console = console or build_console()
     told = check_stored_code(config_name, config_path, use=Use.ALIGN, run_stored_code=options.run_stored_code)
-    if told:
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, told)
     program = find_program(config_name, config_path)
     load = remember(program.build_loader(config_name, config_path))
     space, baseline = _open_space(program, load, overrides, candidate_name)

@@ -34,6 +34,12 @@ def build_console() -> Console:
     return console if is_width_known else Console(width=_PLAIN_WIDTH)
 
 
+def print_lines(console: Console, text: str) -> None:
+    """Print a text of several lines as it is, without wrapping or highlights; of an empty one nothing."""
+    for line in text.splitlines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_wrapped(console: Console, text: Text, *, indent: int = 0, label: str = "") -> None:
     """Print text in lines as wide as the console, from column ``indent`` on; ``label`` stands before the first."""
     lines = printable_text(text).wrap(console, max(console.width - indent, _LEAST_WIDTH))

@@ -49,11 +49,12 @@ def run_entry(module: str, arguments: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def check_script(path: str) -> None:
-    """Raises ``ConfigError`` where there is no Python file to run."""
-    if not Path(path).is_file():
+def check_script(path: str, folder: Path | None = None) -> None:
+    """Raises ``ConfigError`` where there is no Python file to run; ``folder``: where it starts, else this process's."""
+    folder = folder or Path.cwd()
+    if not (folder / path).is_file():
         raise ConfigError(
-            f"there is no Python file {path} in {os.getcwd()}; ranks run a file, or -m and a module, without the word "
+            f"there is no Python file {path} in {folder}; ranks run a file, or -m and a module, without the word "
             "python before it"
         )
 

@@ -123,8 +123,8 @@ def load_manifest(storage: Storage) -> Manifest:
         )
     try:
         data = storage.read_bytes(MANIFEST_NAME, max_bytes=MAX_SEALED_BYTES)
-    except FileNotFoundError as error:
-        raise StepNotFoundError(_missing_text(storage.location, path)) from error
+    except FileNotFoundError:
+        raise StepNotFoundError(_missing_text(storage.location, path)) from None  # it says all of it
     return decode_manifest(data, source=path)
 
 

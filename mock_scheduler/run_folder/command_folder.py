@@ -48,17 +48,26 @@ DOCTOR_MARKER = FolderMarker(
 )
 
 
+_ELSEWHERE = "choose a folder where you may write (--output-dir)"
+
+
 @contextmanager
 def claim_folder(path: Path, *, marker: FolderMarker) -> Iterator[None]:
     """Keeps other commands out of ``path``, which is made, until the block has ended or the process is gone.
 
     Raises ``ConfigError`` where another one is at work there, on this machine or on another one that has the folder
-    too. A path that is no folder is left to who prepares it; where the file system knows no locks, nobody is kept out.
+    too, and where nothing can be written. A path that is no folder is left to who prepares it; where the file system
+    knows no locks, nobody is kept out.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         yield
         return
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {error.strerror}; {_ELSEWHERE}") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"nothing can be written in {path}; {_ELSEWHERE}")
     with ExitStack() as stack:
         try:
             _lock(path, stack)

@@ -121,6 +121,7 @@ class GraftedModule:
             cause. Else it only passes on the difference of ``cause``.
         relative: ||a - b|| / ||a|| without a graft; ``None`` where there is no number.
         tensor: Of a cause, its tensor.
+        made_by: Of a cause in the backward pass, as ``Localisation.made_by``.
         num_healed: Of a cause, the number of mended tensors behind it.
         cause: Of any other, the name of the cause before it.
         growth: Of any other, its relative difference / the cause's; ``None`` where either has no number.
@@ -131,6 +132,7 @@ class GraftedModule:
     is_cause: bool
     relative: float | None = None
     tensor: DifferingTensor | None = None
+    made_by: str = ""
     num_healed: int = 0
     cause: str = ""
     growth: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,21 @@ def test_a_launcher_has_the_command_word_by_word_or_as_one_text(tmp_path: Path) 
     assert few.words[2] == "--nodes=1"
 
 
+def test_a_file_of_ranks_that_is_not_there_is_found_while_nothing_runs(tmp_path: Path) -> None:
+    options = {"options": {"script": "train.py"}, "arguments": {}, "working_dir": "code"}
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    load(tmp_path, command=["{ranks}", "{options.script}"], **options)
+    missing = f"there is no Python file other.py in {tmp_path / 'code'}; ranks run a file, or -m and a module"
+    with pytest.raises(ConfigError, match=re.escape(missing)):
+        load(tmp_path, "options.script=other.py", command=["{ranks}", "{options.script}"], **options)
+    # On other machines the file may be there alone.
+    far = {"launcher": ["srun", "{command}"], **options}
+    load(tmp_path, "options.script=other.py", command=["{ranks}", "{options.script}"], **far)
+
+
 def test_ranks_are_started_where_nobody_else_can_join_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     found = build(tmp_path, f"{TP}=2", command=["{ranks}", "train.py", "{arguments}", "--end"], output_dir="/out")
     ours = ("/env/bin/python", "-P", "-u", "-m", "mock_scheduler.launch.ranks", "/out", "2", "1", "0", "memory")
     assert found.words == (*ours, "train.py", "--tp", "2", "--lr=0.5", "--end")

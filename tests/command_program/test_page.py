@@ -20,6 +20,7 @@ _SET_BY_ALIGN = {"initial_state", "order", "perturbation", "graft"}
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_an_example_loads_and_makes_a_command(tmp_path: Path, text: str) -> None:
     (tmp_path / "align.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "train.py").touch()
     config = own_config(PROGRAM.build_loader("align", tmp_path)(()))
     command = build_command(config, folder=tmp_path, python="/env/bin/python")
     assert re.search(r"\{[a-z]", command.shown_inner) is None

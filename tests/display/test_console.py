@@ -12,7 +12,14 @@ from rich.progress import TextColumn as BarText
 from rich.text import Text
 
 from mock_scheduler.display.console import Console, ProgressBar, printable_text
-from mock_scheduler.display.terminal import TextColumn, print_labelled, print_table, print_wrapped, show_progress
+from mock_scheduler.display.terminal import (
+    TextColumn,
+    print_labelled,
+    print_lines,
+    print_table,
+    print_wrapped,
+    show_progress,
+)
 
 EVIL = "\x1b[31m\x9b1m\u202e\ud800\n[red]x[/red] :smile:"
 SHOWN = r"\x1b[31m\x9b1m\u202e\ud800\n[red]x[/red] :smile:"
@@ -38,6 +45,14 @@ def test_on_a_terminal_only_our_own_styles_act(made: object) -> None:
     text = printed(made, is_terminal=True)
     assert "\x1b" in text
     assert _OWN.sub("", text).rstrip() == SHOWN
+
+
+def test_a_text_of_several_lines_keeps_them_and_nothing_else_acts() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=10)
+    print_lines(console, "")
+    print_lines(console, "names what is used now:\n  - [red]\x1b[31m")
+    assert output.getvalue() == "names what is used now:\n  - [red]\\x1b[31m\n"
 
 
 def test_styles_stay_where_they_are() -> None:

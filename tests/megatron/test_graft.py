@@ -104,10 +104,10 @@ def with_other_weight(**options: Any) -> Any:
     return model
 
 
-def with_other_backward() -> Any:
-    """The same forward pass; the gradient that the last norm hands back is 1.5 times as large."""
+def with_other_backward(norm_name: str = "decoder.final_layernorm") -> Any:
+    """The same forward pass; the gradient that a norm hands back is 1.5 times as large."""
     model = tiny_model()
-    norm = model.chunks[0].decoder.final_layernorm
+    norm = model.chunks[0].get_submodule(norm_name)
     norm.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 1.5,))
     return model
 
@@ -153,6 +153,20 @@ def test_all_that_follows_a_grafted_gradient_is_the_references(reference: tuple[
     found = train(tmp_path / "grafted", with_other_backward(), graft=graft)
     assert different_bits(found, expected) == []
     assert graft.fired == {"decoder.layers.1": 2}
+
+
+def test_a_grafted_gradient_is_that_of_a_module_within_which_shows_the_same_tensor(
+    reference: tuple[Path, Merged], tmp_path: Path
+) -> None:
+    """The attention's output is that of its last linear layer, which was told as a second cause."""
+    folder, expected = reference
+    attention, changed = "decoder.layers.1.self_attention", "decoder.layers.1.pre_mlp_layernorm"
+    within = {attention, f"{attention}.linear_proj", f"{attention}.core_attention", QKV}
+    plain = train(tmp_path / "plain", with_other_backward(changed))
+    assert within <= names_of(different_bits(plain, expected), "activation gradient")
+    graft = graft_of(folder, attention, kind="activation_gradient")
+    found = train(tmp_path / "grafted", with_other_backward(changed), graft=graft)
+    assert within & names_of(different_bits(found, expected), "activation gradient") == set()
 
 
 @pytest.mark.parametrize("kind", ["activation", "activation_gradient"])

@@ -35,3 +35,21 @@ def test_a_second_command_is_kept_out_until_the_first_has_ended(
         pass
     assert list(folder.iterdir()) == []
     assert (tmp_path / ".align.lock").exists() is not locks_folders
+
+
+def test_where_nothing_can_be_written_another_folder_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"file/out cannot be made: Not a directory; choose a folder .*--output-dir"),
+        claim_folder(tmp_path / "file" / "out", marker=ALIGN_MARKER),
+    ):
+        pass
+    # Root may write everywhere, so the question is answered for it.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with (
+        pytest.raises(ConfigError, match=f"nothing can be written in {tmp_path}; choose a folder where you may write"),
+        claim_folder(tmp_path, marker=ALIGN_MARKER),
+    ):
+        pass

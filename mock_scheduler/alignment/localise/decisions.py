@@ -186,7 +186,7 @@ def build_localisation(
         origin=origin,
         is_exact=is_exact,
         made_by=_find_maker(key, comparison),
-        causes=() if walk is None else _list_causes(walk),
+        causes=() if walk is None else _list_causes(walk, comparison),
         amplifiers=() if walk is None else _list_amplifiers(walk),
         num_before=_count_before(comparison, key),
         num_others=0 if walk is None else len(walk.before) - len(walk.causes),
@@ -222,7 +222,7 @@ def _count_alike(walk: GraftWalk, comparison: TensorComparison) -> int:
     return count if count == len(walk.causes) or is_cut_short else 0
 
 
-def _list_causes(walk: GraftWalk) -> tuple[GraftedModule, ...]:
+def _list_causes(walk: GraftWalk, comparison: TensorComparison) -> tuple[GraftedModule, ...]:
     return tuple(
         GraftedModule(
             name=item.key.name,
@@ -230,6 +230,7 @@ def _list_causes(walk: GraftWalk) -> tuple[GraftedModule, ...]:
             is_cause=True,
             relative=item.relative,
             tensor=item,
+            made_by=_find_maker(item.key, comparison),
             num_healed=len(healed),
         )
         for item, healed in zip(walk.causes, walk.healed, strict=True)

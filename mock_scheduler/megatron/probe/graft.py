@@ -158,14 +158,15 @@ class GraftProbe(TrainingProbe):
                 grafted: torch.Tensor = _Grafted.apply(tensor, places, values)
                 return grafted
             if has_graph:
-                self._await_gradient(output.name, tensor, places, values if scale == 1.0 else values / scale)
+                return self._await_gradient(output.name, tensor, places, values if scale == 1.0 else values / scale)
             return None
 
         return see
 
     def _await_gradient(
         self, name: str, tensor: torch.Tensor, places: tuple[torch.Tensor, ...], values: torch.Tensor
-    ) -> None:
+    ) -> torch.Tensor:
+        """Returns a copy to go on with: a module within may show the same tensor, and gets the new gradient too."""
         self._open[name] += 1
 
         def replace(gradient: torch.Tensor) -> torch.Tensor:
@@ -173,7 +174,9 @@ class GraftProbe(TrainingProbe):
             self.fired[name] += 1
             return put_elements(gradient, places, values)
 
-        tensor.register_hook(replace)
+        copy = tensor.clone()
+        copy.register_hook(replace)
+        return copy
 
     def _find_elements(
         self, output: ObservedOutput, share: Share, tensor: torch.Tensor, gather: Gather | None

@@ -116,7 +116,7 @@ def run_seconds(elapsed_s: float, rollout_s: float, facts: RunFacts) -> tuple[tu
     rows = [("with the start of its processes", elapsed_s)]
     rows += [("the run itself", facts.seconds["wall_s"])] if "wall_s" in facts.seconds else []
     rows += [("rollout", rollout_s)] if rollout_s else []
-    rows += [("training", facts.seconds["train_s"])] if "train_s" in facts.seconds else []
+    rows += [("training", facts.seconds["train_s"])] if facts.seconds.get("train_s") else []
     return tuple(rows)
 
 

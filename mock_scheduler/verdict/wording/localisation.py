@@ -46,12 +46,26 @@ def describe_localisation(found: Localisation) -> str:
     if found.num_alike:
         subject = _describe_alike(found)
     elif len(found.causes) > 1:
-        tensors = [cause.tensor for cause in found.causes if cause.tensor is not None]
-        listed = " and ".join(f"{_describe_subject(item.key)} ({describe_look(item)})" for item in tensors)
-        subject = f"{len(found.causes)} causes: {listed}"
+        subject = _describe_causes(found.causes)
     else:
-        subject = f"{_describe_subject(found.origin.key)}: {describe_look(found.origin)}{_describe_maker(found)}"
+        subject = (
+            f"{_describe_subject(found.origin.key)}: {describe_look(found.origin)}{_describe_maker(found.made_by)}"
+        )
     return f"{', '.join(place)}, {subject}; {'; '.join(_list_rest(found))}"
+
+
+def _describe_causes(causes: Sequence[GraftedModule]) -> str:
+    """Several causes; those of a backward pass with the modules that make them, which may all be of one kind."""
+    kinds = {module_kind(cause.made_by) if cause.made_by else "" for cause in causes}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    texts = [
+        f"{_describe_subject(cause.tensor.key)} ({describe_look(cause.tensor)}{_describe_maker(cause.made_by)})"
+        for cause in causes
+        if cause.tensor is not None
+    ]
+    rest = len(texts) - _NUM_NAMED
+    listed = " and ".join((*texts[:_NUM_NAMED], *([f"{rest} more"] if rest > 0 else [])))
+    return f"{len(causes)} causes{f', each made behind a {kind}' if kind else ''}: {listed}"
 
 
 def _describe_alike(found: Localisation) -> str:
@@ -85,7 +99,8 @@ def describe_module(module: GraftedModule, found: Localisation, *, is_first: boo
     if module.tensor is None:
         return f"only passes on what {module.cause} does{_describe_growth(module)}"
     put_right = "" if is_first else " with the causes before it put right"
-    text = f"{describe_look(module.tensor)}; all before it is {_equal(found)}{put_right}"
+    look = f"{describe_look(module.tensor)}{_describe_maker(module.made_by)}"
+    text = f"{look}; all before it is {_equal(found)}{put_right}"
     if not module.num_healed:
         return f"{text}, and nothing behind it is mended by the reference's tensor in its place"
     healed = f"{count_of(module.num_healed, 'tensor')} behind it {_be(module.num_healed)}"
@@ -134,11 +149,11 @@ def _name_module(module: GraftedModule) -> str:
     return f"{module.name} ({kind})"
 
 
-def _describe_maker(found: Localisation) -> str:
+def _describe_maker(made_by: str) -> str:
     """The backward pass behind a gradient at an output; its own gradient is still equal."""
-    if not found.made_by:
+    if not made_by:
         return ""
-    behind = "that of the loss" if found.made_by == "loss" else f"the backward pass behind {found.made_by}"
+    behind = "that of the loss" if made_by == "loss" else f"the backward pass behind {made_by}"
     return f", made by {behind}"
 
 

@@ -74,7 +74,7 @@ def test_a_format_that_cannot_be_read_safely_says_so(tmp_path: Path) -> None:
         ConfigError, match=r"'slim' is no format of files that are read \(do you mean slime\?\); known are"
     ):
         find_format("slim")
-    with pytest.raises(ConfigError, match="files of NexRL: debug dump are not written; slime's are"):
+    with pytest.raises(ConfigError, match="nexrl is read alone; export writes slime"):
         run_export("nexrl", "x", tmp_path, steps=None)
 
 

@@ -142,6 +142,11 @@ def test_two_causes_in_the_backward_pass_are_both_named(tmp_path: Path) -> None:
     _, found = find(tmp_path, Fault(backward={FC1: 1.5, NORM: 0.5}))
     assert (names(found.causes), found.num_alike) == ([FC1, NORM], 0)
     assert names(found.amplifiers)[-1] == "embedding"
+    made_by = ["decoder.layers.1.mlp.linear_fc2", "decoder.layers.0.mlp.linear_fc1"]
+    assert [cause.made_by for cause in found.causes] == made_by
+    assert describe_localisation(found).startswith("step 0, backward, 2 causes, each made behind a linear layer: ")
+    assert f", made by the backward pass behind {made_by[1]}); " in describe_localisation(found)
+    assert f", made by the backward pass behind {made_by[1]}; all before" in describe_module(found.causes[1], found)
 
 
 def test_a_reduction_fault_behind_a_backward_fault_is_named_beside_it(tmp_path: Path) -> None:
