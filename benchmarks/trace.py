@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = f"{benchmark.num_parameters / 1e6:.1f} million parameters, {num_tokens:,} tokens"
     num_rounds = len(by_mode["none"].cpu_ratios)
     title = f"{size}, {count_of(options.threads, 'thread')}, {count_of(num_rounds, 'round')}"
-    console = Console()
+    console = Console(width=120)
     print_results(console, results, title=title)
     console.print(f"off: {num_calls} empty calls in a step, {off_ms:.3f} ms, {off_share:.4%} of it")
     sketch = by_mode["sketch, all"].cpu_ratio
