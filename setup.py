@@ -14,9 +14,9 @@ NATIVE_FLAGS = ["-O3", "-ffp-contract=off", "-fwrapv", "-Wno-psabi"]
 NATIVE = [
     Extension(
         f"mock_scheduler.{folder.replace('/', '.')}.native",
-        [f"mock_scheduler/{folder}/native.c"],
+        sorted(map(str, Path("mock_scheduler", folder).glob("native*.c"))),
         include_dirs=["mock_scheduler/support"],
-        depends=["mock_scheduler/support/native.h"],
+        depends=["mock_scheduler/support/native.h", "mock_scheduler/comparison/measure/passes.h"],
         extra_compile_args=NATIVE_FLAGS,
         optional=True,
     )

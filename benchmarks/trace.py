@@ -5,10 +5,11 @@ parameters in float32, on 16 rows of 128 tokens in four micro-batches, without p
 many times more as its trace does.
 
 Every round takes one step in each mode, in an order that is turned round from round to round; all modes train on the
-same batch, and one round is not counted. Ratios are medians over the rounds of the quotient of two steps of the same
-round. A step includes the opening and closing of its trace, on the disk. Where other programs run beside, elapsed time
-says little; the bars are of processor time, which is the same on one thread where nothing else runs, but for the
-writing of whole tensors in the background.
+same batch, and one round is not counted. A round begins only if one as long as the longest so far would end within
+``--minutes``; the first two always do. Ratios are medians over the rounds of the quotient of two steps of the same
+round, and beside that of processor time stand the smallest and the largest. A step includes the opening and closing of
+its trace, on the disk. Where other programs run beside, elapsed time says little; the bars are of processor time, which
+is the same on one thread where nothing else runs, but for the writing of whole tensors in the background.
 
 - *none*: the learner's own probe, which does nothing; twice, so that its ratio to itself shows what is noise;
 - *sketch*, *full*: the default kinds (initial, gradient, parameter, weight);
@@ -19,7 +20,7 @@ writing of whole tensors in the background.
 
 What ``off`` costs is too little for a stopwatch: the empty calls of a step are counted, and timed on their own.
 
-    python -m benchmarks.trace [--rounds 9] [--threads 1] [--kinds] [--json results.json]
+    python -m benchmarks.trace [--rounds 9] [--minutes 8] [--threads 1] [--kinds | --sketches] [--json results.json]
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Result:
     """The medians of one mode over the rounds.
 
     ratio, cpu_ratio: to a step without a trace, of elapsed time and of the processor time of all threads.
+    cpu_ratios: of each round.
     bytes_per_step: on the disk.
     """
 
@@ -100,6 +102,7 @@ class Result:
     step_ms: float
     ratio: float
     cpu_ratio: float
+    cpu_ratios: list[float]
     bytes_per_step: int
 
 
@@ -184,25 +187,20 @@ class Benchmark:
             shutil.rmtree(self.folder)
         return step_ms, cpu_ms, num_bytes
 
-    def measure(self, modes: Mapping[str, Mode], rounds: int) -> list[Result]:
-        """Every mode in every round, after one round that does not count."""
+    def measure(self, modes: Mapping[str, Mode], rounds: int, *, limit_s: float) -> list[Result]:
+        """Takes every mode in every round, after one round that does not count, for about so many seconds at most."""
         steps: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in modes}
+        ends_s, longest_s = time.monotonic() + limit_s, 0.0
         for number in range(rounds + 1):
+            started_s = time.monotonic()
+            if number > 1 and started_s + longest_s > ends_s:
+                break
             for mode in list(modes) if number % 2 else list(reversed(modes)):
                 taken = self.take_step(modes[mode])
                 if number:
                     steps[mode].append(taken)
-        without = steps["none"]
-        return [
-            Result(
-                mode=mode,
-                step_ms=statistics.median(elapsed for elapsed, _, _ in taken),
-                ratio=statistics.median(mine[0] / other[0] for mine, other in zip(taken, without, strict=True)),
-                cpu_ratio=statistics.median(mine[1] / other[1] for mine, other in zip(taken, without, strict=True)),
-                bytes_per_step=taken[-1][2],
-            )
-            for mode, taken in steps.items()
-        ]
+            longest_s = max(longest_s, time.monotonic() - started_s)
+        return [_result(mode, taken, steps["none"]) for mode, taken in steps.items()]
 
     def off_cost(self) -> tuple[int, float]:
         """Counts the calls of a step to a probe that does nothing, and the milliseconds they take together."""
@@ -216,13 +214,28 @@ class Benchmark:
         return counting.num_calls, counting.num_calls * per_call_ms
 
 
+def _result(
+    mode: str, taken: Sequence[tuple[float, float, int]], without: Sequence[tuple[float, float, int]]
+) -> Result:
+    ratios = [(mine[0] / other[0], mine[1] / other[1]) for mine, other in zip(taken, without, strict=True)]
+    return Result(
+        mode=mode,
+        step_ms=statistics.median(elapsed for elapsed, _, _ in taken),
+        ratio=statistics.median(elapsed for elapsed, _ in ratios),
+        cpu_ratio=statistics.median(cpu for _, cpu in ratios),
+        cpu_ratios=[cpu for _, cpu in ratios],
+        bytes_per_step=taken[-1][2],
+    )
+
+
 def print_results(console: Console, results: Sequence[Result], *, title: str) -> None:
     """One line for each mode."""
     table = Table(title=title, title_justify="left")
-    for heading in ("trace", "ms per step", "times a step without", "of processor time", "MB per step"):
+    for heading in ("trace", "ms per step", "times a step without", "of processor time", "each round", "MB per step"):
         table.add_column(heading, justify="right")
     for result in results:
-        ratios = f"{result.ratio:.3f}", f"{result.cpu_ratio:.3f}"
+        lowest, highest = min(result.cpu_ratios), max(result.cpu_ratios)
+        ratios = f"{result.ratio:.3f}", f"{result.cpu_ratio:.3f}", f"{lowest:.3f} to {highest:.3f}"
         table.add_row(result.mode, f"{result.step_ms:,.0f}", *ratios, f"{result.bytes_per_step / 1e6:,.3f}")
     console.print(table)
 
@@ -231,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 0 where both bars are met, else 1."""
     parser = ArgumentParser(prog="benchmarks.trace", description="Training steps with and without a trace")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no round begins that would end later")
     parser.add_argument("--threads", type=int, default=1)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--kinds", action="store_true", help="sketches of each kind by itself")
@@ -248,14 +262,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         modes = KIND_MODES if options.kinds else MODES
         if options.sketches:
             modes = {name: mode for name, mode in MODES.items() if name.startswith(("none", "sketch"))}
-        results = benchmark.measure(modes, options.rounds)
+        results = benchmark.measure(modes, options.rounds, limit_s=options.minutes * 60)
     stop_runtime()
     by_mode = {result.mode: result for result in results}
     off_share = off_ms / by_mode["none"].step_ms
     num_tokens = int(benchmark.batch.lengths.sum())
     size = f"{benchmark.num_parameters / 1e6:.1f} million parameters, {num_tokens:,} tokens"
-    title = f"{size}, {count_of(options.threads, 'thread')}, {options.rounds} rounds"
-    console = Console()
+    num_rounds = len(by_mode["none"].cpu_ratios)
+    title = f"{size}, {count_of(options.threads, 'thread')}, {count_of(num_rounds, 'round')}"
+    console = Console(width=120)
     print_results(console, results, title=title)
     console.print(f"off: {num_calls} empty calls in a step, {off_ms:.3f} ms, {off_share:.4%} of it")
     sketch = by_mode["sketch, all"].cpu_ratio

@@ -1,9 +1,9 @@
 """Adds products in 16 lanes, so that a sum has the same bits on every processor.
 
 Contract: of the elements that are summed together, element i is added to lane i % 16, in order; then the upper half of
-the lanes is added to the lower one, until one is left. All is float64, and no product is fused with its sum.
-``native.c`` does so too, and reads each element once: it sums dense float32, bfloat16 and float64. Where it was not
-built, and for other elements, NumPy gives the same bits, about ten times slower.
+the lanes is added to the lower one, until one is left. All is float64, and a product is fused with its sum only where
+float64 holds it. ``native.c`` does so too, and reads each element once: it sums dense float32, bfloat16 and float64.
+Where it was not built, and for other elements, NumPy gives the same bits, about ten times slower.
 """
 
 from __future__ import annotations
@@ -116,14 +116,16 @@ def _can_read(tensors: Sequence[torch.Tensor]) -> bool:
 
 _POINTER, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 
+#: Types of the arguments, and of the result.
+SUM_PAIR = [_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER, _POINTER], _INT
+SUM_CHANGES = [_POINTER, _SIZE, _SIZE, _INT, _INT, _DOUBLE, _DOUBLE, _POINTER], _SIZE
+
 
 @lru_cache(maxsize=1)
 def _sum_pair() -> Callable[..., Any] | None:
-    types = [_POINTER, _POINTER, _SIZE, _SIZE, _INT, _POINTER, _POINTER, _POINTER]
-    return load_function(__file__, "sum_pair_1", types, ctypes.c_int)
+    return load_function(__file__, "sum_pair_1", *SUM_PAIR)
 
 
 @lru_cache(maxsize=1)
 def _sum_changes() -> Callable[..., Any] | None:
-    types = [_POINTER, _SIZE, _SIZE, _INT, _INT, _DOUBLE, _DOUBLE, _POINTER]
-    return load_function(__file__, "sum_changes_1", types, _SIZE)
+    return load_function(__file__, "sum_changes_1", *SUM_CHANGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mock_scheduler.comparison.measure.changes import Changes, sum_changes
 from mock_scheduler.comparison.measure.figures import PairSums, sum_pair
 from mock_scheduler.comparison.measure.lanes import dot, sum_changes_in_c, sum_pair_in_c
 from mock_scheduler.comparison.thresholds import BLOCK_ELEMENTS, CHUNK_ELEMENTS
+from mock_scheduler.support.native import load_function
 from tests.comparison.measure.plain import plain_dot, without_c
 
 NAN, INF = math.nan, math.inf
@@ -70,6 +72,36 @@ def test_both_ways_give_the_same_bits_at_the_edges_of_lanes_chunks_and_blocks(dt
     assert math.isfinite(found[1].distance)
     assert found[0].is_finite
     assert found[0].figures.num_different == int((left.double() != right.double()).sum())
+
+
+@needs_c
+@pytest.mark.parametrize("kind", ["any", "avx2"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_passes_for_other_processors_give_the_same_bits(
+    dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "any" and kind not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+        pytest.skip(f"this processor has no {kind}")
+    left = normal(5003, 1, dtype)
+    right = (left * (1 + 1e-2 * normal(5003, 2, dtype))).to(dtype)
+    right[::17], right[2048:4096] = -right[::17], left[2048:4096]
+
+    def compute() -> list[PairSums | Changes]:
+        pairs, old = (right, left), (left * 0.5, left * 0.75)
+        changes = [
+            sum_changes((old[0], other), pairs, gradients, 1e-2, is_same_before=other is old[0])
+            for other in old
+            for gradients in (None, pairs, (left.double(), right.double()), (left.float(), right.float()))
+        ]
+        return [sum_pair(left, right), *changes]
+
+    found = compute()
+    for name, types, result in (("sum_pair", *lanes.SUM_PAIR), ("sum_changes", *lanes.SUM_CHANGES)):
+        function = load_function(lanes.__file__, f"{name}_{kind}", types, result)
+        if function is None:
+            pytest.skip("built for one kind of processor alone")
+        monkeypatch.setattr(lanes, f"_{name}", lambda function=function: function)
+    assert compute() == found
 
 
 @needs_c
