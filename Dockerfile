@@ -1,5 +1,5 @@
 # This project on NVIDIA's PyTorch image, for launch/gpu_check.sh. Never built here: there is neither a GPU nor Docker.
-#   docker build -t mock-scheduler . && docker run --gpus all --rm -v "$PWD/output:/output" mock-scheduler
+#   docker build -t mock-scheduler . && docker run --gpus all --ipc=host --rm -v "$PWD/output:/output" mock-scheduler
 #
 # Known of 25.12 from its release notes (docs.nvidia.com, PyTorch release notes, rel-25-12): CUDA 13.1.0, torch
 # 2.10.0a0+b4e4ee81d3 for Python 3.12 in /usr/local/lib/python3.12/dist-packages, and a pip constraints file,
