@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +34,7 @@ from benchmarks.gpu_check.findings import (
 from benchmarks.gpu_check.machine import Machine
 from benchmarks.gpu_check.processes import ROOT, child_environment
 from benchmarks.gpu_check.wheels import WheelError, install_lacking
+from mock_scheduler.support.processes import ending_signals_as_interrupt
 
 _USAGE = 5
 #: Kept of the time for the last report.
@@ -102,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
         folder = _make_folder(options.output)
         # Short, since sockets lie in it, and outside the report, which may be copied while it grows.
-        with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work, _ending_in_order():
+        with (
+            tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work,
+            ending_signals_as_interrupt(),
+        ):
             environment, wheel_problems = _build_environment(options, folder, Path(work))
             machine = _read_machine(options.device, environment, folder)
             report = Report(
@@ -116,16 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, WheelError) as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return _USAGE
-
-
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Makes a termination an interrupt in the block, so that the running check is ended and the report written."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run(options: argparse.Namespace, report: Report, environment: dict[str, str], work: Path, *, end_s: float) -> int:

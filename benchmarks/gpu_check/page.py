@@ -28,6 +28,10 @@ _SENTENCES = {
 def write_report_page(path: Path, content: Mapping[str, Any]) -> None:
     """Writes the page of a report's JSON; raises ``AlignmentError`` where it cannot be written."""
     word, sentence = _SENTENCES[content["exit_code"]]
+    if not any(
+        row["outcome"] in (Outcome.HELD, Outcome.FAILED) for item in content["checks"] for row in item["findings"]
+    ):
+        word, sentence = "nothing was run", "The reasons are below."
     if content["is_rehearsal"]:
         sentence = f"A rehearsal on the CPU: nothing here says anything about a GPU. {sentence}"
     page = render_page(

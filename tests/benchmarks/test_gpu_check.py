@@ -112,7 +112,7 @@ def test_without_a_gpu_all_checks_are_reported_as_not_run(
     ]
     page = (tmp_path / "gpu_check.html").read_text(encoding="utf-8")
     assert all(check.title in page for check in CHECKS)
-    assert "not all was run" in page
+    assert "nothing was run" in page
     assert "determinism: not run (0 s): no CUDA GPU is visible" in capsys.readouterr().out
 
 
@@ -140,6 +140,20 @@ def test_a_check_beyond_its_time_is_ended_and_a_rehearsal_says_what_it_is(
     page = (tmp_path / "out" / "gpu_check.html").read_text(encoding="utf-8")
     assert "A rehearsal on the CPU: nothing here says anything about a GPU." in page
     assert "&lt;b&gt;found&lt;/b&gt;" in page
+
+
+def test_a_termination_ends_the_running_check_and_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminating = tmp_path / "python"
+    terminating.write_text("#!/bin/sh\nkill -TERM $PPID\nexec sleep 60\n", encoding="utf-8")
+    terminating.chmod(0o755)
+    monkeypatch.setattr(script, "_read_machine", lambda *arguments: Machine(device="cpu"))
+    monkeypatch.setattr(sys, "executable", str(terminating))
+    assert script.main(["--output", str(tmp_path / "out"), "--only", "graphs,cost", "--device", "cpu"]) == 4
+    report = json.loads((tmp_path / "out" / "gpu_check.json").read_text(encoding="utf-8"))
+    reasons = [(item["name"], item["outcome"], item["reason"]) for item in report["checks"]]
+    assert reasons == [("graphs", "not run", "the script was ended from outside"), ("cost", "not run", "not begun")]
 
 
 @pytest.mark.parametrize(
