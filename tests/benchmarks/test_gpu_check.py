@@ -10,7 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -69,6 +69,21 @@ def test_obstacles_are_named_and_the_shares_fit_the_time() -> None:
         device="cuda", gpus=("H100",), capability=(9, 0), transformer_engine="TransformerEngine is not there"
     )
     assert find_obstacle(of_fp8, without) == "TransformerEngine is not there"
+
+
+def test_an_import_that_ends_the_process_leaves_what_was_known_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = tmp_path / "python"
+    known = replace(ONE_GPU, transformer_engine="the import of transformer_engine.pytorch ended the process")
+    dying.write_text(f"#!/bin/sh\necho '{json.dumps(asdict(known))}'\necho 'Fatal Python error'\nkill -SEGV $$\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    assert script._read_machine("cuda", {}, tmp_path) == known
+    dying.write_text("#!/bin/sh\necho 'no driver' >&2\nexit 1\n")
+    assert (
+        script._read_machine("cuda", {}, tmp_path).cuda_problem == "the process that looked for a GPU ended: no driver"
+    )
 
 
 def test_time_that_a_check_leaves_or_cannot_use_is_there_for_the_later_ones() -> None:
