@@ -102,11 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         folder = _make_folder(options.output)
-        # Short, since sockets lie in it, and outside the report, which may be copied while it grows.
-        with (
-            tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as work,
-            ending_signals_as_interrupt(),
-        ):
+        with _make_work_folder() as work, ending_signals_as_interrupt():
             environment, wheel_problems = _build_environment(options, folder, Path(work))
             machine = _read_machine(options.device, environment, folder)
             report = Report(
@@ -258,6 +254,14 @@ def _make_folder(folder: Path) -> Path:
             f"--output {folder} cannot be written: {error.strerror}; name a folder that this user may write"
         ) from error
     return folder
+
+
+def _make_work_folder() -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder with a short name, since sockets lie in it, outside the report, which may be copied meanwhile."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"{error.strerror}; set TMPDIR to a folder that this user may write") from error
 
 
 def _build_environment(options: argparse.Namespace, folder: Path, work: Path) -> tuple[dict[str, str], Sequence[str]]:
