@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import NoReturn
 
 from benchmarks.gpu_check.checks import CHECKS, LIMIT_S, Check, find_obstacle
@@ -32,9 +33,9 @@ from benchmarks.gpu_check.findings import (
     write_json,
 )
 from benchmarks.gpu_check.machine import Machine
-from benchmarks.gpu_check.processes import ROOT, child_environment
+from benchmarks.gpu_check.processes import ROOT, child_environment, end_all, wait_for
 from benchmarks.gpu_check.wheels import WheelError, install_lacking
-from mock_scheduler.support.processes import ending_signals_as_interrupt
+from mock_scheduler.support.processes import handling_signals
 
 _USAGE = 5
 #: Kept of the time for the last report.
@@ -43,6 +44,7 @@ _CLOSING_S = 10.0
 _LEAST_S = 5.0
 _MACHINE_S = 90.0
 _SHOWN_CHARACTERS = 600
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class UsageError(Exception):
@@ -58,7 +60,8 @@ class _Parser(argparse.ArgumentParser):
 class Report:
     """The report so far; ``save`` writes it as JSON and, where its libraries are there, as a page.
 
-    wheel_problems: why carried wheels were not installed. problem: why the last report was not written whole.
+    wheel_problems: why carried wheels were not installed. ended: set by a signal to this script. problem: why the last
+    report was not written whole.
     """
 
     folder: Path
@@ -66,9 +69,9 @@ class Report:
     started: str
     is_rehearsal: bool
     wheel_problems: Sequence[str]
+    ended: Event
     results: list[CheckResult] = field(default_factory=list)
     problem: str = ""
-    is_ended: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -102,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         folder = _make_folder(options.output)
-        with _make_work_folder() as work, ending_signals_as_interrupt():
+        ended = Event()
+        with _make_work_folder() as work, handling_signals(_ENDING, lambda *_: ended.set()):
             environment, wheel_problems = _build_environment(options, folder, Path(work))
             machine = _read_machine(options.device, environment, folder)
             report = Report(
@@ -111,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 started=time.strftime("%Y-%m-%d %H:%M:%S%z"),
                 is_rehearsal=options.device == "cpu",
                 wheel_problems=wheel_problems,
+                ended=ended,
             )
             return _run(options, report, environment, Path(work), end_s=started_s + options.limit - _CLOSING_S)
     except (UsageError, WheelError) as error:
@@ -130,7 +135,7 @@ def _run(options: argparse.Namespace, report: Report, environment: dict[str, str
         report.results[place] = _run_check(check, report, environment, work, limit_s=limit_s)
         report.save()
         _say(check, report.results[place])
-        if report.is_ended:
+        if report.ended.is_set():
             break
     written = report.problem or "with its page, gpu_check.html"
     print(f"report: {report.folder / 'gpu_check.json'} ({written})", flush=True)
@@ -169,14 +174,8 @@ def _run_check(check: Check, report: Report, environment: dict[str, str], work: 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code: int | None = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        except KeyboardInterrupt:
-            code, report.is_ended = None, True
-        finally:
-            _end(process, work)
+        code = wait_for(process, report.ended, end_s=started_s + limit_s)
+        end_all(process, work)
     found, tables = read_findings(findings)
     if code != 0:
         tables += read_alignments(work)
@@ -185,20 +184,7 @@ def _run_check(check: Check, report: Report, environment: dict[str, str], work: 
     if result.outcome is not Outcome.HELD:
         _keep_logs(work, log)
     shutil.rmtree(work, ignore_errors=True)
-    return replace(result, reason="the script was ended from outside") if report.is_ended else result
-
-
-def _end(process: subprocess.Popen[bytes], work: Path) -> None:
-    """Ends what is left of a check: its session, and processes of other sessions, known by their ``TMPDIR``."""
-    import psutil  # it may come with the carried wheels
-
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for other in psutil.process_iter():
-        with suppress(psutil.Error):
-            if other.environ().get("TMPDIR") == str(work):
-                other.kill()
+    return replace(result, reason="the script was ended from outside") if report.ended.is_set() else result
 
 
 def _keep_logs(work: Path, log: Path) -> None:
