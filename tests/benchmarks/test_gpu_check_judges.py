@@ -164,6 +164,16 @@ def test_a_product_whose_bits_depend_on_its_shape_fails_by_its_row(log: Findings
     assert found.startswith("2 of 12 not, first 8 x 16 x 12, float32, output features, 2, 0.0%")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of every kernel that is replaced
+def test_batch_invariant_kernels_need_no_transformer_engine() -> None:
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
+
+    before = kernels.is_batch_invariant_mode_enabled()
+    with gemm_orders.use_invariant_kernels(kernels, has_transformer_engine=False):
+        assert kernels.is_batch_invariant_mode_enabled()
+    assert kernels.is_batch_invariant_mode_enabled() is before is False
+
+
 def judgement(**changes: Any) -> OwnJudgement:
     values = {"precision": "float32", "model": "dense", "run": "dense tp2", "fault": "second-beta", "sentence": "it is"}
     values |= {"verdict": "diverged", "place": "update, update 0, x", "is_placed": True, "fired": 2}
