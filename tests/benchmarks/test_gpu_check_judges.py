@@ -148,6 +148,10 @@ def test_a_product_whose_bits_depend_on_its_shape_fails_by_its_row(log: Findings
     gemm_orders.compare_all(log, shapes, torch.device("cpu"), torch.matmul, title="plain")
     assert failed(log) == {}
     assert len(log.tables[0].rows) == 2 * 2 * 3  # dtypes, degrees (8 does not divide 12), splits
+    odd = gemm_orders._compare((33, 16, 12), torch.float32, torch.device("cpu"), torch.matmul)
+    assert [(item.split, item.degree) for item in odd] == [
+        (split, degree) for degree in (2, 4) for split in ("output features", "input features")
+    ]
 
     def of_small_tiles(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         found = left @ right
