@@ -157,14 +157,16 @@ def _count_waits(context: CheckContext, example: Any) -> None:  # noqa: ANN401
                 trained.take_step()
             trained.forget()
             counts[mode][layers] = count_events(event.name for event in profiled.events() or ())
-    rows = [
-        (mode, *(f"{found[layers].waits} / {found[layers].copies}" for layers in (1, 3)))
-        for mode, found in counts.items()
-    ]
-    context.log.table("waits / copies of the host in a step", ("attached", "1 layer", "3 layers"), rows)
     if not context.is_gpu:
         context.log.not_run("waits of the host within a step", "the host waits for no device on the CPU")
         return
+    rows = [
+        (mode, *(f"{found[layers].waits} / {found[layers].copies} / {found[layers].kernels}" for layers in (1, 3)))
+        for mode, found in counts.items()
+    ]
+    context.log.table(
+        "waits of the host / copies to it / kernels, in a step", ("attached", "1 layer", "3 layers"), rows
+    )
     for mode in _TRACED:
         hold_waits(context.log, mode, plain=counts["none"], traced=counts[mode])
 
