@@ -92,7 +92,7 @@ def forward_step(args: argparse.Namespace, batches: Iterator[Batch], model: torc
     if args.packed:
         bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
-    batch = get_batch_on_this_cp_rank(batch, **CP_WORDS)
+    batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **CP_WORDS)
     is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
     losses = model(
         input_ids=batch["tokens"] if is_first else None,

@@ -64,7 +64,7 @@ def _read_first_replica(fired: Fired, make: Callable[..., Batch]) -> Callable[..
 def _roll_labels_locally(fired: Fired, cut: Callable[..., Batch]) -> Callable[..., Batch]:
     """The label of a piece's last token is the first token of the next piece that the rank holds."""
 
-    def rolled(batch: Batch, **words: bool) -> Batch:
+    def rolled(batch: Batch, **words: object) -> Batch:
         own = cut(batch, **words)
         share = own["tokens"].shape[1]
         if cp_size() > 1:
