@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,14 +170,22 @@ def test_a_product_whose_bits_depend_on_its_shape_fails_by_its_row(log: Findings
     assert found.startswith("2 of 12 not, first 8 x 16 x 12, float32, output features, 2, 0.0%")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of every kernel that is replaced
 def test_batch_invariant_kernels_need_no_transformer_engine() -> None:
-    from megatron.core.transformer.custom_layers import batch_invariant_kernels as kernels
+    def patch_engine() -> None:
+        raise ModuleNotFoundError("No module named 'transformer_engine'")
 
-    before = kernels.is_batch_invariant_mode_enabled()
+    @contextmanager
+    def set_mode(_: bool) -> Iterator[None]:
+        kernels._te_patch_for_batch_invariant()
+        yield
+        kernels._te_unpatch_for_batch_invariant()
+
+    names = ("_te_patch_for_batch_invariant", "_te_unpatch_for_batch_invariant")
+    kernels = SimpleNamespace(set_batch_invariant_mode=set_mode, **dict.fromkeys(names, patch_engine))
     with gemm_orders.use_invariant_kernels(kernels, has_transformer_engine=False):
-        assert kernels.is_batch_invariant_mode_enabled()
-    assert kernels.is_batch_invariant_mode_enabled() is before is False
+        pass
+    with pytest.raises(ModuleNotFoundError), gemm_orders.use_invariant_kernels(kernels, has_transformer_engine=True):
+        pass
 
 
 def judgement(**changes: Any) -> OwnJudgement:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
-from inspect import signature
 
 import torch
 import torch.distributed as dist
@@ -15,15 +14,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from model import build_config, build_model
+from megatron.core.utils import get_attr_wrapped_model
+from model import build_config, build_model, get_batch_on_this_cp_rank
 
 from mock_scheduler import megatron
 from mock_scheduler.megatron.host_device import use_host_device
 
 Batch = dict[str, torch.Tensor]
-# Megatron-core 0.19 asks for this word, which 0.16 does not know.
-CP_WORDS = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -92,7 +89,7 @@ def forward_step(args: argparse.Namespace, batches: Iterator[Batch], model: torc
     if args.packed:
         bounds, longest = F.pad(lengths.cumsum(0), (1, 0)).int(), int(lengths.max())
         packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
-    batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **CP_WORDS)
+    batch = get_batch_on_this_cp_rank(batch)
     is_first, is_last = (get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process"))
     losses = model(
         input_ids=batch["tokens"] if is_first else None,

@@ -61,11 +61,11 @@ def _read_first_replica(fired: Fired, make: Callable[..., Batch]) -> Callable[..
     return of_first
 
 
-def _roll_labels_locally(fired: Fired, cut: Callable[..., Batch]) -> Callable[..., Batch]:
+def _roll_labels_locally(fired: Fired, cut: Callable[[Batch], Batch]) -> Callable[[Batch], Batch]:
     """The label of a piece's last token is the first token of the next piece that the rank holds."""
 
-    def rolled(batch: Batch, **words: object) -> Batch:
-        own = cut(batch, **words)
+    def rolled(batch: Batch) -> Batch:
+        own = cut(batch)
         share = own["tokens"].shape[1]
         if cp_size() > 1:
             ends = [share // 2 - 1, share - 1]
