@@ -19,4 +19,4 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
     exit 5
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m benchmarks.gpu_check "$@"
+exec "$python" -P -m benchmarks.gpu_check "$@"

@@ -4,5 +4,5 @@
 ``checks`` as a process of its own and rewrites the report after each. A check is a module with the function ``check``;
 it writes each finding as soon as it has it (``findings``).
 
-The driver imports the standard library alone until it has read the machine, so it can say what a machine lacks.
+The driver needs the standard library alone until it has read the machine, so it can say what a machine lacks.
 """

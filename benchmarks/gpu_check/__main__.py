@@ -13,11 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import NoReturn
 
 from benchmarks.gpu_check.checks import CHECKS, LIMIT_S, Check, find_obstacle
@@ -26,18 +28,23 @@ from benchmarks.gpu_check.findings import (
     Outcome,
     conclude,
     exit_code_of,
+    read_alignments,
     read_findings,
     write_json,
 )
 from benchmarks.gpu_check.machine import Machine
-from benchmarks.gpu_check.processes import ROOT, child_environment
-from benchmarks.gpu_check.wheels import WheelError, choose_lacking, install, join_parts
+from benchmarks.gpu_check.processes import ROOT, child_environment, end_all, wait_for
+from benchmarks.gpu_check.wheels import WheelError, install_lacking
+from mock_scheduler.support.processes import handling_signals
 
 _USAGE = 5
+#: Kept of the time for the last report.
+_CLOSING_S = 10.0
 #: A check that has less than this left of the time is not begun.
 _LEAST_S = 5.0
-_MACHINE_S = 120.0
+_MACHINE_S = 90.0
 _SHOWN_CHARACTERS = 600
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class UsageError(Exception):
@@ -51,19 +58,25 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(kw_only=True, slots=True)
 class Report:
-    """The report so far; ``save`` writes it as JSON and, where its libraries are there, as a page."""
+    """The report so far; ``save`` writes it as JSON and, where its libraries are there, as a page.
+
+    wheel_problems: why carried wheels were not installed. ended: set by a signal to this script. problem: why the last
+    report was not written whole.
+    """
 
     folder: Path
     machine: Machine
     started: str
     is_rehearsal: bool
+    wheel_problems: Sequence[str]
+    ended: Event
     results: list[CheckResult] = field(default_factory=list)
-    page_problem: str = ""
+    problem: str = ""
 
     @property
     def exit_code(self) -> int:
         """Returns what the script would exit with."""
-        return exit_code_of(self.results, is_rehearsal=self.is_rehearsal)
+        return exit_code_of(self.results, is_partial=self.is_rehearsal or bool(self.wheel_problems))
 
     def save(self) -> None:
         """Writes both files, whole or not at all."""
@@ -73,99 +86,112 @@ class Report:
             "is_rehearsal": self.is_rehearsal,
             "exit_code": self.exit_code,
             "machine": asdict(self.machine),
+            "wheel_problems": list(self.wheel_problems),
             "checks": [asdict(result) for result in self.results],
         }
-        write_json(self.folder / "gpu_check.json", content)
-        if not self.page_problem:
-            try:
-                from benchmarks.gpu_check.page import write_report_page  # its libraries may lack
+        try:
+            write_json(self.folder / "gpu_check.json", content)
+            from benchmarks.gpu_check.page import write_report_page  # its libraries may lack
 
-                write_report_page(self.folder / "gpu_check.html", content)
-            except ImportError as error:
-                self.page_problem = f"no page was written: {error}"
+            write_report_page(self.folder / "gpu_check.html", content)
+            self.problem = ""
+        except Exception as error:  # noqa: BLE001 - without a page, or with a full disk, the next check is run all the same
+            self.problem = f"not all of it was written: {error}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the script, and returns its exit code."""
+    started_s = time.monotonic()
     try:
         options = _parse(arguments)
         folder = _make_folder(options.output)
-        environment = _build_environment(options, folder)
-        machine = _read_machine(options.device, environment, folder)
+        ended = Event()
+        with _make_work_folder() as work, handling_signals(_ENDING, lambda *_: ended.set()):
+            environment, wheel_problems = _build_environment(options, folder, Path(work))
+            machine = _read_machine(options.device, environment, folder)
+            report = Report(
+                folder=folder,
+                machine=machine,
+                started=time.strftime("%Y-%m-%d %H:%M:%S%z"),
+                is_rehearsal=options.device == "cpu",
+                wheel_problems=wheel_problems,
+                ended=ended,
+            )
+            return _run(options, report, environment, Path(work), end_s=started_s + options.limit - _CLOSING_S)
     except (UsageError, WheelError) as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return _USAGE
-    return _run(options, folder, environment, machine)
 
 
-def _run(options: argparse.Namespace, folder: Path, environment: dict[str, str], machine: Machine) -> int:
-    started_s = time.monotonic()
-    rehearsal = options.device == "cpu"
-    report = Report(
-        folder=folder,
-        machine=machine,
-        started=time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        is_rehearsal=rehearsal,
-    )
+def _run(options: argparse.Namespace, report: Report, environment: dict[str, str], work: Path, *, end_s: float) -> int:
     report.results = [CheckResult(name=check.name, reason="not begun") for check in options.checks]
-    if rehearsal:
+    report.save()
+    if report.is_rehearsal:
         print("A rehearsal on the CPU: nothing here says anything about a GPU.")
+    for problem in report.wheel_problems:
+        print(f"carried wheels: {problem}")
     for place, check in enumerate(options.checks):
-        left_s = options.limit - (time.monotonic() - started_s)
-        report.results[place] = _run_check(
-            check, machine, folder, environment, limit_s=min(check.budget_s * options.limit / LIMIT_S, left_s)
-        )
+        limit_s = share_of_time(options.checks[place:], report.machine, left_s=end_s - time.monotonic())
+        report.results[place] = _run_check(check, report, environment, work, limit_s=limit_s)
         report.save()
         _say(check, report.results[place])
-    print(
-        f"report: {folder / 'gpu_check.json'}" + (f" ({report.page_problem})" if report.page_problem else " and .html")
-    )
+        if report.ended.is_set():
+            break
+    written = report.problem or "with its page, gpu_check.html"
+    print(f"report: {report.folder / 'gpu_check.json'} ({written})", flush=True)
     return report.exit_code
 
 
-def _run_check(
-    check: Check, machine: Machine, folder: Path, environment: dict[str, str], *, limit_s: float
-) -> CheckResult:
+def share_of_time(checks: Sequence[Check], machine: Machine, *, left_s: float) -> float:
+    """Computes the seconds that the first of ``checks`` may take: its share among all that can be run.
+
+    So what one leaves, and what a check that cannot be run would have taken, is there for the later ones.
+    """
+    shares = [0.0 if find_obstacle(check, machine) else check.budget_s for check in checks]
+    return left_s * shares[0] / sum(shares) if shares[0] else 0.0
+
+
+def _run_check(check: Check, report: Report, environment: dict[str, str], work: Path, *, limit_s: float) -> CheckResult:
     """Runs a check as a process; whatever it does, its findings are kept."""
-    result = CheckResult(name=check.name, limit_s=round(max(limit_s, 0.0), 1))
-    obstacle = find_obstacle(check, machine)
+    result, folder = CheckResult(name=check.name, limit_s=round(max(limit_s, 0.0), 1)), report.folder
+    obstacle = find_obstacle(check, report.machine)
     if obstacle:
         return replace(result, reason=obstacle)
     if limit_s < _LEAST_S:
         return replace(result, reason="no time was left for it")
-    findings, log, work = (folder / place for place in (f"checks/{check.name}.json", f"logs/{check.name}.txt", "work"))
+    findings, log = folder / "checks" / f"{check.name}.json", folder / "logs" / f"{check.name}.txt"
     findings.unlink(missing_ok=True)
     work = work / check.name
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work.mkdir()
     words = [check.name, str(folder / "machine.json"), str(work), str(findings)]
     started_s = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu_check.one_check", *words],
             cwd=ROOT,
-            env=environment,
+            env={**environment, "TMPDIR": str(work)},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            code: int | None = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-    shutil.rmtree(work, ignore_errors=True)
+        code = wait_for(process, report.ended, end_s=started_s + limit_s)
+        end_all(process, work)
     found, tables = read_findings(findings)
+    if code != 0:
+        tables += read_alignments(work)
     result = replace(result, seconds=round(time.monotonic() - started_s, 1), findings=found, tables=tables)
-    return conclude(result, exit_code=code, last_lines=_last_lines(log))
+    result = conclude(result, exit_code=code, last_lines=_last_lines(log))
+    if result.outcome is not Outcome.HELD:
+        _keep_logs(work, log)
+    shutil.rmtree(work, ignore_errors=True)
+    return replace(result, reason="the script was ended from outside") if report.ended.is_set() else result
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a check: its process, and those of its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _keep_logs(work: Path, log: Path) -> None:
+    """Copies what each run of a check's alignments printed, beside the check's own log."""
+    for path in work.rglob("run.log"):
+        with suppress(OSError):
+            shutil.copyfile(path, log.with_name(f"{log.stem}.{'.'.join(path.relative_to(work).parts[:-1])}.txt"))
 
 
 def _last_lines(log: Path) -> str:
@@ -204,8 +230,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _make_folder(folder: Path) -> Path:
     folder = folder.absolute()
     try:
-        for name in ("checks", "logs", "work"):
+        for name in ("checks", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+            for earlier in (folder / name).iterdir():
+                earlier.unlink()
         write_json(folder / "gpu_check.json", {"format": 1, "checks": []})
     except OSError as error:
         raise UsageError(
@@ -214,21 +242,26 @@ def _make_folder(folder: Path) -> Path:
     return folder
 
 
-def _build_environment(options: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Makes the environment of all checks; installs the carried wheels of what lacks."""
-    environment = child_environment(options.device, TMPDIR=str(folder / "work"))
+def _make_work_folder() -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder with a short name, since sockets lie in it, outside the report, which may be copied meanwhile."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"{error.strerror}; set TMPDIR to a folder that this user may write") from error
+
+
+def _build_environment(options: argparse.Namespace, folder: Path, work: Path) -> tuple[dict[str, str], Sequence[str]]:
+    """Makes the environment of all checks; installs the carried wheels of what lacks, and says which it could not."""
+    environment = child_environment(options.device, TMPDIR=str(work))
     if options.wheels is None:
-        return environment
+        return environment, ()
     packages = folder / "packages"
-    lacking = choose_lacking(join_parts(options.wheels, folder / "work" / "wheels"))
-    if lacking:
-        print(f"installing {', '.join(path.name for path in lacking)}", flush=True)
-        install(lacking, packages)
+    problems = install_lacking(options.wheels, packages, work=work / "wheels")
     if packages.is_dir():
         # For this process too, whose page needs them.
         sys.path.append(str(packages))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(packages)]))
-    return environment
+    return environment, problems
 
 
 def _read_machine(device: str, environment: dict[str, str], folder: Path) -> Machine:
@@ -237,13 +270,16 @@ def _read_machine(device: str, environment: dict[str, str], folder: Path) -> Mac
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=_MACHINE_S
         )
-    except subprocess.TimeoutExpired:
-        return Machine(device=device, cuda_problem=f"CUDA did not answer within {_MACHINE_S:.0f} s")
+        output, ended = done.stdout, done.stderr.strip() or f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode()
+        ended = f"it did not answer within {_MACHINE_S:.0f} s"
     try:
-        machine = Machine.of_json(json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, ValueError):
-        ended = (done.stderr.strip() or f"exit code {done.returncode}")[-_SHOWN_CHARACTERS:]
-        machine = Machine(device=device, cuda_problem=f"the process that looked for a GPU ended: {ended}")
+        last = next(line for line in reversed(output.splitlines()) if line.startswith("{"))
+        machine = Machine.of_json(json.loads(last))
+    except (StopIteration, ValueError):
+        problem = f"the process that looked for a GPU ended: {ended[-_SHOWN_CHARACTERS:]}"
+        machine = Machine(device=device, cuda_problem=problem)
     write_json(folder / "machine.json", asdict(machine))
     return machine
 

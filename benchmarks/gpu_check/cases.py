@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,24 @@ class Runs:
     def __init__(self, folder: Path, *, timeout_s: float = 120.0) -> None:
         self.folder = folder
         self._timeout_s = timeout_s
+        self._begun: dict[str, Future[None]] = {}
 
-    def prepare(self, cases: Sequence[str], *, at_once: int) -> None:
-        """Runs cases beside each other. Raises ``CaseError`` where one fails."""
-        with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(self.facts, cases))
+    def begin(self, cases: Sequence[str], *, at_once: int) -> None:
+        """Begins cases beside each other, in their order; who reads one waits for it."""
+        pool = ThreadPoolExecutor(at_once)
+        self._begun |= {case: pool.submit(self._run, case) for case in cases}
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Waits until no case is running."""
+        futures.wait(self._begun.values())
 
     def facts(self, case: str) -> dict[str, Any]:
-        """Reads what a case wrote; the case is run at the first call. Raises ``CaseError`` where it fails."""
+        """Reads what a case wrote; one that was not begun is run. Raises ``CaseError`` where it fails or failed."""
+        if case not in self._begun:
+            self.begin([case], at_once=1)
+        self._begun[case].result()
         path = self.folder / case / FACTS_FILE
-        if not path.is_file():
-            self._run(case)
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts
 
@@ -79,7 +87,7 @@ class Runs:
             check=False,
         )
         if finished.returncode:
-            raise CaseError(f"{case}: {(finished.stdout + finished.stderr)[-6000:]}")
+            raise CaseError(f"{case}: {(finished.stdout + finished.stderr).strip()[-1500:]}")
 
 
 def differing(found: Tensors, expected: Tensors) -> list[str]:

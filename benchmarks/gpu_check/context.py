@@ -33,4 +33,4 @@ class CheckContext:
     @property
     def at_once(self) -> int:
         """Returns how many runs may compute beside each other."""
-        return max(1, min(4, (os.cpu_count() or 1) // 4)) if self.is_gpu else 1
+        return max(1, min(8, (os.cpu_count() or 1) // 2)) if self.is_gpu else 1

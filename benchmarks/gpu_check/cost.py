@@ -47,35 +47,43 @@ _SKETCH_ERROR = 1e-12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCounts:
-    """Counts in one step how often the host waited for the device, and copies from it."""
+    """Counts in one step how often the host waited for the device, copies from it, and kernels that it started."""
 
     waits: int
     copies: int
+    kernels: int
 
 
 def count_events(names: Iterable[str]) -> HostCounts:
-    """Counts waits and copies among the names of a profile's events."""
+    """Counts waits, copies and starts of kernels among the names of a profile's events."""
     counted = Counter(names)
     waits = sum(counted[name] for name in _WAITS)
-    return HostCounts(waits=waits, copies=sum(number for name, number in counted.items() if name.startswith(_COPY)))
+    copies = sum(number for name, number in counted.items() if name.startswith(_COPY))
+    kernels = sum(number for name, number in counted.items() if "LaunchKernel" in name)
+    return HostCounts(waits=waits, copies=copies, kernels=kernels)
 
 
 def check(context: CheckContext) -> None:
-    """Times every mode at both sizes; then profiles a step of a shallow model and of a deep one."""
+    """Compares sketches, profiles a step of a shallow model and of a deep one, then times every mode at both sizes.
+
+    Whole tensors, gigabytes on the disk, come last.
+    """
     use_host_device()
     sys.path.insert(0, str(EXAMPLE))
     example = importlib.import_module("train")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
-    is_started = False
-    for hidden in (2048, 4096) if context.is_gpu else (64,):
-        args = _arguments(example, hidden=hidden, layers=2, is_gpu=context.is_gpu)
-        if not is_started:
-            example.start_megatron(args)
-            is_started = True
-        _time_modes(context, example, args, hidden)
-    _count_waits(context, example)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         _compare_sketches(context, dtype)
+    sizes = {
+        hidden: _arguments(example, hidden=hidden, layers=2, is_gpu=context.is_gpu)
+        for hidden in ((2048, 4096) if context.is_gpu else (64,))
+    }
+    example.start_megatron(next(iter(sizes.values())))
+    _count_waits(context, example)
+    plain = {hidden: _time_modes(context, example, args, hidden) for hidden, args in sizes.items()}
+    for hidden, args in sizes.items():
+        whole_s = _time_mode(context, example, args, hidden, _FULL)
+        context.log.note(f"{_FULL}, hidden size {hidden}", f"{whole_s / plain[hidden]:.3f} times a step")
     dist.destroy_process_group()
 
 
@@ -86,32 +94,9 @@ def _arguments(example: Any, *, hidden: int, layers: int, is_gpu: bool) -> Any: 
     return example.parse_arguments()
 
 
-def _time_modes(context: CheckContext, example: Any, args: Any, hidden: int) -> None:  # noqa: ANN401
-    medians: dict[str, float] = {}
-    for mode in _MODES:
-        trained = Trained(example, args, mode, context.folder / str(hidden), modes=_MODES)
-        times = []
-        warm_up, rounds = (_FULL_WARM_UP, _FULL_ROUNDS) if mode == _FULL else (_WARM_UP, _ROUNDS)
-        for number in range(warm_up + rounds):
-            _synchronize(context)
-            started_s = time.perf_counter()
-            trained.take_step()
-            _synchronize(context)
-            if number >= warm_up:
-                times.append(time.perf_counter() - started_s)
-            trained.forget()
-        medians[mode] = statistics.median(times)
-        if mode == "nothing asked":
-            context.log.hold(
-                f"nothing asked, hidden size {hidden}: hooks left",
-                is_held=trained.hooks() == 0,
-                found=trained.hooks(),
-                expected="0",
-            )
-        del trained
-        gc.collect()
-        if context.is_gpu:
-            torch.cuda.empty_cache()
+def _time_modes(context: CheckContext, example: Any, args: Any, hidden: int) -> float:  # noqa: ANN401
+    """Times every mode but whole tensors; returns the seconds of a step where nothing is attached."""
+    medians = {mode: _time_mode(context, example, args, hidden, mode) for mode in _MODES if mode != _FULL}
     rows = [(mode, f"{1e3 * value:.2f}", f"{value / medians['none']:.3f}") for mode, value in medians.items()]
     context.log.table(f"a step at hidden size {hidden}", ("attached", "ms", "times a step without"), rows)
     ratio = medians["sketches of the default kinds"] / medians["none"]
@@ -119,6 +104,34 @@ def _time_modes(context: CheckContext, example: Any, args: Any, hidden: int) -> 
         hold_ratio(context.log, hidden, ratio)
     else:
         context.log.note(f"sketches of the default kinds, hidden size {hidden}", f"{ratio:.3f} times a step")
+    return medians["none"]
+
+
+def _time_mode(context: CheckContext, example: Any, args: Any, hidden: int, mode: str) -> float:  # noqa: ANN401
+    """Returns the median seconds of a step."""
+    trained = Trained(example, args, mode, context.folder / str(hidden), modes=_MODES)
+    times = []
+    warm_up, rounds = (_FULL_WARM_UP, _FULL_ROUNDS) if mode == _FULL else (_WARM_UP, _ROUNDS)
+    for number in range(warm_up + rounds):
+        _synchronize(context)
+        started_s = time.perf_counter()
+        trained.take_step()
+        _synchronize(context)
+        if number >= warm_up:
+            times.append(time.perf_counter() - started_s)
+        trained.forget()
+    if mode == "nothing asked":
+        context.log.hold(
+            f"nothing asked, hidden size {hidden}: hooks left",
+            is_held=trained.hooks() == 0,
+            found=trained.hooks(),
+            expected="0",
+        )
+    del trained
+    gc.collect()
+    if context.is_gpu:
+        torch.cuda.empty_cache()
+    return statistics.median(times)
 
 
 def hold_ratio(log: FindingsLog, hidden: int, ratio: float) -> None:
@@ -144,14 +157,16 @@ def _count_waits(context: CheckContext, example: Any) -> None:  # noqa: ANN401
                 trained.take_step()
             trained.forget()
             counts[mode][layers] = count_events(event.name for event in profiled.events() or ())
-    rows = [
-        (mode, *(f"{found[layers].waits} / {found[layers].copies}" for layers in (1, 3)))
-        for mode, found in counts.items()
-    ]
-    context.log.table("waits / copies of the host in a step", ("attached", "1 layer", "3 layers"), rows)
     if not context.is_gpu:
         context.log.not_run("waits of the host within a step", "the host waits for no device on the CPU")
         return
+    rows = [
+        (mode, *(f"{found[layers].waits} / {found[layers].copies} / {found[layers].kernels}" for layers in (1, 3)))
+        for mode, found in counts.items()
+    ]
+    context.log.table(
+        "waits of the host / copies to it / kernels, in a step", ("attached", "1 layer", "3 layers"), rows
+    )
     for mode in _TRACED:
         hold_waits(context.log, mode, plain=counts["none"], traced=counts[mode])
 
@@ -159,10 +174,17 @@ def _count_waits(context: CheckContext, example: Any) -> None:  # noqa: ANN401
 def hold_waits(
     log: FindingsLog, mode: str, *, plain: Mapping[int, HostCounts], traced: Mapping[int, HostCounts]
 ) -> None:
-    """Holds the waits that a trace adds to the same number for any depth: none is made for a tensor."""
+    """Holds the waits that a trace adds to the same number for any depth: none is made for a tensor.
+
+    A profiler that may not see the device counts no kernel; it shows nothing.
+    """
+    question = f"{mode}: waits of the host that a step gets"
+    if not all(counts.kernels for counts in (*plain.values(), *traced.values())):
+        log.not_run(question, "the profiler saw no kernel of the device")
+        return
     added = [traced[layers].waits - plain[layers].waits for layers in sorted(plain)]
     log.hold(
-        f"{mode}: waits of the host that a step gets",
+        question,
         is_held=len(set(added)) == 1,
         found=f"{' and '.join(map(str, added))} with {' and '.join(map(str, sorted(plain)))} layers",
         expected="as many for a deep model as for a shallow one",

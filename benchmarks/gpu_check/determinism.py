@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,10 @@ from mock_scheduler.determinism.guard import check_took_effect, read_back, read_
 from mock_scheduler.errors import DeterminismError
 
 _NUM_REPEATS = 20
+#: How torch says that it has no deterministic kernel of an operation, or no kernel at all (of attention).
+_REFUSALS = ("deterministic", "No available kernel", "No viable backend")
+#: How TransformerEngine says that no attention backend is left (2.8 to 2.20).
+_NO_ATTENTION = "No dot product attention"
 _WORKER_TIMEOUT_S = 40.0
 #: What TransformerEngine is told, by the name of the backend that is left.
 _ATTENTION: Mapping[str, Mapping[str, str]] = {
@@ -42,11 +48,11 @@ def check(context: CheckContext) -> None:
     _repeat_on_two_streams(context)
     _repeat_collectives(context)
     _select_attention(context)
-    output, errors = doctor.communicate()
+    code = doctor.wait()
     context.log.hold(
         "doctor: a step of the attached example, local layers, run twice",
-        is_held=doctor.returncode == 0,
-        found=(output.strip() or errors.strip())[:1500],
+        is_held=code == 0,
+        found=_read(context.folder / "doctor.txt").partition("\nresult ")[0][-1500:] or f"exit code {code}",
         expected="equal in both runs",
     )
 
@@ -78,7 +84,8 @@ def hold_settings(log: FindingsLog, values: Mapping[str, str]) -> None:
 def repeat_operations(log: FindingsLog, operations: Mapping[str, Operation]) -> None:
     """Repeats each operation with torch's deterministic mode on and off, and writes the table.
 
-    With the mode on an operation must repeat, or be refused; with it off, whether it repeats is noted.
+    With the mode on an operation must repeat, or be refused, or lack a kernel here; with it off, whether it repeats is
+    noted. An error of another kind, as of too little memory, fails in both.
     """
     answers: dict[str, list[str]] = {name: [] for name in operations}
     for is_on in (True, False):
@@ -93,17 +100,25 @@ def repeat_operations(log: FindingsLog, operations: Mapping[str, Operation]) -> 
         ("operation", "deterministic mode", "without it"),
         [(name, *texts) for name, texts in answers.items()],
     )
-    wrong = [name for name, texts in answers.items() if texts[0].startswith("differs")]
+    wrong = [
+        name
+        for name, (strict, free) in answers.items()
+        if strict.startswith("differs") or any(text.startswith("failed") for text in (strict, free))
+    ]
+    num_repeating = sum(texts[0] == "repeats" for texts in answers.values())
     log.hold(
         "operations repeat in deterministic mode, or are refused",
-        is_held=not wrong,
-        found=", ".join(wrong) or f"{len(answers)} operations",
-        expected="none differs",
+        is_held=not wrong and num_repeating > 0,
+        found=", ".join(wrong) or f"{num_repeating} of {len(answers)} operations repeat",
+        expected="none differs or fails",
     )
 
 
 def repeat(operation: Operation) -> str:
-    """Runs an operation again and again with other memory around it, and says whether its bits are the first ones."""
+    """Runs an operation again and again with other memory around it, and says whether its bits are the first ones.
+
+    It ``repeats``, ``differs``, is ``refused`` by torch's deterministic mode or for want of a kernel, or ``failed``.
+    """
     try:
         first = [tensor.clone() for tensor in operation()]
         kept: list[torch.Tensor] = []
@@ -115,7 +130,9 @@ def repeat(operation: Operation) -> str:
             if not all(torch.equal(old, new) for old, new in zip(first, found, strict=True)):
                 return f"differs at repetition {number}"
     except RuntimeError as error:
-        return f"refused: {str(error).splitlines()[0][:160]}"
+        words = str(error).strip().partition("\n")[0]
+        kind = "refused" if any(told in words for told in _REFUSALS) else "failed"
+        return f"{kind}: {words[:160]}"
     return "repeats"
 
 
@@ -171,29 +188,38 @@ def _run_ranks(
     """Starts two ranks; what they found, or ``None`` where they failed, and their output."""
     folder = context.folder / backend
     folder.mkdir()
-    command = [sys.executable, "-m", "benchmarks.gpu_check.collectives", backend, context.machine.device, str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)],
-            cwd=ROOT,
-            env=dict(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=_WORKER_TIMEOUT_S)[0] for rank in ranks]
-    except subprocess.TimeoutExpired:
-        outputs = [f"the ranks did not meet within {_WORKER_TIMEOUT_S:.0f} s"]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    words = ["benchmarks.gpu_check.collectives", backend, context.machine.device, str(folder)]
+    logs = [folder / f"rank{rank}.txt" for rank in range(2)]
+    ranks = [_start([*words, str(rank)], log, environment) for rank, log in enumerate(logs)]
+    ended_s = time.monotonic() + _WORKER_TIMEOUT_S
+    late = [f"rank {number} did not end" for number, rank in enumerate(ranks) if not _ends(rank, ended_s)]
+    output = "\n".join([*map(_read, logs), *late])
     files = sorted(folder.glob("rank*.json"))
     if len(files) < len(ranks):
-        return None, "\n".join(outputs)
-    return [json.loads(path.read_text(encoding="utf-8")) for path in files], "\n".join(outputs)
+        return None, output
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files], output
+
+
+def _start(words: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a module with its arguments; its output goes to a file, since nobody reads a pipe meanwhile."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", *words]
+        return subprocess.Popen(command, cwd=ROOT, env=dict(environment), stdout=output, stderr=subprocess.STDOUT)
+
+
+def _ends(process: subprocess.Popen[bytes], end_s: float) -> bool:
+    """Waits until a moment of the monotonic clock; kills the process that has not ended then."""
+    try:
+        process.wait(timeout=max(0.0, end_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+    return True
+
+
+def _read(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _end_of(output: str, lines: Sequence[str]) -> str:
@@ -221,50 +247,39 @@ def _select_attention(context: CheckContext) -> None:
     if not context.machine.has_transformer_engine:
         context.log.not_run(question, context.machine.transformer_engine)
         return
-    processes = {name: _start_attention(switches) for name, switches in _ATTENTION.items()}
+    logs = {name: context.folder / f"attention, {name}.txt" for name in _ATTENTION}
+    told = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+    processes = {
+        name: _start(["benchmarks.gpu_check.attention"], logs[name], child_environment("cuda", **told, **switches))
+        for name, switches in _ATTENTION.items()
+    }
+    ended_s = time.monotonic() + _WORKER_TIMEOUT_S
     for name, process in processes.items():
-        try:
-            output, errors = process.communicate(timeout=_WORKER_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = "", f"it did not answer within {_WORKER_TIMEOUT_S:.0f} s"
-        hold_attention(context.log, f"{question}, {name}", output, errors)
+        late = "" if _ends(process, ended_s) else f"\nit did not answer within {_WORKER_TIMEOUT_S:.0f} s"
+        hold_attention(context.log, f"{question}, {name}", _read(logs[name]) + late)
 
 
-def _start_attention(switches: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu_check.attention"],
-        cwd=ROOT,
-        env=child_environment("cuda", NVTE_DEBUG="1", NVTE_DEBUG_LEVEL="2", **switches),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def hold_attention(log: FindingsLog, question: str, output: str, errors: str) -> None:
-    """Holds attention to repeat, by the last line of ``attention``; a backend that is not there is not run."""
-    selected = sorted({match[0].strip() for match in _ATTENTION_LINE.finditer(f"{output}\n{errors}")})
-    answer = output.strip().splitlines()[-1] if output.strip() else ""
-    if answer not in ("repeats",) and not answer.startswith("differs"):
-        log.not_run(question, answer or errors.strip()[-300:] or "it said nothing")
+def hold_attention(log: FindingsLog, question: str, output: str) -> None:
+    """Holds attention to repeat, by the line of ``attention``; a backend that is not there is not run."""
+    lines = output.strip().splitlines()
+    answer = next((line for line in reversed(lines) if line.startswith(("repeats", "differs"))), "")
+    if not answer and (_NO_ATTENTION in output or any(line.startswith("refused") for line in lines)):
+        log.not_run(question, lines[-1][-300:])
         return
-    named = "; ".join(selected) or "no line of the log names the backend"
-    log.hold(question, is_held=answer == "repeats", found=f"{answer} ({named})", expected="repeats")
-
-
-def _start_the_doctor(context: CheckContext) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "mock_scheduler.cli", "doctor"]
-    command += [str(ROOT / "docs" / "examples" / "own_megatron" / "align.yaml"), "options.layers=local"]
-    command += ["--output-dir", str(context.folder / "doctor")]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=child_environment(context.machine.device),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    named = "; ".join(sorted({match[0].strip() for match in _ATTENTION_LINE.finditer(output)}))
+    log.hold(
+        question,
+        is_held=answer == "repeats",
+        found=f"{answer} ({named or 'no line of the log names the backend'})" if answer else output.strip()[-400:],
+        expected="repeats",
     )
+
+
+def _start_the_doctor(context: CheckContext) -> subprocess.Popen[bytes]:
+    words = ["mock_scheduler.cli", "doctor"]
+    words += [str(ROOT / "docs" / "examples" / "own_megatron" / "align.yaml"), "options.layers=local"]
+    words += ["--output-dir", str(context.folder / "doctor")]
+    return _start(words, context.folder / "doctor.txt", child_environment(context.machine.device))
 
 
 def describe_order(found: torch.Tensor, parts: Sequence[torch.Tensor], add: Callable[..., torch.Tensor]) -> str:

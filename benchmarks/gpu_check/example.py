@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -14,7 +15,6 @@ from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.processes import DETERMINISTIC, ROOT
 from mock_scheduler import align
 from mock_scheduler.config.instruments import TRACE_KINDS
-from mock_scheduler.errors import MockSchedulerError
 from mock_scheduler.verdict.results import AlignmentResult, CandidateResult
 from mock_scheduler.verdict.wording.verdicts import write_headline
 from tests.faults.own.forking import COMMAND, serving
@@ -42,23 +42,23 @@ def align_example(
     *,
     precision: str = "float32",
     options: Mapping[str, object] | None = None,
-    kinds: Sequence[str] = TRACE_KINDS,
+    at_once: int | None = None,
     **proofs: object,
 ) -> AlignmentResult:
-    """Aligns; ``options`` are the baseline's, ``proofs`` keys of ``align.proofs``."""
+    """Aligns; ``options`` are the baseline's, ``proofs`` keys of ``align.proofs``; at_once: as many as may be."""
     config: dict[str, Any] = yaml.safe_load((_EXAMPLE / "align.yaml").read_text(encoding="utf-8"))
     config |= {"exp_name": name, "precision": precision, "sources": [str(_EXAMPLE)]}
     # A rehearsal forks its runs from one process, since two cores have no time for the imports of each.
     config["command"] = [*(("{ranks}",) if context.is_gpu else COMMAND), str(_SCRIPT)]
     config["options"] |= {"layers": "local", **(options or {})}
     config["system_envs"] = {**DETERMINISTIC, "OMP_NUM_THREADS": "1"}
-    config["trace"] = {"level": "full", "kinds": list(kinds)}
+    config["trace"] = {"level": "full", "kinds": list(TRACE_KINDS)}
     config["output_dir"] = str(context.folder / name / "runs")
     config["align"] = {
         "output_dir": str(context.folder / name / "alignment"),
         "candidates": list(candidates),
         "proofs": {"localise": False, "consequence": False, **proofs},
-        "at_once": context.at_once,
+        "at_once": at_once or context.at_once,
     }
     path = context.folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -66,21 +66,21 @@ def align_example(
         return align(path.stem, config_path=path.parent).result
 
 
-def align_all(context: CheckContext, requests: Sequence[Mapping[str, Any]]) -> list[AlignmentResult | str]:
-    """Aligns for each request (arguments of ``align_example``), beside each other on a GPU; a text where one failed.
+def align_all(
+    context: CheckContext, requests: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, AlignmentResult | str]]:
+    """Aligns for each request (name, and arguments of ``align_example``), beside each other on a GPU.
 
-    Processes are forked, so the caller must not have started CUDA.
+    Yields each name with its result as soon as that is there; a text where an alignment failed. Processes are forked,
+    so the caller must not have started CUDA.
     """
     num_workers = len(requests) if context.is_gpu else 1
     with ProcessPoolExecutor(num_workers, mp_context=get_context("fork")) as pool:
-        return list(pool.map(_align_one, [context] * len(requests), requests))
-
-
-def _align_one(context: CheckContext, request: Mapping[str, Any]) -> AlignmentResult | str:
-    try:
-        return align_example(context, **request)
-    except MockSchedulerError as error:
-        return str(error)[-800:]
+        align_one = partial(align_example, context, at_once=max(1, context.at_once // num_workers))
+        names = {pool.submit(align_one, name, **request): name for name, request in requests.items()}
+        for done in as_completed(names):
+            error = done.exception()
+            yield names[done], done.result() if error is None else f"{type(error).__name__}: {error}"[-1500:]
 
 
 def describe(item: CandidateResult) -> str:

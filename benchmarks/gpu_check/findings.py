@@ -112,6 +112,17 @@ def read_findings(path: Path) -> tuple[tuple[Finding, ...], tuple[Table, ...]]:
     return tuple(findings), tuple(map(_table_of, content["tables"]))
 
 
+def read_alignments(folder: Path) -> tuple[Table, ...]:
+    """Reads the verdicts so far of every alignment that a check left in its folder, also of one that was ended."""
+    columns = ("candidate", "verdict", "reason")
+    tables = []
+    for path in sorted(folder.glob("*/alignment/align.json")):
+        candidates = json.loads(path.read_text(encoding="utf-8"))["candidates"]
+        rows = tuple((item["name"], item["verdict"], item["sentence"] or item["reason"]) for item in candidates)
+        tables.append(Table(title=f"verdicts of {path.parts[-3]}", columns=columns, rows=rows))
+    return tuple(tables)
+
+
 def _table_of(item: Mapping[str, Any]) -> Table:
     return Table(title=item["title"], columns=tuple(item["columns"]), rows=tuple(map(tuple, item["rows"])))
 
@@ -123,22 +134,26 @@ def conclude(result: CheckResult, *, exit_code: int | None, last_lines: str) -> 
         exit_code: Of the process; negative: the signal that ended it; ``None``: it was ended when its time was over.
         last_lines: Of its output; the reason of a process that failed.
     """
-    if result.count(Outcome.FAILED):
-        return replace(result, outcome=Outcome.FAILED)
+    outcome, reason = Outcome.HELD, ""
     if exit_code is None:
+        outcome = Outcome.NOT_RUN
         reason = f"stopped after {result.limit_s:.0f} s, its share of the time; what it had found is kept"
-        return replace(result, outcome=Outcome.NOT_RUN, reason=reason)
-    if exit_code:
+    elif exit_code:
         ended = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        return replace(result, outcome=Outcome.FAILED, reason=f"its process ended with {ended}: {last_lines}")
-    if not result.count(Outcome.HELD):
-        return replace(result, outcome=Outcome.NOT_RUN, reason=result.reason or "no part of it could be run")
-    return replace(result, outcome=Outcome.HELD)
+        outcome, reason = Outcome.FAILED, f"its process ended with {ended}: {last_lines}"
+    elif not result.count(Outcome.HELD):
+        outcome, reason = Outcome.NOT_RUN, "no part of it could be run"
+    if result.count(Outcome.FAILED):
+        outcome = Outcome.FAILED
+    return replace(result, outcome=outcome, reason=reason)
 
 
-def exit_code_of(results: Sequence[CheckResult], *, is_rehearsal: bool) -> int:
-    """Returns 1 where a check failed, 4 where one, or a part, was not run on a GPU, and 0 where all ran and held."""
+def exit_code_of(results: Sequence[CheckResult], *, is_partial: bool) -> int:
+    """Returns 1 where a check failed, 4 where one, or a part, was not run on a GPU, and 0 where all ran and held.
+
+    is_partial: whatever the checks say, not all was there.
+    """
     if any(result.outcome is Outcome.FAILED for result in results):
         return 1
-    is_partial = any(result.outcome is Outcome.NOT_RUN or result.count(Outcome.NOT_RUN) for result in results)
-    return 4 if is_partial or is_rehearsal else 0
+    is_partial |= any(result.outcome is Outcome.NOT_RUN or result.count(Outcome.NOT_RUN) for result in results)
+    return 4 if is_partial else 0

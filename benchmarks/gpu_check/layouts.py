@@ -13,11 +13,11 @@ def check(context: CheckContext) -> None:
     """Trains the attached example under each layout; two processes share a GPU where there is one (``one_gpu``)."""
     context.log.note("processes", f"2 on {len(context.machine.gpus) or 'no'} GPU(s), over gloo where they share one")
     candidates = [candidate(layout, layout) for layout in _LAYOUTS]
-    requests = [
-        {"name": f"layouts-{precision}", "candidates": candidates, "precision": precision, "num_perturbations": 3}
+    requests = {
+        precision: {"candidates": candidates, "precision": precision, "num_perturbations": 3}
         for precision in _PRECISIONS
-    ]
-    for precision, result in zip(_PRECISIONS, align_all(context, requests), strict=True):
+    }
+    for precision, result in align_all(context, requests):
         if isinstance(result, str):
             context.log.hold(precision, is_held=False, found=result, expected="an alignment")
             continue

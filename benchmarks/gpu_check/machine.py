@@ -1,4 +1,5 @@
 """Reads what a machine has and lacks for the checks: ``python -m benchmarks.gpu_check.machine DEVICE`` prints JSON.
+The last line counts.
 
 A process of its own reads it, since a broken driver can end the process that asks it. Imports the standard library
 alone before it knows that torch is there.
@@ -10,7 +11,7 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -96,15 +97,22 @@ def read_versions() -> dict[str, str]:
     return found
 
 
-def read_machine(device: str) -> Machine:
-    """Reads this machine; starts CUDA where ``device`` is ``cuda``."""
+def read_machine(device: str) -> Iterator[Machine]:
+    """Reads this machine, with more from one to the next; starts CUDA where ``device`` is ``cuda``.
+
+    The import of a broken TransformerEngine can end the process: what is known before it is given before it.
+    """
     lacking = tuple(name for name, module in NEEDED.items() if not is_there(module))
     found: dict[str, Any] = {"python": platform.python_version(), "lacking": lacking, "versions": read_versions()}
     found["mps"] = shutil.which("nvidia-cuda-mps-control") is not None
     found["transformer_engine"] = "TransformerEngine is not installed"
     if "torch" not in lacking:
         found |= _read_torch(device)
-    return Machine(device=device, **found)
+    if found.get("gpus") and not found.get("cuda_problem") and is_there("transformer_engine"):
+        ended = "the import of transformer_engine.pytorch ended the process, or took too long"
+        yield Machine(device=device, **{**found, "transformer_engine": ended})
+        found["transformer_engine"] = _transformer_engine_problem()
+    yield Machine(device=device, **found)
 
 
 def _read_torch(device: str) -> dict[str, Any]:
@@ -126,12 +134,10 @@ def _read_torch(device: str) -> dict[str, Any]:
     except RuntimeError as error:
         problem = f"CUDA does not compute: {error}"
         return found | {"cuda_problem": problem, "transformer_engine": problem}
-    return found | {"transformer_engine": _transformer_engine_problem()}
+    return found
 
 
 def _transformer_engine_problem() -> str:
-    if not is_there("transformer_engine"):
-        return "TransformerEngine is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401 - a broken build shows here alone
     except Exception as error:  # noqa: BLE001 - whatever its libraries raise, it cannot be used, and the text says why
@@ -140,4 +146,5 @@ def _transformer_engine_problem() -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(read_machine(sys.argv[1]))))
+    for machine in read_machine(sys.argv[1]):
+        print(json.dumps(asdict(machine)), flush=True)

@@ -17,6 +17,7 @@ TONES: Mapping[str, str] = {
     Outcome.NOTED: "tolerance",
     Outcome.NOT_RUN: "undecided",
 }
+_SHOWN = ("megatron-core", "transformer-engine-torch", "flash-attn", "apex", "triton", "numpy")
 _SENTENCES = {
     0: ("held", "Every check ran on the GPU, and held."),
     1: ("failed", "A check found what must not be; it is named below."),
@@ -27,6 +28,10 @@ _SENTENCES = {
 def write_report_page(path: Path, content: Mapping[str, Any]) -> None:
     """Writes the page of a report's JSON; raises ``AlignmentError`` where it cannot be written."""
     word, sentence = _SENTENCES[content["exit_code"]]
+    if not any(
+        row["outcome"] in (Outcome.HELD, Outcome.FAILED) for item in content["checks"] for row in item["findings"]
+    ):
+        word, sentence = "nothing was run", "The reasons are below."
     if content["is_rehearsal"]:
         sentence = f"A rehearsal on the CPU: nothing here says anything about a GPU. {sentence}"
     page = render_page(
@@ -38,7 +43,10 @@ def write_report_page(path: Path, content: Mapping[str, Any]) -> None:
         tone={0: "good", 1: "bad"}.get(content["exit_code"], "warn"),
         word=word,
         sentence=sentence,
-        facts=_describe_machine(content["machine"]),
+        facts=[
+            *_describe_machine(content["machine"]),
+            *(("carried wheel", text) for text in content["wheel_problems"]),
+        ],
         checks=[
             {**item, "check": find_check(item["name"]), "tone": TONES[item["outcome"]]} for item in content["checks"]
         ],
@@ -60,5 +68,7 @@ def _describe_machine(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     rows.append(("CUDA MPS", "can be started" if machine["mps"] else "not there"))
-    lacking = ", ".join(machine["lacking"])
-    return [*rows, ("lacks", lacking)] if lacking else rows
+    others = [f"{name} {machine['versions'][name]}" for name in _SHOWN if name in machine["versions"]]
+    rows.append(("beside them", ", ".join(others)))
+    rows.append(("lacks", ", ".join(machine["lacking"])))
+    return [(label, text) for label, text in rows if text]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu_check.cases import OTHER_ROUNDING, Runs, differing, distance
+from benchmarks.gpu_check.cases import OTHER_ROUNDING, CaseError, Runs, differing, distance
 from benchmarks.gpu_check.context import CheckContext
 from benchmarks.gpu_check.example import align_all, candidate, describe, hold_passing
 from benchmarks.gpu_check.findings import FindingsLog
@@ -13,49 +13,67 @@ from mock_scheduler.verdict.results import CandidateResult
 
 _TE = "transformer_engine"
 _HALF = {"precision": "bfloat16"}
-_BOTH = "attached example: local layers against TransformerEngine's, with noise and localisation"
+_BOTH = "local layers against TransformerEngine's, with noise and localisation"
 
 
 def check(context: CheckContext) -> None:
     """Runs both trainings; TransformerEngine's parts only where its layers compute."""
     layers = ["local", *([_TE] if context.machine.has_transformer_engine else [])]
     _train_ours(context, layers)
-    requests: list[dict[str, Any]] = [
-        {"name": f"example-{impl}", "candidates": [candidate("again")], "options": {"layers": impl}} for impl in layers
-    ]
+    requests: dict[str, dict[str, Any]] = {
+        impl: {**_HALF, "candidates": [candidate("again")], "options": {"layers": impl}} for impl in layers
+    }
     if context.machine.has_transformer_engine:
-        other = {"name": "example-both", "candidates": [candidate(_TE, layers=_TE)]}
-        requests.append({**other, "num_perturbations": 3, "localise": True})
+        both = {**_HALF, "candidates": [candidate(_TE, layers=_TE)]}
+        requests["both"] = {**both, "num_perturbations": 3, "localise": True}
     else:
-        context.log.not_run(_BOTH, context.machine.transformer_engine)
-    for request, result in zip(requests, align_all(context, [{**one, **_HALF} for one in requests]), strict=True):
-        question = request["name"]
+        context.log.not_run(f"attached example: {_BOTH}", context.machine.transformer_engine)
+    for name, result in align_all(context, requests):
+        question = f"attached example: {_BOTH if name == 'both' else name}"
         if isinstance(result, str):
             context.log.hold(question, is_held=False, found=result, expected="an alignment")
-        elif question == "example-both":
-            hold_passing(context, _BOTH, result.candidates[0])
+        elif name == "both":
+            hold_passing(context, question, result.candidates[0])
         else:
-            hold_again(context.log, f"attached example, {question.removeprefix('example-')}", result.candidates[0])
+            hold_again(context.log, question, result.candidates[0])
 
 
 def _train_ours(context: CheckContext, layers: list[str]) -> None:
+    """Answers each question as soon as its cases have ended; one that failed costs no other question."""
     # The share of the time ends a case on a GPU; a rehearsal may be slow.
     runs = Runs(context.folder / "cases", timeout_s=3600.0)
-    cases = [f"{impl}-bfloat16{word}" for impl in layers for word in ("", "-repeat")]
-    cases += ["local-float32", "local-float64-cpu", "local-float32-cpu"]
-    runs.prepare(cases, at_once=context.at_once)
-    for impl in layers:
-        pair = [runs.tensors(f"{impl}-bfloat16{word}", 0) for word in ("-repeat", "")]
-        hold_equal(context.log, f"our training, {impl}, bfloat16: the same step twice", differing(*pair))
-    wide, narrow = runs.gradient("local-float64-cpu"), runs.gradient("local-float32-cpu")
-    single, half = runs.gradient("local-float32"), runs.gradient("local-bfloat16")
-    cpu = Distances(own=distance(single, wide), other=distance(narrow, wide), what="the CPU's float32")
-    hold_rounding(context.log, "our training: float32 gradients against the CPU's float64", cpu)
-    context.log.note("our training: bfloat16 gradients against the CPU's float64", f"{distance(half, wide):.3g}")
-    if context.machine.has_transformer_engine:
+    cases = ["local-float64-cpu", "local-bfloat16", "local-bfloat16-repeat", "local-float32", "local-float32-cpu"]
+    cases += [f"{impl}-bfloat16{word}" for impl in layers[1:] for word in ("", "-repeat")]
+    runs.begin(cases, at_once=context.at_once)
+    for question, ask in {"same step twice": _ask_twice, "rounding": _ask_rounding}.items():
+        for impl in layers:
+            try:
+                ask(context.log, runs, impl)
+            except CaseError as error:
+                context.log.hold(
+                    f"our training, {impl}: {question}", is_held=False, found=error, expected="cases that end"
+                )
+    runs.wait()
+
+
+def _ask_twice(log: FindingsLog, runs: Runs, impl: str) -> None:
+    pair = [runs.tensors(f"{impl}-bfloat16{word}", 0) for word in ("-repeat", "")]
+    hold_equal(log, f"our training, {impl}, bfloat16: the same step twice", differing(*pair))
+
+
+def _ask_rounding(log: FindingsLog, runs: Runs, impl: str) -> None:
+    """Asks of local layers' float32 on the device, and of TransformerEngine's bfloat16, how far float64 is."""
+    wide = runs.gradient("local-float64-cpu")
+    half = distance(runs.gradient("local-bfloat16"), wide)
+    if impl == _TE:
         other = distance(runs.gradient(f"{_TE}-bfloat16"), wide)
-        both = Distances(own=other, other=distance(half, wide), what="the local layers' bfloat16")
-        hold_rounding(context.log, "our training: TransformerEngine's bfloat16 gradients against float64", both)
+        both = Distances(own=other, other=half, what="the local layers' bfloat16")
+        hold_rounding(log, "our training: TransformerEngine's bfloat16 gradients against float64", both)
+        return
+    log.note("our training: bfloat16 gradients against the CPU's float64", f"{half:.3g}")
+    single, narrow = (distance(runs.gradient(f"local-float32{word}"), wide) for word in ("", "-cpu"))
+    cpu = Distances(own=single, other=narrow, what="the CPU's float32")
+    hold_rounding(log, "our training: float32 gradients against the CPU's float64", cpu)
 
 
 def hold_again(log: FindingsLog, question: str, item: CandidateResult) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,22 +56,29 @@ def test_an_operation_that_does_not_repeat_fails_by_name_and_a_refused_one_does_
     def refused() -> tuple[torch.Tensor, ...]:
         raise RuntimeError("index_add_cuda does not have a deterministic implementation\nmore")
 
+    def failing() -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
     operations = {
         "drifting": lambda: (torch.full((3,), float(next(calls))),),
         "steady": lambda: (torch.ones(3),),
         "refused": refused,
+        "failing": failing,
     }
     before = torch.are_deterministic_algorithms_enabled()
     try:
         determinism.repeat_operations(log, operations)
     finally:
         torch.use_deterministic_algorithms(before)
-    assert failed(log) == {"operations repeat in deterministic mode, or are refused": "drifting"}
+    assert failed(log) == {"operations repeat in deterministic mode, or are refused": "drifting, failing"}
     assert dict(row[:2] for row in log.tables[0].rows) == {
         "drifting": "differs at repetition 1",
         "steady": "repeats",
         "refused": "refused: index_add_cuda does not have a deterministic implementation",
+        "failing": "failed: CUDA out of memory. Tried to allocate 8.00 GiB.",
     }
+    determinism.repeat_operations(log, {"refused": refused})  # where nothing repeats, nothing was shown
+    assert log.findings[-1].outcome is Outcome.FAILED
 
 
 @pytest.mark.parametrize(
@@ -95,13 +104,13 @@ def test_the_order_of_a_sum_is_told() -> None:
 
 
 def test_attention_that_differs_fails_with_its_backend_and_an_absent_backend_is_not_run(log: FindingsLog) -> None:
-    determinism.hold_attention(
-        log, "attention, fused", "Selected backend = FusedAttention\ndiffers at repetition 3", ""
-    )
+    determinism.hold_attention(log, "attention, fused", "Selected backend = FusedAttention\ndiffers at repetition 3")
     assert failed(log) == {"attention, fused": "differs at repetition 3 (Selected backend = FusedAttention)"}
-    determinism.hold_attention(log, "attention, flash", "refused: no backend supports it", "")
-    assert log.findings[-1].outcome is Outcome.NOT_RUN
-    assert log.findings[-1].found == "refused: no backend supports it"
+    absent = "ValueError: No dot product attention backend is available for the provided inputs."
+    determinism.hold_attention(log, "attention, flash", f"Traceback ...\n{absent}")
+    assert (log.findings[-1].outcome, log.findings[-1].found) == (Outcome.NOT_RUN, absent)
+    determinism.hold_attention(log, "attention, unfused", "RuntimeError: CUDA error: an illegal memory access")
+    assert "an illegal memory access" in failed(log)["attention, unfused"]
 
 
 def test_steps_with_one_other_bit_fail_by_the_tensors_name(log: FindingsLog) -> None:
@@ -141,6 +150,10 @@ def test_a_product_whose_bits_depend_on_its_shape_fails_by_its_row(log: Findings
     gemm_orders.compare_all(log, shapes, torch.device("cpu"), torch.matmul, title="plain")
     assert failed(log) == {}
     assert len(log.tables[0].rows) == 2 * 2 * 3  # dtypes, degrees (8 does not divide 12), splits
+    odd = gemm_orders._compare((33, 16, 12), torch.float32, torch.device("cpu"), torch.matmul)
+    assert [(item.split, item.degree) for item in odd] == [
+        (split, degree) for degree in (2, 4) for split in ("output features", "input features")
+    ]
 
     def of_small_tiles(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         found = left @ right
@@ -155,6 +168,24 @@ def test_a_product_whose_bits_depend_on_its_shape_fails_by_its_row(log: Findings
     gemm_orders.compare_all(log, shapes, torch.device("cpu"), of_small_tiles, title="planted")
     found = failed(log)["planted: emulation has the candidate's bits"]
     assert found.startswith("2 of 12 not, first 8 x 16 x 12, float32, output features, 2, 0.0%")
+
+
+def test_batch_invariant_kernels_need_no_transformer_engine() -> None:
+    def patch_engine() -> None:
+        raise ModuleNotFoundError("No module named 'transformer_engine'")
+
+    @contextmanager
+    def set_mode(_: bool) -> Iterator[None]:
+        kernels._te_patch_for_batch_invariant()
+        yield
+        kernels._te_unpatch_for_batch_invariant()
+
+    names = ("_te_patch_for_batch_invariant", "_te_unpatch_for_batch_invariant")
+    kernels = SimpleNamespace(set_batch_invariant_mode=set_mode, **dict.fromkeys(names, patch_engine))
+    with gemm_orders.use_invariant_kernels(kernels, has_transformer_engine=False):
+        pass
+    with pytest.raises(ModuleNotFoundError), gemm_orders.use_invariant_kernels(kernels, has_transformer_engine=True):
+        pass
 
 
 def judgement(**changes: Any) -> OwnJudgement:
@@ -177,14 +208,22 @@ def test_a_fault_that_is_missed_or_misplaced_or_never_fired_fails_by_name(log: F
 
 def test_waits_that_grow_with_the_model_fail_and_copies_are_counted(log: FindingsLog) -> None:
     names = ["cudaStreamSynchronize", "cudaLaunchKernel", "Memcpy DtoH (Device -> Pinned)", "cudaMemcpy", "aten::add"]
-    assert cost.count_events(names) == cost.HostCounts(waits=2, copies=1)
-    plain = {1: cost.HostCounts(waits=4, copies=1), 3: cost.HostCounts(waits=6, copies=1)}
-    even = {1: cost.HostCounts(waits=9, copies=3), 3: cost.HostCounts(waits=11, copies=3)}
-    growing = {1: cost.HostCounts(waits=9, copies=3), 3: cost.HostCounts(waits=31, copies=9)}
+    assert cost.count_events(names) == cost.HostCounts(waits=2, copies=1, kernels=1)
+
+    def counts(*waits: int, kernels: int = 7) -> dict[int, cost.HostCounts]:
+        of_depth = zip((1, 3), waits, strict=True)
+        return {layers: cost.HostCounts(waits=number, copies=1, kernels=kernels) for layers, number in of_depth}
+
+    plain, even, growing = counts(4, 6), counts(9, 11), counts(9, 31)
     cost.hold_waits(log, "sketches", plain=plain, traced=even)
     assert failed(log) == {}
     cost.hold_waits(log, "whole tensors", plain=plain, traced=growing)
     assert failed(log) == {"whole tensors: waits of the host that a step gets": "5 and 25 with 1 and 3 layers"}
+    cost.hold_waits(log, "unseen", plain=plain, traced=counts(0, 0, kernels=0))
+    assert (log.findings[-1].outcome, log.findings[-1].found) == (
+        Outcome.NOT_RUN,
+        "the profiler saw no kernel of the device",
+    )
     assert cost.count_events(["cudaEventSynchronize"]).waits == 0  # of the thread in the background
     cost.hold_ratio(log, 2048, 1.2)
     assert failed(log)["sketches of the default kinds, hidden size 2048"] == "1.200 times a step"
@@ -218,6 +257,15 @@ def test_fp8_that_was_off_or_does_not_repeat_or_is_emulated_fails(log: FindingsL
         "FP8, block: bfloat16 instead has other bits",
         "FP8, block: emulation refuses it by name",
     ]
+
+
+def test_a_recipe_that_the_gpu_lacks_is_not_run_and_another_error_fails(log: FindingsLog) -> None:
+    fp8.tell_failure(
+        log, "blockwise", "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9."
+    )
+    assert (log.findings[-1].outcome, failed(log)) == (Outcome.NOT_RUN, {})
+    fp8.tell_failure(log, "delayed", "the baseline failed (exit code 1): CUDA error: an illegal memory access")
+    assert list(failed(log)) == ["FP8, delayed"]
 
 
 def test_a_capture_that_nobody_speaks_of_fails(log: FindingsLog) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core import utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -148,6 +150,13 @@ class Attention(DotProductAttention):
             key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
             attention_mask = hides_later_tokens(key.shape[0])
         return super().forward(query, key, value, attention_mask, **kwargs)
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cuts a batch for context parallelism; Megatron-core 0.19 asks for a word, and for the group, else takes all."""
+    cut = utils.get_batch_on_this_cp_rank
+    words = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(cut).parameters else {}
+    return cut(batch, cp_group=mpu.get_context_parallel_group(), **words)
 
 
 def hides_other_rows(cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from model import build_config, build_model
+from megatron.core.utils import get_attr_wrapped_model
+from model import build_config, build_model, get_batch_on_this_cp_rank
 
 from mock_scheduler import megatron
 from mock_scheduler.megatron.host_device import use_host_device

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -109,7 +110,7 @@ def watch_scores(router: Router, see: See) -> Iterator[None]:
             other = see(logits, None)
             return route(logits if other is None else other, *args, **kwargs)
 
-        with _replaced_method(base, "routing", routing):
+        with patch.object(base, "routing", routing):
             yield
         return
     compute = router.gating
@@ -119,7 +120,7 @@ def watch_scores(router: Router, see: See) -> Iterator[None]:
         other = see(logits, None)
         return logits if other is None else other
 
-    with _replaced_method(router, "gating", gating):
+    with patch.object(router, "gating", gating):
         yield
 
 
@@ -168,7 +169,7 @@ def watch_expert_outputs(layer: ExpertLayer, see: See) -> Iterator[None]:
         finally:
             combine.sees.remove(see)
         return
-    with _replaced_method(dispatcher, "combine_postprocess", _WatchedCombine(layer, combine, see)):
+    with patch.object(dispatcher, "combine_postprocess", _WatchedCombine(layer, combine, see)):
         yield
 
 
@@ -225,17 +226,3 @@ def _hooked(module: torch.nn.Module, hook: Callable[..., object]) -> Iterator[No
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _replaced_method(owner: object, name: str, method: Callable[..., object]) -> Iterator[None]:
-    """Let one object have another method in the block."""
-    before = vars(owner).get(name)
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
