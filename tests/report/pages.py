@@ -21,5 +21,5 @@ def figures_of(page: str) -> dict[str, Any]:
 
 def text_of(page: str) -> str:
     """What a reader sees of it, without figures."""
-    body = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
+    body = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL).replace("<wbr>", "")
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
