@@ -50,6 +50,14 @@ def test_a_setting_without_effect_fails_by_name(log: FindingsLog) -> None:
     assert "torch.deterministic_algorithms is False, must be True" in failed(log)["settings of a deterministic run"]
 
 
+@pytest.fixture
+def _mode_restored() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("_mode_restored")
 def test_an_operation_that_does_not_repeat_fails_by_name_and_a_refused_one_does_not(log: FindingsLog) -> None:
     calls = iter(range(1000))
 
@@ -65,11 +73,7 @@ def test_an_operation_that_does_not_repeat_fails_by_name_and_a_refused_one_does_
         "refused": refused,
         "failing": failing,
     }
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        determinism.repeat_operations(log, operations)
-    finally:
-        torch.use_deterministic_algorithms(before)
+    determinism.repeat_operations(log, operations)
     assert failed(log) == {"operations repeat in deterministic mode, or are refused": "drifting, failing"}
     assert dict(row[:2] for row in log.tables[0].rows) == {
         "drifting": "differs at repetition 1",
