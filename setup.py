@@ -16,7 +16,7 @@ NATIVE = [
         f"mock_scheduler.{folder.replace('/', '.')}.native",
         sorted(map(str, Path("mock_scheduler", folder).glob("native*.c"))),
         include_dirs=["mock_scheduler/support"],
-        depends=["mock_scheduler/support/native.h", "mock_scheduler/comparison/measure/passes.h"],
+        depends=["mock_scheduler/support/native.h", f"mock_scheduler/{folder}/passes.h"],
         extra_compile_args=NATIVE_FLAGS,
         optional=True,
     )

@@ -1,15 +1,6 @@
 /* Sums a pair of tensors, and an update of both, in one pass each; figures.py and changes.py say what is summed, and
  * have the same in NumPy. The passes (passes.h) are built for several processors, of which the best one is taken.
  */
-#include "native.h"
-
-#ifdef HAS_X86
-#pragma GCC optimize("O2") /* for old processors: -O3 takes the compiler four times as long */
-#endif
-
-#define WIDTH 4
-#define SUM_PAIR sum_pair_any
-#define SUM_CHANGES sum_changes_any
 #include "passes.h"
 
 #ifdef HAS_X86
@@ -18,12 +9,6 @@
     int64_t sum_changes_##KIND(const char *const *, int64_t, int64_t, int, int, double, double, double *);
 DECLARE(avx2)
 DECLARE(avx512)
-#define HAS(FEATURE) __builtin_cpu_supports(FEATURE)
-#define HAS_AVX2 (HAS("avx2") && HAS("fma"))
-#define HAS_AVX512 (HAS_AVX2 && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl"))
-#define BEST(NAME) (HAS_AVX512 ? NAME##_avx512 : HAS_AVX2 ? NAME##_avx2 : NAME##_any)
-#else
-#define BEST(NAME) NAME##_any
 #endif
 
 /* Sums the pairs of elements of two sides; returns 0, and writes nothing, where an element or a sum is not finite.

@@ -1,5 +1,4 @@
-/* The passes over tensors, for one kind of processor. A file that includes this one gives WIDTH (how many float64 make a
- * vector), SUM_PAIR and SUM_CHANGES (names), and instructions of the processor in place of those below.
+/* The passes over tensors, for one kind of processor: native.h says which.
  *
  * Sums are made as lanes.py says, so they have the same bits on every processor. A product is fused with its sum only
  * where it is exact in float64, as products of float32 and bfloat16 are.
@@ -10,30 +9,6 @@
 #define VECTORS (LANES / WIDTH)
 #define PART 2048 /* elements that stay in the nearest cache: compared, summed and, if need be, searched */
 #define INFINITE 0x7FF0000000000000
-
-typedef int16_t Shorts __attribute__((vector_size(2 * WIDTH)));
-typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
-typedef int16_t WideShorts __attribute__((vector_size(4 * WIDTH)));
-typedef float Floats __attribute__((vector_size(4 * WIDTH)));
-typedef int64_t Longs __attribute__((vector_size(8 * WIDTH)));
-typedef double Doubles __attribute__((vector_size(8 * WIDTH)));
-
-/* Choose elements of two vectors of integers. */
-#define CHOOSE(VECTOR, OTHER, IS_CHOSEN) (((VECTOR) & (IS_CHOSEN)) | ((OTHER) & ~(IS_CHOSEN)))
-#define CHOOSE_LARGER(VECTOR, OTHER) CHOOSE(VECTOR, OTHER, (VECTOR) > (OTHER))
-#define CHOOSE_SMALLER(VECTOR, OTHER) CHOOSE(VECTOR, OTHER, (VECTOR) < (OTHER))
-
-#ifndef FUSE
-#define WIDEN(FLOATS) __builtin_convertvector(FLOATS, Doubles)
-#define EXTEND(INTS) __builtin_convertvector(INTS, Longs)
-#define FUSE(LEFT, RIGHT, SUM) ((LEFT) * (RIGHT) + (SUM))
-/* NaN is never larger. */
-#define LARGER(VECTOR, OTHER) (Doubles) CHOOSE((Longs)(VECTOR), (Longs)(OTHER), (VECTOR) > (OTHER))
-#define LARGER_INTS CHOOSE_LARGER
-#define SMALLER_INTS CHOOSE_SMALLER
-#define LARGER_SHORTS CHOOSE_LARGER
-#define SMALLER_SHORTS CHOOSE_SMALLER
-#endif
 
 /* Elements are read by groups of LANES, in vectors. Where all are bfloat16, the first of two vectors has the even
  * elements and the second the odd ones, which need but be shifted.
@@ -356,7 +331,7 @@ INLINE int64_t sum_changes_of(double *sums, const Sides *sides, int64_t length, 
 }
 
 /* As native.c says. */
-int SUM_PAIR(const void *left, const void *right, int64_t length, int64_t chunk, int dtype, double *squares,
+int OF_KIND(sum_pair)(const void *left, const void *right, int64_t length, int64_t chunk, int dtype, double *squares,
              double *max_abs, int64_t *counts) {
     PairSums sums = {.first = -1, .worst = -1};
     memcpy(sums.squares, squares, sizeof sums.squares);
@@ -373,7 +348,7 @@ int SUM_PAIR(const void *left, const void *right, int64_t length, int64_t chunk,
 }
 
 /* As native.c says. */
-int64_t SUM_CHANGES(const char *const *sides, int64_t length, int64_t chunk, int dtype, int gradient_dtype,
+int64_t OF_KIND(sum_changes)(const char *const *sides, int64_t length, int64_t chunk, int dtype, int gradient_dtype,
                     double significant, double unit, double *sums) {
     Sides both = {{sides[0], sides[3]}, {sides[1], sides[4]}, {sides[2], sides[5]}};
 #define SUM_BY_OLD(TYPE, GRADIENT, IS_SAME) \

@@ -100,7 +100,6 @@ def _sum_run(run: Run, dtype: torch.dtype, *, is_masked: bool) -> Totals:
     add_rows = _native()
     assert add_rows is not None  # as can_sum said
     values = run.values if run.values.stride(1) == 1 else run.values.contiguous()
-    signs, keys = _padded_tables()
     totals = Totals.zero(_HOST)
     add_rows(
         values.data_ptr(),
@@ -111,8 +110,7 @@ def _sum_run(run: Run, dtype: torch.dtype, *, is_masked: bool) -> Totals:
         run.stride,
         DTYPE_NUMBERS[dtype],
         is_masked,
-        signs.data_ptr(),
-        keys.data_ptr(),
+        _constants().data_ptr(),
         totals.slots.data_ptr(),
         totals.sum_of_squares.data_ptr(),
         totals.counts.data_ptr(),
@@ -121,15 +119,16 @@ def _sum_run(run: Run, dtype: torch.dtype, *, is_masked: bool) -> Totals:
 
 
 @lru_cache(maxsize=1)
-def _padded_tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns uint8 signs, 0x80 for -1, and int64 keys, ``[BLOCK + _NUM_LANES]`` each."""
-    signs, keys = (tables(_HOST).signs < 0).to(torch.uint8) * 0x80, tables(_HOST).keys
-    return torch.cat([signs, signs[:_NUM_LANES]]), torch.cat([keys, keys[:_NUM_LANES]])
+def _constants() -> torch.Tensor:
+    """Returns the keys, all of which are odd, less 1 where the sign is +1; int64 ``[BLOCK + _NUM_LANES]``."""
+    found = tables(_HOST)
+    constants = found.keys - (found.signs > 0).to(torch.int64)
+    return torch.cat([constants, constants[:_NUM_LANES]])
 
 
 @lru_cache(maxsize=1)
 def _native() -> Callable[..., None] | None:
     """Returns the function of the C file; ``None`` where it was not built, or is of another version of the file."""
     pointer, number, index, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int
-    rows, sums = [pointer, number, number, number, index, index], [pointer, pointer, pointer, pointer, pointer]
-    return load_function(__file__, "sketch_rows_1", [*rows, flag, flag, *sums])
+    rows, sums = [pointer, number, number, number, index, index], [pointer, pointer, pointer, pointer]
+    return load_function(__file__, "sketch_rows_2", [*rows, flag, flag, *sums])
