@@ -6,6 +6,7 @@ more values than it may.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import warnings
@@ -28,7 +29,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
@@ -256,18 +257,37 @@ def _members(annotation: object) -> Iterator[object]:
 
 
 class _BoundedFileSource(FileConfigSource):
-    """Reads YAML files for Hydra as its own source does, but none that stands for more values than it may."""
+    """Reads YAML files for Hydra as its own source does, but none that stands for more values than it may.
+
+    A text is parsed once for all configurations that are composed of it.
+    """
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path))
-        if path.is_file():
-            try:
-                load_yaml(read_text(path, what="a configuration"))
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{path} is not UTF-8: {error}") from error
-            except ValueError as error:
-                raise ConfigError(f"{path} {error}") from error
-        return super().load_config(config_path)
+        if not path.is_file():
+            return super().load_config(config_path)  # which says so
+        try:
+            text = read_text(path, what="a configuration")
+            config = deepcopy(_load_text(text))  # Hydra changes it
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} {error}") from error
+        return ConfigResult(
+            config=config,
+            path=f"{self.scheme()}://{self.path}",
+            provider=self.provider,
+            header=self._get_header_dict(text[:512]),  # as much as Hydra looks at
+        )
+
+
+@lru_cache(maxsize=128)
+def _load_text(text: str) -> Container:
+    """Parses a configuration's text; raises ``ValueError`` as ``load_yaml`` does."""
+    load_yaml(text)
+    loaded = OmegaConf.load(io.StringIO(text))
+    assert isinstance(loaded, Container)
+    return loaded
 
 
 @contextmanager
