@@ -659,7 +659,10 @@ def main(arguments: list[str] | None = None) -> int:
         # What a command imports is in use until the process ends: to search it for garbage takes a tenth of its start.
         gc.set_threshold(_GARBAGE_THRESHOLD)
     with guarded_terminal():
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        gc.freeze()  # or Python, as it ends, searches all of it: half a second where torch was imported
+    return code
 
 
 def _complete() -> int:

@@ -20,7 +20,7 @@ from mock_scheduler.determinism.settings import is_deterministic_mode, required_
 from mock_scheduler.errors import DeterminismError
 from mock_scheduler.support.loaded_code import note_loaded_code, save_loaded_code
 from mock_scheduler.support.own_calls import count_own_calls
-from mock_scheduler.support.processes import end_with_parent
+from mock_scheduler.support.processes import end_process, end_with_parent
 from mock_scheduler.support.run_output import report_failure
 from mock_scheduler.support.terminal_streams import guarded_terminal
 from pipelines.config.loading import load_source
@@ -136,4 +136,4 @@ def _run_pipeline(config: PipelineConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -7,7 +7,6 @@ one. ``python -m tests.programs`` is the server; ``run_program`` asks it.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 import os
@@ -15,16 +14,16 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mock_scheduler.launch import ranks
 from mock_scheduler.launch.ranks import Place, ranks_command
+from mock_scheduler.support.processes import end_process
 
 ROOT = Path(__file__).parents[1]
 
@@ -154,15 +153,6 @@ def _run(module: str) -> int:
     return 0
 
 
-def _end(exit_code: int) -> NoReturn:
-    """Ends this process as Python does, but does not take its modules apart: that would copy all of their memory."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
 def _main() -> None:
     # Imported by the server alone: whoever asks it needs no torch.
     import torch
@@ -175,7 +165,7 @@ def _main() -> None:
     request = _serve()
     if request is not None:
         _become(request)
-        _end(_run(request.module))
+        end_process(_run(request.module))
 
 
 if __name__ == "__main__":

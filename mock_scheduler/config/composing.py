@@ -283,8 +283,9 @@ class _BoundedFileSource(FileConfigSource):
 
 @lru_cache(maxsize=128)
 def _load_text(text: str) -> Container:
-    """Parses a configuration's text; raises ``ValueError`` as ``load_yaml`` does."""
-    load_yaml(text)
+    """Parses a configuration's text; raises ``ValueError`` as ``load_yaml`` does, and for a number alone."""
+    if not isinstance(load_yaml(text), dict | list | str | None):
+        raise ValueError("holds one number; expected keys and their values")
     loaded = OmegaConf.load(io.StringIO(text))
     assert isinstance(loaded, Container)
     return loaded

@@ -169,7 +169,7 @@ def _listener_environment(rendezvous: _Rendezvous, global_rank: str) -> dict[str
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Starts the ranks and waits for them; returns the meant exit code, in a rank what its module ends with."""
+    """Starts the ranks and waits for them; returns the meant exit code. A rank ends as its module does."""
     end_with_parent(os.environ)
     told_to, num_local, nnodes, node_rank, endpoint, *target = arguments
     is_module = target[:1] == ["-m"]
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
     running = _fork_ranks(place, rendezvous)
     if running is None:
         (run_entry if is_module else run_script)(name, others)
-        return 0
+        sys.exit()
     return _supervise(running, rendezvous, Path(told_to))
 
 

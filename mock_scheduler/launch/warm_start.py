@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mock_scheduler.launch import ranks
-from mock_scheduler.support.processes import PARENT_VARIABLE
+from mock_scheduler.support.processes import PARENT_VARIABLE, end_process
 
 _MODULE = "mock_scheduler.launch.warm_start"
 _MESSAGE_BYTES = 1 << 18
@@ -330,7 +330,7 @@ def _look_at(paths: Iterable[str]) -> _Files:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Forks runs until the launcher ends; in a fork, starts its ranks and returns its exit code."""
+    """Forks runs until the launcher ends; a fork starts its ranks, and ends with their exit code."""
     control = socket.socket(fileno=int(arguments[0]))
     os.set_inheritable(control.fileno(), False)
     imported = _import(arguments[1:])
@@ -339,7 +339,9 @@ def main(arguments: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
     request = _serve(control, imported)
-    return 0 if request is None else ranks.main(request.arguments)
+    if request is not None:
+        end_process(ranks.main(request.arguments))
+    return 0
 
 
 if __name__ == "__main__":

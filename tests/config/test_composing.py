@@ -122,3 +122,17 @@ def test_files_that_need_an_override_are_composed_with_it(tmp_path: Path) -> Non
     assert load(["size=small"]).seed == 3
     with pytest.raises(ConfigError, match="size"):
         load(["seed=4"])
+
+
+def test_a_file_of_one_number_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "five.yaml").write_text("5\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"five\.yaml holds one number; expected keys and their values"):
+        load_config("five", config_path=tmp_path)
+
+
+def test_a_file_that_has_changed_is_read_anew(tmp_path: Path) -> None:
+    seeds = []
+    for seed in (1, 2, 1):
+        (tmp_path / "run.yaml").write_text(f"defaults: [_self_]\nexp_name: run\nseed: {seed}\n", encoding="utf-8")
+        seeds.append(load_config("run", config_path=tmp_path).seed)
+    assert seeds == [1, 2, 1]

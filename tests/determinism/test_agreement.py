@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.agreement import Traffic, all_reduce, measure_simulated, planted, simulate
 from mock_scheduler.determinism.agreement import TorchRankGroup, check_agreement
-from mock_scheduler.determinism.agreement_rounds import MAX_KEY_ROUNDS, Op, Reduction
-from mock_scheduler.errors import RankDisagreementError
+from mock_scheduler.determinism.agreement_rounds import MAX_KEY_ROUNDS, Op
+from tests.programs import run_ranks
 
 DIFFERENCE = (
     "the 2 ranks of this run differ:\n"
@@ -31,29 +30,9 @@ def lines_of(*values: Mapping[str, str]) -> list[str]:
     return simulate(values)[0]
 
 
-def _check_on_rank(global_rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=global_rank, world_size=2)
-    group = TorchRankGroup(torch.device("cpu"))
-    check_agreement({"NCCL_ALGO": "Ring"}, group)
-    # -1 and the extremes of int64 are where a maximum by negation would overflow.
-    extremes = [-1, -(2**63), 2**63 - 1]
-    assert group.reduce(Reduction(op=Op.MIN, words=[~word for word in extremes])) == [0, 2**63 - 1, -(2**63)]
-    one_differs = ~(-(2**63) if global_rank else 2**63 - 1)
-    assert group.reduce(Reduction(op=Op.MIN, words=[one_differs])) == [-(2**63)]
-    # Neither length nor content is taken for granted: none at all, and bytes that look like the padding.
-    assert group.gather(b"\x00\xff\x00" if global_rank else b"") == [b"", b"\x00\xff\x00"]
-    assert group.gather(b"") == [b"", b""]
-    values = {"NCCL_ALGO": "Träe", "NCCL_PROTO": "LL"} if global_rank else {"NCCL_ALGO": "Ring"}
-    try:
-        check_agreement({**values, "same": "1"}, group)
-    except RankDisagreementError as error:
-        Path(folder, f"rank{global_rank}").write_text(str(error), encoding="utf-8")
-    dist.destroy_process_group()
-
-
 def test_two_processes_agree_or_both_name_the_difference(tmp_path: Path) -> None:
-    mp.spawn(_check_on_rank, args=(str(tmp_path),), nprocs=2)
+    done = run_ranks(2, "tests.determinism.agreement_worker", (str(tmp_path),), told_to=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert [(tmp_path / f"rank{global_rank}").read_text(encoding="utf-8") for global_rank in range(2)] == [
         DIFFERENCE
     ] * 2

@@ -1,6 +1,6 @@
 """The example of an own training is plain Megatron-core with one line of ours; alignments find what they must in it.
 
-The default tests align one layout and one fault; all layouts, faults and precisions are behind ``-m all``.
+All that trains is behind ``-m all``.
 """
 
 import ast
@@ -76,6 +76,7 @@ def test_unknown_fault_is_refused_with_the_known_ones() -> None:
         find_own_fault("scale-2")
 
 
+@pytest.mark.all
 def test_repetition_passes_and_a_fault_is_named_at_its_place(tmp_path: Path) -> None:
     candidates = [clean_candidate("tp1", ()), faulty_candidate(find_own_fault("qk-norms-not-summed"))]
     with serving():

@@ -10,13 +10,13 @@ import pytest
 
 from pipelines.config.model import ModelConfig
 from pipelines.megatron.hf_source import find_weight_files
-from tests.pipelines.tiny_runs import run_command
+from tests.programs import run_program
 
-SCRIPT = "launch/make_tiny_qwen3.py"
+SCRIPT = "launch.make_tiny_qwen3"
 
 
 def make(folder: Path, *options: str) -> Path:
-    done = run_command([SCRIPT, str(folder), *options])
+    done = run_program(SCRIPT, (str(folder), *options))
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -50,7 +50,7 @@ def test_every_byte_is_one_token(small: Path) -> None:
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    done = run_command([SCRIPT, str(tmp_path)])
+    done = run_program(SCRIPT, (str(tmp_path),))
     assert (done.returncode, "give a new folder" in done.stderr) == (5, True)
 
 

@@ -110,6 +110,7 @@ def test_the_supervised_start_trains_on_the_tasks_own_answers_and_is_recorded(ro
     assert metrics[1]["reward"] < 1.0
 
 
+@pytest.mark.all
 def test_two_replicas_train_as_one_from_the_supervised_start_on(root: Path) -> None:
     given = arguments(root, "dp2", "rollout_mock.mode=mock", "parallel.data_parallel_size=2")
     replayed = run_command(["-m", "mock_scheduler.cli", "launch", "qwen3_tiny_reasoning", *given[4:]])

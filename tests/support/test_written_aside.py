@@ -26,12 +26,14 @@ ALLOWED = {
 }
 
 _MODE = re.compile("[rwxabt+]{1,3}")
+#: Without one of these words a text has no writer, and need not be parsed.
+_WORDS = re.compile(r"\b(?:write_text|write_bytes|save_file|open)\b")
 _WRITING = {"write_text", "write_bytes", "save_file"}
 
 
 def find_writers(text: str) -> Iterator[int]:
     """Yields the line of every call that writes a file under any other name than ``aside``."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text)) if _WORDS.search(text) else ():
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

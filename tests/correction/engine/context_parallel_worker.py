@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,3 +185,7 @@ def _check_groups_of_one(rank: int) -> None:
     assert alone.weights is not None
     assert grouped.weights is not None
     assert torch.equal(alone.weights, grouped.weights)
+
+
+if __name__ == "__main__":
+    run(int(os.environ["RANK"]), sys.argv[1])
