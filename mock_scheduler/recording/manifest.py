@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 
 from mock_scheduler.errors import ContractError, RecordingError, StepNotFoundError
@@ -20,7 +21,7 @@ from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, SealedFile
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, check_json
-from mock_scheduler.support.git import ask_git
+from mock_scheduler.support.git import Repository
 from mock_scheduler.support.text import list_some
 from mock_scheduler.support.versions import read_package_versions
 
@@ -62,7 +63,7 @@ def collect_provenance(extra: Mapping[str, JSON]) -> dict[str, JSON]:
     """
     own: dict[str, JSON] = {
         "git": read_folder_revision(Path.cwd()),
-        "library_git": read_git_revision(Path(__file__)),
+        "library_git": _read_library_revision(),
         "python": sys.version.split()[0],
         "packages": read_package_versions(),
         "platform": platform.platform(),
@@ -150,9 +151,15 @@ def read_git_revision(module_file: Path) -> dict[str, JSON] | None:
     ``None`` without git, and where the file is not tracked: a repository that merely encloses an installed package
     (a virtual environment in a project, say) is not where the package comes from.
     """
-    if ask_git(module_file.parent, "ls-files", "--error-unmatch", module_file.name) is None:
+    if Repository(module_file.parent).ask("ls-files", "--error-unmatch", module_file.name) is None:
         return None
     return read_folder_revision(module_file.parent)
+
+
+@cache
+def _read_library_revision() -> dict[str, JSON] | None:
+    """Reads it once, since the code that runs is that of the process's start."""
+    return read_git_revision(Path(__file__))
 
 
 def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
@@ -160,11 +167,12 @@ def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
 
     ``None`` without git, outside of a repository, and before its first commit.
     """
-    root = ask_git(folder, "rev-parse", "--show-toplevel")
-    revision = ask_git(folder, "rev-parse", "HEAD")
-    if root is None or revision is None:
+    repository = Repository(folder)
+    found = repository.ask("rev-parse", "--show-toplevel", "HEAD")
+    if found is None:
         return None
-    is_modified = bool(ask_git(folder, "status", "--porcelain", "-uno", "--ignore-submodules=all"))
+    root, revision = found.rsplit("\n", 1)
+    is_modified = bool(repository.ask("status", "--porcelain", "-uno", "--ignore-submodules=all"))
     return {"root": Path(root).name, "revision": revision, "is_modified": is_modified}
 
 

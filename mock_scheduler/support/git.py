@@ -24,13 +24,18 @@ _COUNT = "GIT_CONFIG_COUNT"
 _TIMEOUT_S = 10
 
 
-def ask_git(folder: Path, *arguments: str) -> str | None:
-    """Returns what git says about a folder; ``None`` without git, and where it fails."""
-    listed = _run(folder, ("config", "--list", "--name-only", "--show-scope", "-z"), {})
-    if listed is None:
-        return None
-    answer = _run(folder, arguments, _without_filters(_list_foreign_filters(listed), os.environ))
-    return None if answer is None else answer.strip()
+class Repository:
+    """A folder to ask git about; its settings are looked at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        listed = _run(folder, ("config", "--list", "--name-only", "--show-scope", "-z"), {})
+        self._settings = None if listed is None else _without_filters(_list_foreign_filters(listed), os.environ)
+
+    def ask(self, *arguments: str) -> str | None:
+        """Returns what git says; ``None`` without git, and where it fails."""
+        answer = None if self._settings is None else _run(self._folder, arguments, self._settings)
+        return None if answer is None else answer.strip()
 
 
 def _list_foreign_filters(listed: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.recording.manifest import read_folder_revision
-from mock_scheduler.support.git import ask_git
+from mock_scheduler.support.git import Repository
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -59,7 +59,7 @@ def test_a_program_of_a_repository_is_not_run(repository: Path, settings: dict[s
 def test_a_repository_in_the_place_of_a_folder_is_none(tmp_path: Path) -> None:
     """A folder of data may have the files of a bare repository beside them, which git takes for one."""
     git(tmp_path, "init", "-q", "--bare", ".")
-    assert ask_git(tmp_path, "rev-parse", "--is-bare-repository") is None
+    assert Repository(tmp_path).ask("rev-parse", "--is-bare-repository") is None
 
 
 def test_missing_objects_are_not_fetched(repository: Path) -> None:

@@ -94,7 +94,7 @@ def test_figures_of_some_rows_are_those_of_a_plain_computation(
     check(left, right, torch.rand(len(left), 1, generator=torch.Generator().manual_seed(draw[0])) < 0.7)
 
 
-@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.all) for kind in KINDS[1:4])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_figures_of_several_blocks_are_summed_in_their_order(
     dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
