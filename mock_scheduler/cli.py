@@ -546,6 +546,7 @@ def import_rollouts(
         Path | None, typer.Option("--contract", help="JSON of names and values that a replay must match")
     ] = None,
     shift: Annotated[int, typer.Option("--shift", help="added to each step, as in -1 where steps count from 1")] = 0,
+    json_path: JsonOutput = None,
 ) -> None:
     """Make an ordinary recording, or trace, of files that another framework wrote; no code in them is run."""
     from mock_scheduler.adapters.imports.steps import ImportOptions, state_sampling  # imports torch: not for --help
@@ -553,7 +554,7 @@ def import_rollouts(
 
     sampling, stated = state_sampling(temperature=temperature, top_p=top_p, top_k=top_k, logprobs_mode=logprobs_mode)
     rollouts = ImportOptions(sampling=sampling, stated=stated, group_size=group_size, reward_key=reward_key)
-    command = ImportCommand(rollouts=rollouts, contract=contract, shift=shift)
+    command = ImportCommand(rollouts=rollouts, contract=contract, shift=shift, json_path=json_path)
     raise typer.Exit(run_import(format_name, source, dump_dir, command))
 
 
@@ -563,11 +564,12 @@ def export_rollouts(
     recording: RecordingDir,
     folder: Annotated[Path, typer.Argument(help="folder for the files", show_default=False)],
     steps: Steps = None,
+    json_path: JsonOutput = None,
 ) -> None:
     """Write a recording as files that another framework replays: slime, for --load-debug-rollout-data."""
     from mock_scheduler.commands.foreign import run_export  # imports torch: not for --help
 
-    raise typer.Exit(run_export(format_name, recording, folder, steps=steps))
+    raise typer.Exit(run_export(format_name, recording, folder, steps=steps, json_path=json_path))
 
 
 @app.command()

@@ -41,6 +41,7 @@ from mock_scheduler.recording.writing.opening import WriterOptions, open_recordi
 from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.documents import STDOUT, write_json
 from mock_scheduler.support.foreign_files import load_json
 from mock_scheduler.support.text import count_of, in_prose, shorten
 
@@ -56,11 +57,14 @@ class ImportCommand:
         rollouts: what the user states of the rollouts.
         contract: a JSON file with names and values that a replay must match; ``None``: the recording has none.
         shift: added to the number of each step.
+        json_path: a file for what was written: folder, format, steps by mode and what the source lacks, or the steps of
+            each trace by its folder below; ``-``: standard output, in place of the text.
     """
 
     rollouts: ImportOptions = field(default_factory=ImportOptions)
     contract: Path | None = None
     shift: int = 0
+    json_path: str | None = None
 
 
 def run_import(
@@ -81,22 +85,33 @@ def run_import(
     if os.path.lexists(dump_dir):
         raise RecordingError(f"{dump_dir} is there already: give a new folder for the recording")
     if chosen.tracer:
-        return _import_trace(chosen, source, dump_dir, console or build_console())
+        return _import_trace(chosen, source, dump_dir, command.json_path, console or build_console())
     contract = Contract.of(_load_contract(command.contract))
     read: Read = _load(chosen.reader)
     with _published(dump_dir) as aside:
         lacks, steps = _write(read(source, command.rollouts), aside, chosen, source, contract, command.shift)
         if not steps:
             raise RecordingError(f"{source} holds no step")
-    _report(console or build_console(), dump_dir, steps, lacks)
+    if command.json_path != STDOUT:
+        _report(console or build_console(), dump_dir, steps, lacks)
+    _write_facts(command.json_path, chosen, dump_dir, {"steps": _as_json(steps), "not_in_source": list[JSON](lacks)})
     return int(ExitCode.ALIGNED)
 
 
-def _import_trace(chosen: ForeignFormat, source: Path, folder: Path, console: Console) -> int:
+def _write_facts(path: str | None, chosen: ForeignFormat, folder: Path, facts: Mapping[str, JSON]) -> None:
+    write_json({"format_version": 1, "format": chosen.name, "folder": str(folder), **facts}, path)
+
+
+def _as_json(steps: Mapping[str, Sequence[int]]) -> dict[str, JSON]:
+    return {name: list[JSON](numbers) for name, numbers in steps.items()}
+
+
+def _import_trace(chosen: ForeignFormat, source: Path, folder: Path, json_path: str | None, console: Console) -> int:
     write: Callable[[Path, Path], Traces] = _load(chosen.tracer)
     with _published(folder) as aside, _explained(chosen, source):
         traces = write(source, aside)
-    for name, steps in traces.items():
+    _write_facts(json_path, chosen, folder, {"traces": _as_json(traces)})
+    for name, steps in traces.items() if json_path != STDOUT else ():
         place = in_prose(str(folder / name))
         text = f"wrote {place}: a trace of {count_of(len(steps), 'step')}; mock-scheduler compare opens it"
         console.print(text, markup=False, highlight=False)
@@ -196,9 +211,15 @@ def _report(console: Console, dump_dir: Path, steps: Mapping[str, list[int]], la
 
 
 def run_export(
-    format_name: str, recording: str, folder: Path, *, steps: str | None, console: Console | None = None
+    format_name: str,
+    recording: str,
+    folder: Path,
+    *,
+    steps: str | None,
+    json_path: str | None = None,
+    console: Console | None = None,
 ) -> int:
-    """Write a recording's steps as another framework's files.
+    """Write a recording's steps as another framework's files. ``json_path``: as of ``ImportCommand``, for their number.
 
     Raises:
         ConfigError: the format is none, or is not written.
@@ -215,8 +236,10 @@ def run_export(
     write: Write = _load(chosen.writer)
     with _published(folder) as aside:
         num_files = len(write(_read_steps(reader, listings, ranges), aside))
-    out = console or build_console()
-    out.print(f"wrote {count_of(num_files, 'file')} to {in_prose(str(folder))}", markup=False, highlight=False)
+    if json_path != STDOUT:
+        out = console or build_console()
+        out.print(f"wrote {count_of(num_files, 'file')} to {in_prose(str(folder))}", markup=False, highlight=False)
+    _write_facts(json_path, chosen, folder, {"num_files": num_files})
     return int(ExitCode.ALIGNED)
 
 

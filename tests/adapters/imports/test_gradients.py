@@ -11,6 +11,7 @@ import torch
 from mock_scheduler import compare, open_trace
 from mock_scheduler.commands.foreign import ImportCommand, run_import
 from mock_scheduler.errors import ForeignFileError, MockSchedulerError, TraceError
+from mock_scheduler.support.foreign_files import load_json
 from tests.adapters.imports.forging import Described, Global, torch_bytes
 from tests.adapters.imports.importing import write
 
@@ -65,7 +66,11 @@ def save_two_by_two(folder: Path) -> Path:
 
 def imported(name: str, source: Path) -> Path:
     folder = source.parent / f"trace of {source.name}"
-    assert run_import(name, source, folder, ImportCommand()) == 0
+    told = source.parent / "told.json"
+    assert run_import(name, source, folder, ImportCommand(json_path=str(told))) == 0
+    for below, steps in load_json(told)["traces"].items():
+        with open_trace(folder / below) as trace:
+            assert list(trace.steps) == steps
     return folder
 
 

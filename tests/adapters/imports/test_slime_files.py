@@ -13,6 +13,7 @@ from mock_scheduler.adapters.imports.steps import state_sampling
 from mock_scheduler.adapters.slime.files import build_content
 from mock_scheduler.commands.foreign import ImportCommand, run_export, run_import
 from mock_scheduler.errors import ForeignFileError, RecordingError, StepNotFoundError
+from mock_scheduler.support.foreign_files import load_json
 from mock_scheduler.support.pickles.torch_files import read_torch_file
 from tests.adapters.bits import bits
 from tests.adapters.imports.forging import (
@@ -40,7 +41,15 @@ def test_slime_files_become_a_recording_and_files_again(tmp_path: Path) -> None:
     recording = read_recording(tmp_path / "recording of slime")
     assert recording.batch(3, mode="val").rewards.tolist() == [9.0]
     assert recording.info(3).policy_version == 2
-    assert run_export("slime", str(tmp_path / "recording of slime"), tmp_path / "again", steps=None) == 0
+    told = tmp_path / "told.json"
+    recorded = str(tmp_path / "recording of slime")
+    assert run_export("slime", recorded, tmp_path / "again", steps=None, json_path=str(told)) == 0
+    assert load_json(told) == {
+        "format_version": 1,
+        "format": "slime",
+        "folder": str(tmp_path / "again"),
+        "num_files": 3,
+    }
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["3.pt", "4.pt", "eval_3.pt"]
     for step, content in contents.items():
         found = read_torch_file(tmp_path / f"again/{step}.pt")
@@ -65,8 +74,12 @@ def test_rows_recorded_elsewhere_become_samples() -> None:
 def test_an_imported_recording_is_replayed(tmp_path: Path) -> None:
     write(tmp_path / "0.pt", torch_bytes({"rollout_id": 0, "samples": [sample(index=i) for i in range(2)]}))
     (tmp_path / "contract.json").write_text('{"model": "m"}', encoding="utf-8")
-    command = ImportCommand(contract=tmp_path / "contract.json", shift=5)
+    told = tmp_path / "told.json"
+    command = ImportCommand(contract=tmp_path / "contract.json", shift=5, json_path=str(told))
     run_import("slime", tmp_path / "0.pt", tmp_path / "recording", command)
+    absent = [*(f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "logprobs_mode")), "policy_versions"]
+    facts = {"format_version": 1, "format": "slime", "folder": str(tmp_path / "recording")}
+    assert load_json(told) == {**facts, "steps": {"train": [5]}, "not_in_source": absent}
     config = {"enable": True, "mode": "mock", "dump_dir": str(tmp_path / "recording")}
     with build_scheduler(config, object, {"model": "m"}) as scheduler:
         batch = scheduler.get_batch(RolloutRequest(global_step=5, batch_size=2))
