@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("steady", deadline=None, max_examples=50)
-settings.load_profile("steady")
+settings.register_profile("short", deadline=None, max_examples=25)
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +34,18 @@ LONGEST_FIRST = (
     "tests/pipelines/test_bad_input.py",
     "tests/pipelines/test_resume.py",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tries half as many examples in the gate as beside the long proofs."""
+    settings.load_profile("short" if "not all" in config.getoption("markexpr") else "steady")
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Lets no search for garbage look at what was imported and collected, which stays to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

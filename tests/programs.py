@@ -154,6 +154,7 @@ def _run(module: str) -> int:
 
 
 def _main() -> None:
+    gc.disable()  # all that is imported stays
     # Imported by the server alone: whoever asks it needs no torch.
     import torch
 
@@ -162,6 +163,7 @@ def _main() -> None:
     modules: dict[str, Any] = {"torch": torch, "pipelines": pipelines.run}
     assert len(os.listdir("/proc/self/task")) == 1, f"an import of {list(modules)} started a thread"
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
+    gc.enable()
     request = _serve()
     if request is not None:
         _become(request)

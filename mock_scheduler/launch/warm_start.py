@@ -333,11 +333,12 @@ def main(arguments: Sequence[str]) -> int:
     """Forks runs until the launcher ends; a fork starts its ranks, and ends with their exit code."""
     control = socket.socket(fileno=int(arguments[0]))
     os.set_inheritable(control.fileno(), False)
+    gc.disable()  # all that is imported stays
     imported = _import(arguments[1:])
     if imported is None:
         return 1
-    gc.collect()
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
+    gc.enable()
     request = _serve(control, imported)
     if request is not None:
         end_process(ranks.main(request.arguments))
