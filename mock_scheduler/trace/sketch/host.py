@@ -1,7 +1,7 @@
 """Sums elements into the parts of a sketch on the CPU by ``native.c``, which reads each element once, where it lies.
 
 The C file needs no headers of Python. ``setup.py`` builds it where there is a compiler; elsewhere, and for dtypes that
-it does not know, ``sums`` has the same in torch, four times slower. Threads are as many as torch uses.
+it does not know, ``sums`` has the same in torch, several times slower. Threads are as many as torch uses.
 """
 
 from __future__ import annotations
