@@ -1,11 +1,15 @@
 """The noise is measured only where a candidate is not proved without it, or where it is asked for."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mock_scheduler.alignment.plan.planned_run import PlannedRun
+from mock_scheduler.alignment.runs.cache import NotReusable, Reusable
+from mock_scheduler.alignment.runs.run_cache import RunCache
 from tests.alignment.test_align import CONFIG, Bench, FakeLauncher, write_results
 
 #: Far below twelve units roundoff, and a fault.
@@ -59,3 +63,21 @@ def test_a_fault_of_the_candidate_alone_is_found(bench: Bench) -> None:
     launcher = gradients(tp2=1.0 + 2**-22, emulated_tp2=ROUNDED)
     assert bench.align(launcher) == 1
     assert verdicts(bench) == ["identical", "diverged"]
+
+
+def test_the_seconds_of_runs_taken_again_are_none_of_this_alignment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.align(gradients(tp2=ROUNDED, emulated_tp2=ROUNDED))
+    find = RunCache.find
+
+    def find_dear(cache: RunCache, run: PlannedRun) -> Reusable | NotReusable:
+        found = find(cache, run)
+        return replace(found, elapsed_s=1e6) if isinstance(found, Reusable) else found
+
+    monkeypatch.setattr(RunCache, "find", find_dear)
+    again = gradients(tp2=ROUNDED, emulated_tp2=ROUNDED)
+    bench.align(again, "align.proofs.noise=always")
+    assert started(again) == NOISE
+    times = json.loads((bench.root / "align.json").read_text())["times"]
+    assert sum(times.values()) - times["total_s"] < times["total_s"] < 1e3

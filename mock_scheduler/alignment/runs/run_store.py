@@ -179,13 +179,10 @@ class RunStore:
             yield
         finally:
             elapsed_s = time.perf_counter() - started_s
-            self.count(purpose, elapsed_s - self._inside_s.pop())
+            own_s = elapsed_s - self._inside_s.pop()
+            self._seconds[purpose] = self._seconds.get(purpose, 0.0) + own_s
             if self._inside_s:
                 self._inside_s[-1] += elapsed_s
-
-    def count(self, purpose: Purpose, seconds: float) -> None:
-        """Add seconds to a purpose."""
-        self._seconds[purpose] = self._seconds.get(purpose, 0.0) + seconds
 
     def times(self) -> AlignmentTimes:
         """Returns the seconds of every purpose so far."""

@@ -162,6 +162,8 @@ def _heat_cell(point: PathPoint) -> HeatCell:
     else:
         text = "~" if shade == NOT_JUDGED else format_share(ratio)
         words = f"{format_relative(difference)}, bound {format_bound(difference)}"
+    if difference.num_excluded:
+        words += f"; {count_of(difference.num_excluded, 'element')} of {difference.num_elements:,} without a say"
     return HeatCell(
         shade=shade,
         ratio=ratio,

@@ -12,7 +12,7 @@ from mock_scheduler.comparison.findings import Finding, OnlyIn
 from mock_scheduler.report.alignment.builder import build_view, split_name
 from mock_scheduler.report.alignment.curves import draw_curve
 from mock_scheduler.report.alignment.environment import ValueDifference
-from mock_scheduler.report.alignment.heat import shrink_grid
+from mock_scheduler.report.alignment.heat import build_error_map, shrink_grid
 from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison.error_path import Grid
 from mock_scheduler.verdict.divergences import Divergence
@@ -160,6 +160,23 @@ def test_the_error_map_shows_the_update_in_which_the_runs_part(view: AlignmentVi
     assert found.steps is not None
     assert found.steps.columns == ("0", "1")
     assert candidate(view, "pp2.plain").differences.error_map is None
+
+
+def test_a_cell_counts_the_elements_that_have_no_say(result: AlignmentResult) -> None:
+    verdict = next(item.verdict for item in result.candidates if item.name == "tp2.clip")
+    assert verdict is not None
+    assert verdict.tensors is not None
+    differences = tuple(
+        replace(item, relative=0.0, num_excluded=3) if item.key.kind == "parameter" else item
+        for item in verdict.tensors.differences
+    )
+    shown = replace(verdict, tensors=replace(verdict.tensors, differences=differences))
+    found = build_error_map(shown, max_cells=1000)
+    assert found is not None
+    update = next(table for table in found.layers if table.title == "update")
+    (cell,) = [item for row in update.cells for item in row if item is not None and "last bit" not in item.words]
+    said = "equal within the rounding of storing; 3 elements of 32 without a say"
+    assert (cell.text, cell.words) == ("=", f"parameter of {WRONG} at step 1, update 0: {said}")
 
 
 def test_the_worst_sample_is_read_turn_by_turn_with_its_tokens_differences(view: AlignmentView) -> None:
