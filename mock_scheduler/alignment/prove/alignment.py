@@ -180,9 +180,8 @@ class AlignmentRunner:
             item.judge()
 
     def _run_proofs(self, purpose: Purpose, runs: Sequence[PlannedRun]) -> dict[str, Outcome]:
-        outcomes = self.store.execute(runs)
-        self.store.count(purpose, sum(_seconds(outcomes[run.name]) for run in runs))
-        return outcomes
+        with self.store.timed(purpose):
+            return self.store.execute(runs)
 
     def _measure_noise(self, noisy: Sequence[CandidateState]) -> None:
         """Make the perturbed baselines of every precision of these candidates, and measure the noise."""
@@ -433,7 +432,3 @@ class AlignmentRunner:
             self.save(result)
             self._saved = result
         return result
-
-
-def _seconds(outcome: Outcome) -> float:
-    return 0.0 if isinstance(outcome, RunFailure) else outcome
