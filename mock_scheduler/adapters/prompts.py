@@ -29,7 +29,7 @@ def digest_prompts(prompts: object, num_rows: int | None = None) -> list[str | N
 
 
 def list_prompt_problems(recorded: Sequence[JSON], prompts: Sequence[object], what: str = "row") -> list[str]:
-    """List the prompts that are not those of the batch, in one line; ``recorded``: digests, in the trainer's order."""
+    """List the prompts that are not the recorded ones, in one line; ``recorded``: digests, in the trainer's order."""
     if len(prompts) != len(recorded):
         return [f"the batch has {len(recorded)} {what}s; the trainer drew {len(prompts)} prompts"]
     others = [
@@ -42,6 +42,6 @@ def list_prompt_problems(recorded: Sequence[JSON], prompts: Sequence[object], wh
     named = "; ".join(f"{what} {number} is now {shown(prompts[number])}" for number in others[:_NUM_SHOWN])
     more = f" (and {len(others) - _NUM_SHOWN} more)" if len(others) > _NUM_SHOWN else ""
     return [
-        f"{len(others)} of {len(prompts)} prompts are not those of the batch: {named}{more}. Use the data set, "
+        f"{len(others)} of {len(prompts)} prompts are not the recorded ones: {named}{more}. Use the data set, "
         "seed and order of the recording, or record again"
     ]

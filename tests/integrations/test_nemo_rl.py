@@ -86,7 +86,7 @@ def test_a_replay_of_mathematics_trains_on_the_same_bits(tmp_path: Path) -> None
     train.write_text((folder / "train.jsonl").read_text(encoding="utf-8").replace("mod", "by"), encoding="utf-8")
     other = start(folder, "mock", "math", f"data.train.data_path={train}")
     assert other.returncode != 0
-    assert "8 of 8 prompts are not those of the batch: row 0 is now {'content': ['train 0 by 3?']" in other.stderr
+    assert "8 of 8 prompts are not the recorded ones: row 0 is now {'content': ['train 0 by 3?']" in other.stderr
     other = start(folder, "mock", "math", "grpo.num_generations_per_prompt=4", "grpo.num_prompts_per_step=2")
     assert other.returncode != 0
     assert "nemo_rl.grpo.num_generations_per_prompt: recorded 2, current 4" in other.stderr

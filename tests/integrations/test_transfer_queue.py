@@ -126,7 +126,7 @@ def test_the_trainer_trains_on_a_recording_to_the_same_bits(root: Path, trainer:
     assert compare(*traces).kind is VerdictKind.IDENTICAL
     assert "[Rollout Mock] Loaded step 3" in mock["output"]
     assert "[Rollout Mock] Did not start or call: engine 1, reward_workers 1, rollouts " in mock["output"]
-    assert "prompts are not those of the batch" in other["output"]
+    assert "prompts are not the recorded ones" in other["output"]
     assert "n: recorded 2, current 4" in n["output"]
 
 

@@ -84,7 +84,7 @@ def test_grpo_trains_on_a_recording_to_the_same_bits_and_refuses_another_run(roo
     assert len(dump["weights"]) > 20
     assert compare(root / "dump-trace", root / "mock-trace").kind is VerdictKind.IDENTICAL
     prompt, generations, tokenizer = (result["error"] for result in results(root, "prompt", "generations", "tokenizer"))
-    assert "8 of 16 prompts are not those of the batch: row" in prompt
+    assert "8 of 16 prompts are not the recorded ones: row" in prompt
     assert "is now 'Right now'" in prompt
     assert "trl.num_generations: recorded 4, current 8" in generations
     assert "trl.tokenizer: recorded" in tokenizer

@@ -128,7 +128,7 @@ class VerlCodec:
         named = "; ".join(_describe(row, recorded[row], drawn) for row in others[:_NUM_SHOWN])
         more = f" (and {len(others) - _NUM_SHOWN} more)" if len(others) > _NUM_SHOWN else ""
         return [
-            f"{len(others)} of {len(rows)} prompts are not those of the batch: {named}{more}. Use the data files, "
+            f"{len(others)} of {len(rows)} prompts are not the recorded ones: {named}{more}. Use the data files, "
             "data.seed and data.shuffle of the recording, or record again"
         ]
 

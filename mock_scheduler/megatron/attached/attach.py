@@ -8,8 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from pydantic import ValidationError
 
@@ -62,10 +64,22 @@ def attach(
         return NOT_ATTACHED
     started_s = time.time()
     chunks = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+    if not dist.is_initialized():
+        _refuse_without_processes(load_run(asked), started_s)
     ranks = TorchRankGroup(next(chunks[0].parameters()).device)
     config = do_together(ranks, lambda: load_run(asked))
     with edge(config, ranks.global_rank, started_s):
         return _attach(config, chunks, optimizer, ranks, vocab_size=vocab_size, prefix=prefix, started_s=started_s)
+
+
+def _refuse_without_processes(run: AttachedRun, started_s: float) -> NoReturn:
+    with edge(run, int(os.environ.get("RANK", "0")), started_s):
+        raise ConfigError(
+            "attach was called where torch.distributed is not initialized; expected a model of Megatron-core, behind "
+            "init_process_group and parallel_state.initialize_model_parallel. A training in plain torch is traced by "
+            "mock_scheduler.plain_torch.tracing.trace_training instead, and its traces are compared by "
+            "mock-scheduler compare (docs/any_program.md)"
+        )
 
 
 def load_run(asked: AttachedRun | str | Path) -> AttachedRun:

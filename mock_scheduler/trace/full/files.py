@@ -192,7 +192,9 @@ def write_part(
 
 
 def _already_traced(path: Path) -> TraceError:
-    return TraceError(f"{path} exists: this step is traced already; choose another output_dir or remove the trace")
+    return TraceError(
+        f"{path} exists: this step is traced already; choose another output_dir or trace_dir, or remove the trace"
+    )
 
 
 @dataclass(slots=True)

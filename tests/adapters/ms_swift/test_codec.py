@@ -154,7 +154,7 @@ def test_other_prompts_are_named() -> None:
     # What holds an image is not compared.
     assert CODEC.prompt_problems(batch, request(3, prompts=[*prompts[:2], "anything"])) == []
     (problem,) = CODEC.prompt_problems(batch, request(3, prompts=[prompts[0], "x", "y"]))
-    assert problem.startswith("1 of 3 prompts are not those of the batch: row 1 is now 'x'. Use the data set, seed and")
+    assert problem.startswith("1 of 3 prompts are not the recorded ones: row 1 is now 'x'. Use the data set, seed and")
     assert CODEC.prompt_problems(batch, request(1, prompts=["x"])) == [
         "the batch has 3 rows; the trainer drew 1 prompts"
     ]

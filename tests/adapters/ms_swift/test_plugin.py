@@ -125,7 +125,7 @@ def test_a_replay_of_another_run_is_refused(swift: dict[str, Any], settings: Any
     with pytest.raises(ContractError, match=r"ms_swift\.temperature"):
         trainer(swift, temperature=0.5).train(1)
     other = trainer(swift)
-    with pytest.raises(BatchError, match="2 of 2 prompts are not those of the batch"):
+    with pytest.raises(BatchError, match="2 of 2 prompts are not the recorded ones"):
         other.play([GRPOSample(messages=[{"role": "user", "content": "another"}]) for _ in range(2)])
 
     def learned_otherwise(self: Trainer) -> None:

@@ -145,7 +145,7 @@ def test_other_prompts_tokenizers_and_settings_are_refused(tmp_path: Path) -> No
         run(tmp_path, "mock", tokenizer=Tokenizer(first=3))
     with pytest.raises(ContractError, match=r"env\.should_use_nemo_gym: recorded false, current true"):
         run(tmp_path, "mock", config(gym=True))
-    with pytest.raises(BatchError, match=r"train step 1: 2 of 4 prompts are not those of the batch: row 2 is now"):
+    with pytest.raises(BatchError, match=r"train step 1: 2 of 4 prompts are not the recorded ones: row 2 is now"):
         run(tmp_path, "mock", last="k")
     assert "engine" not in grpo.calls
 

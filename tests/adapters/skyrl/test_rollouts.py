@@ -129,7 +129,7 @@ def test_other_prompts_and_another_configuration_are_refused(tmp_path: Path, mon
         self.train_dataset[3]["env_extras"] = {"answer": 99}
 
     monkeypatch.setattr(Experiment, "__init__", other_data)
-    with pytest.raises(BatchError, match=r"train step 1: 2 of 4 prompts are not those of the batch: prompt 2 is now"):
+    with pytest.raises(BatchError, match=r"train step 1: 2 of 4 prompts are not the recorded ones: prompt 2 is now"):
         run(tmp_path, "mock")
 
 

@@ -203,7 +203,7 @@ def test_other_prompts_are_named() -> None:
     assert problems(drawn) == problems(None) == []
     assert problems(drawn[:1]) == ["the batch has 2 prompts; the trainer drew 1 prompts"]
     assert problems([drawn[1], drawn[1]]) == [
-        "1 of 2 prompts are not those of the batch: prompt 0 is now [{'role': 'user', 'content': 'two'}]. Use the data "
+        "1 of 2 prompts are not the recorded ones: prompt 0 is now [{'role': 'user', 'content': 'two'}]. Use the data "
         "set, seed and order of the recording, or record again"
     ]
     # Where the trainer's prompts were not known, the rows' own must be among those drawn.

@@ -145,7 +145,7 @@ def test_other_prompts_are_named_and_what_is_no_plain_data_is_not_compared() -> 
     batch = through_a_file(codec.encode(answer(), request(4, prompts=["a", "b", chat, object()])))
     assert codec.prompt_problems(batch, request(4, prompts=["a", "b", chat, "anything"])) == []
     (problem,) = codec.prompt_problems(batch, request(4, prompts=["a", "x", "y", "z"]))
-    assert problem.startswith("2 of 4 prompts are not those of the batch: row 1 is now 'x'; row 2 is now 'y'. Use the")
+    assert problem.startswith("2 of 4 prompts are not the recorded ones: row 1 is now 'x'; row 2 is now 'y'. Use the")
     assert codec.prompt_problems(batch, request(4, prompts=["a"])) == [
         "the batch has 4 rows; the trainer drew 1 prompts"
     ]

@@ -231,7 +231,7 @@ def test_the_engine_is_not_started_and_comes_back(tmp_path: Path, trl: Any) -> N
         ({"processing_class": Tokenizer(("a", "c"))}, ContractError, "trl.tokenizer: recorded"),
         ({"contract": {"model": "other"}}, ContractError, 'model: recorded "m", current "other"'),
         ({"reward_funcs": [Real().slow]}, ContractError, r"trl.reward_functions: recorded \["),
-        ({"prompts": ["x", "x", "z", "z"]}, BatchError, "2 of 4 prompts are not those of the batch: row 2 is now 'z'"),
+        ({"prompts": ["x", "x", "z", "z"]}, BatchError, "2 of 4 prompts are not the recorded ones: row 2 is now 'z'"),
     ],
 )
 def test_another_run_is_refused_with_reasons(

@@ -69,7 +69,7 @@ def test_other_prompts_are_named_with_their_rows_and_fields() -> None:
     assert codec().prompt_problems(batch, request(drawn(["a", "b"], n=2))) == []
     (problem,) = codec().prompt_problems(batch, request(drawn(["a", "x"], n=2)))
     assert problem == (
-        "2 of 4 prompts are not those of the batch: row 2: raw_prompt is now [{'role': 'user', 'content': 'x'}]; row "
+        "2 of 4 prompts are not the recorded ones: row 2: raw_prompt is now [{'role': 'user', 'content': 'x'}]; row "
         "3: raw_prompt is now [{'role': 'user', 'content': 'x'}]. Use the data files, data.seed and data.shuffle of "
         "the recording, or record again"
     )

@@ -190,7 +190,7 @@ def _is_another_trainer(folder: Path) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("other", "kind", "problem"),
     [
-        (_draws_other_prompts, BatchError, r"1 of 2 prompts are not those of the batch: prompt 0 is now .*'x'"),
+        (_draws_other_prompts, BatchError, r"1 of 2 prompts are not the recorded ones: prompt 0 is now .*'x'"),
         (_has_other_numbers, ContractError, "n: recorded 2, current 4"),
         (_filters_groups, ContractError, r"verl\.algorithm\.filter_groups\.enable: recorded false, current true"),
         (_is_another_trainer, ContractError, r'trainer_mode: recorded "sync", current "colocate_async"'),

@@ -280,7 +280,7 @@ def test_a_step_is_never_written_twice(tmp_path: Path) -> None:
     with pytest.raises(TraceError) as caught:
         save(tmp_path, 0, 1, [])
     assert str(caught.value) == (
-        f"{path} exists: this step is traced already; choose another output_dir or remove the trace"
+        f"{path} exists: this step is traced already; choose another output_dir or trace_dir, or remove the trace"
     )
 
 

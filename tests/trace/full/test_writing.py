@@ -192,7 +192,9 @@ def test_giving_up_what_was_closed_removes_nothing(tmp_path: Path) -> None:
 def test_a_step_has_one_level(tmp_path: Path, first: str, second: str) -> None:
     """Both could be in one folder, and a comparison read the one that it preferred."""
     open_level(tmp_path, first).close(StepFooter())
-    with pytest.raises(TraceError, match="exists: this step is traced already; choose another output_dir or remove"):
+    with pytest.raises(
+        TraceError, match="exists: this step is traced already; choose another output_dir or trace_dir, or"
+    ):
         open_level(tmp_path, second)
 
 
@@ -213,7 +215,7 @@ def test_a_step_that_is_traced_is_refused_before_anything_is_collected(tmp_path:
     with pytest.raises(TraceError) as caught:
         open_full(tmp_path)
     assert str(caught.value) == (
-        f"{path} exists: this step is traced already; choose another output_dir or remove the trace"
+        f"{path} exists: this step is traced already; choose another output_dir or trace_dir, or remove the trace"
     )
 
 
