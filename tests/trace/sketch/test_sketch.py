@@ -475,7 +475,8 @@ def test_nan_and_infinities_are_counted_and_poison_nothing() -> None:
     found, expected = sketch_of(dirty), sketch_of(clean)
     assert (found.num_nan, found.num_infinite) == (1, 2)
     assert torch.equal(found.sums, expected.sums)
-    assert found.sum_of_squares == expected.sum_of_squares
+    # Without a compiler torch adds what has infinities in another way.
+    assert found.sum_of_squares == pytest.approx(expected.sum_of_squares, rel=1e-12)
     assert not found.is_identical(expected)
     assert sketch_of(dirty.clone()).is_identical(found)
 
