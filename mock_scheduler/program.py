@@ -249,8 +249,8 @@ class Program(Protocol):
     @property
     def reductions(self) -> Reductions | None: ...
 
-    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
-        """Builds a loader of one configuration under any overrides; ``reads_once``: its files are read once for all."""
+    def build_loader(self, config_name: str, config_path: str | Path) -> ConfigLoader:
+        """Builds a loader of one configuration under any overrides."""
         ...
 
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
@@ -358,4 +358,4 @@ def load_config(source: ConfigSource, program: Program | None = None, *, run_sto
     if program is None:
         check_stored_code(source.config_name, source.config_path, use=Use.LOAD, run_stored_code=run_stored_code)
         program = find_program(source.config_name, source.config_path)
-    return program.build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)
+    return program.build_loader(source.config_name, source.config_path)(source.overrides)

@@ -48,9 +48,9 @@ class PipelineProgram:
     folder_keys: Mapping[str, Plain] = field(default_factory=lambda: {"checkpoint_config.output_dir": None})
     reductions: Reductions | None = field(default_factory=PipelineReductions)
 
-    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
+    def build_loader(self, config_name: str, config_path: str | Path) -> ConfigLoader:
         """Builds a loader, as ``pipelines.config.loading`` does."""
-        return build_loader(config_name, config_path, reads_once=reads_once)
+        return build_loader(config_name, config_path)
 
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
         """Starts an entry module with the arguments of ROLL's."""

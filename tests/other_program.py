@@ -61,8 +61,8 @@ class OtherProgram:
     folder_keys: Mapping[str, Plain] = field(default_factory=dict)
     reductions: Reductions | None = None
 
-    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
-        return build_loader(FORM, config_name, config_path, reads_once=reads_once)
+    def build_loader(self, config_name: str, config_path: str | Path) -> ConfigLoader:
+        return build_loader(FORM, config_name, config_path)
 
     def arguments(self, entry: str, source: ConfigSource) -> tuple[str, ...]:
         config = self.build_loader(source.config_name, source.config_path)(source.overrides)

@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command of a configuration; returns the exit code of the run."""
     with guarded_terminal():
         source = parse_config_arguments(sys.argv[1:] if arguments is None else arguments, prog=_NAME)
-        config = build_loader(source.config_name, source.config_path, reads_once=False)(source.overrides)
+        config = build_loader(source.config_name, source.config_path)(source.overrides)
         return run_command(config, folder=Path(source.config_path).absolute())
 
 

@@ -20,11 +20,9 @@ from mock_scheduler.errors import ConfigError
 FORM = ConfigForm(schema=CommandConfig)
 
 
-def build_loader(
-    config_name: str, config_path: str | Path, *, reads_once: bool = True
-) -> Callable[[Sequence[str]], CommandConfig]:
+def build_loader(config_name: str, config_path: str | Path) -> Callable[[Sequence[str]], CommandConfig]:
     """Builds a loader of one configuration under any overrides, as ``mock_scheduler.config.loading`` says."""
-    load_any = loading.build_loader(FORM, config_name, config_path, reads_once=reads_once)
+    load_any = loading.build_loader(FORM, config_name, config_path)
     path = Path(config_path).absolute() / f"{config_name.removesuffix('.yaml')}.yaml"
 
     @functools.cache

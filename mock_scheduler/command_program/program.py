@@ -136,9 +136,9 @@ class CommandProgram:
     folder_keys: Mapping[str, Plain] = field(default_factory=dict)
     reductions: Reductions | None = field(default_factory=CommandReductions)
 
-    def build_loader(self, config_name: str, config_path: str | Path, *, reads_once: bool = True) -> ConfigLoader:
+    def build_loader(self, config_name: str, config_path: str | Path) -> ConfigLoader:
         """Builds a loader that checks the file of ``{ranks}`` too; folders of code become absolute."""
-        load = build_loader(config_name, config_path, reads_once=reads_once)
+        load = build_loader(config_name, config_path)
         folder = Path(config_path).absolute()
 
         def load_placed(overrides: Sequence[str]) -> RunConfig:

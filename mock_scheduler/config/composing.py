@@ -10,10 +10,13 @@ import io
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from copy import deepcopy
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -41,6 +44,11 @@ from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.text import bullet_list, shorten
 from mock_scheduler.support.yaml_text import MAX_DEPTH, load_yaml
 
+#: What is asked of a path: whether it is a folder or a file, or its text.
+Question = tuple[Callable[[str], object], str]
+
+_NOTED: ContextVar[dict[Question, object] | None] = ContextVar("_NOTED", default=None)
+_NUM_KEPT = 32
 _NUMBERS = (int, float, bool, NoneType)
 _NESTED_HINT = (
     "\nWithin a list or an object quote each text that holds any of = , : [ ] { }, and for the shell the whole "
@@ -65,16 +73,15 @@ _COMPOSING_ERRORS = (
 class Composer:
     """One configuration under any overrides: ``{folder}/{name}.yaml``.
 
-    ``traps``: the keys whose numbers are looked at where they are written. ``reads_once``: the files are read once for
-    all overrides that only set values, such as an alignment's candidates, with the same result as by Hydra. All other
-    overrides go through Hydra each time.
+    Hydra composes it without overrides once for as long as its files say the same, and overrides that only set values,
+    such as an alignment's candidates, are set in a copy, with the same result as by Hydra. All other overrides go
+    through Hydra each time. ``traps``: the keys whose numbers are looked at where they are written.
     """
 
-    def __init__(self, folder: Path, name: str, *, traps: NumberTraps, reads_once: bool = False) -> None:
+    def __init__(self, folder: Path, name: str, *, traps: NumberTraps) -> None:
         self._folder = folder
         self._name = name
         self._traps = traps
-        self._reads_once = reads_once
 
     @property
     def origin(self) -> str:
@@ -86,19 +93,27 @@ class Composer:
 
         The files are in the order in which they count. Raises ``ConfigError``.
         """
-        if self._reads_once and self._bare is not None and all(map(self._sets_a_value, overrides)):
-            composed = _set_values(self._bare, overrides)
-            if composed is not None and not self._traps.may_be_in(composed):
-                return composed, []
-        return self._ask_hydra([self._as_hydra_override(override) for override in overrides])
+        bare = self._bare() if all(map(self._sets_a_value, overrides)) else None
+        composed = None if bare is None else _set_values(bare.config, overrides)
+        if bare is not None and composed is not None:
+            return composed, bare.find_files() if self._traps.may_be_in(composed) else []
+        texts = [self._as_hydra_override(override) for override in overrides]
+        composed = self._ask_hydra(texts)
+        return composed, self._find_files(texts) if self._traps.may_be_in(composed) else []
 
-    @cached_property
-    def _bare(self) -> DictConfig | None:
-        """Composed without any override; ``None`` where this fails."""
+    def _bare(self) -> _Bare | None:
+        """Composes it without any override, or takes what is kept; ``None`` where this fails."""
         try:
-            return self._ask_hydra([])[0]
-        except ConfigError:
+            key = self._folder, self._name, *self._shipped_overrides([])
+            kept = _KEPT.take(key)
+            if kept is None:
+                with _noting() as answers:
+                    composed = self._ask_hydra([])
+                kept = _Bare(config=composed, answers=answers, find_files=lru_cache(lambda: self._find_files([])))
+                _KEPT.keep(key, kept)
+        except (ConfigError, OSError, UnicodeDecodeError):  # Hydra says it
             return None
+        return kept
 
     def _is_group(self, override: Override) -> bool:
         return override.package is not None or os.path.isdir(self._folder / override.key_or_group)
@@ -124,7 +139,21 @@ class Composer:
                 return []
         return [f"hydra.searchpath=['file://{shipped}']"]
 
-    def _ask_hydra(self, overrides: list[str]) -> tuple[DictConfig, list[SourceFile]]:
+    def _ask_hydra(self, overrides: Sequence[str]) -> DictConfig:
+        with self._hydra():
+            return compose(config_name=self._name, overrides=[*self._shipped_overrides(overrides), *overrides])
+
+    def _find_files(self, overrides: Sequence[str]) -> list[SourceFile]:
+        """Finds the files that it is composed of, in the order in which they count."""
+        with self._hydra():
+            loader, texts = GlobalHydra.instance().config_loader(), [*self._shipped_overrides(overrides), *overrides]
+            defaults = loader.compute_defaults_list(self._name, texts, RunMode.RUN).defaults
+        places = [(self._find(f"{entry.config_path}.yaml"), entry.package or "") for entry in defaults]
+        return [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
+
+    @contextmanager
+    def _hydra(self) -> Iterator[None]:
+        """Sets Hydra up for the folder within the block; raises ``ConfigError`` for what it raises there."""
         try:
             # Hydra only warns of a defaults list without _self_, whose order it then guesses.
             with (
@@ -133,22 +162,53 @@ class Composer:
                 initialize_config_dir(config_dir=str(self._folder), version_base="1.3"),
             ):
                 warnings.simplefilter("error", UserWarning)
-                overrides = [*self._shipped_overrides(overrides), *overrides]
-                composed = compose(config_name=self._name, overrides=overrides)
-                if not self._traps.may_be_in(composed):
-                    return composed, []
-                loader = GlobalHydra.instance().config_loader()
-                defaults = loader.compute_defaults_list(self._name, overrides, RunMode.RUN)
+                yield
         except ConfigError:
             raise
         except _COMPOSING_ERRORS as error:
             raise ConfigError(f"{self.origin} cannot be composed: {error}") from error
-        places = [(self._find(f"{entry.config_path}.yaml"), entry.package or "") for entry in defaults.defaults]
-        return composed, [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
 
     def _find(self, name: str) -> Path:
         own, shipped = self._folder / name, shipped_folder()
         return own if shipped is None or own.is_file() else shipped / name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Bare:
+    """Holds a configuration without any override. answers: what the disk answered to each question of Hydra's."""
+
+    config: DictConfig
+    answers: Mapping[Question, object]
+    find_files: Callable[[], list[SourceFile]]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the disk answers the same now; raises ``OSError``."""
+        return all(ask(path) == answer for (ask, path), answer in self.answers.items())
+
+
+class _KeptConfigs:
+    """Keeps composed configurations, to be given again while their files say the same; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[object, ...], _Bare] = OrderedDict()
+
+    def take(self, key: tuple[object, ...]) -> _Bare | None:
+        """Returns what is kept and holds still; raises ``OSError``."""
+        kept = self._kept.get(key)
+        return kept if kept is not None and kept.is_current else None
+
+    def keep(self, key: tuple[object, ...], bare: _Bare) -> None:
+        """Keeps one, unless a file's ``defaults`` name a variable, whose value nobody looks at again."""
+        loaded = [_load_text(answer) for answer in bare.answers.values() if isinstance(answer, str)]
+        if any("${" in str(file.get("defaults")) for file in loaded if isinstance(file, DictConfig)):
+            return
+        self._kept[key] = bare
+        while len(self._kept) > _NUM_KEPT:
+            self._kept.popitem(last=False)
+
+
+_KEPT = _KeptConfigs()
 
 
 def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[Override]:
@@ -259,15 +319,21 @@ def _members(annotation: object) -> Iterator[object]:
 class _BoundedFileSource(FileConfigSource):
     """Reads YAML files for Hydra as its own source does, but none that stands for more values than it may.
 
-    A text is parsed once for all configurations that are composed of it.
+    A text is parsed once for all configurations that are composed of it. Notes what is asked within ``_noting``.
     """
 
+    def is_group(self, config_path: str) -> bool:
+        return bool(_ask(os.path.isdir, os.path.join(self.path, config_path)))
+
+    def is_config(self, config_path: str) -> bool:
+        return bool(_ask(os.path.isfile, os.path.join(self.path, self._normalize_file_name(config_path))))
+
     def load_config(self, config_path: str) -> ConfigResult:
-        path = Path(self.path, self._normalize_file_name(config_path))
-        if not path.is_file():
+        path = os.path.join(self.path, self._normalize_file_name(config_path))
+        if not os.path.isfile(path):
             return super().load_config(config_path)  # which says so
         try:
-            text = read_text(path, what="a configuration")
+            text = str(_ask(_read, path))
             config = deepcopy(_load_text(text))  # Hydra changes it
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8: {error}") from error
@@ -279,6 +345,29 @@ class _BoundedFileSource(FileConfigSource):
             provider=self.provider,
             header=self._get_header_dict(text[:512]),  # as much as Hydra looks at
         )
+
+
+def _read(path: str) -> str:
+    return read_text(path, what="a configuration")
+
+
+def _ask(ask: Callable[[str], object], path: str) -> object:
+    """Asks the disk a question, and notes its answer within ``_noting``."""
+    answer, answers = ask(path), _NOTED.get()
+    if answers is not None:
+        answers[ask, path] = answer
+    return answer
+
+
+@contextmanager
+def _noting() -> Iterator[Mapping[Question, object]]:
+    """Notes what Hydra asks the disk within the block."""
+    answers: dict[Question, object] = {}
+    token = _NOTED.set(answers)
+    try:
+        yield answers
+    finally:
+        _NOTED.reset(token)
 
 
 @lru_cache(maxsize=128)

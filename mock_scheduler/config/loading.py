@@ -88,18 +88,15 @@ def load_config(form: ConfigForm[ConfigT], source: ConfigSource) -> ConfigT:
     Integers in ``system_envs`` become strings. A number meant as a pair of bounds is refused where it is written.
     Raises ``ConfigError``.
     """
-    return build_loader(form, source.config_name, source.config_path, reads_once=False)(source.overrides)
+    return build_loader(form, source.config_name, source.config_path)(source.overrides)
 
 
 def build_loader(
-    form: ConfigForm[ConfigT], config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool
+    form: ConfigForm[ConfigT], config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH
 ) -> Callable[[Sequence[str]], ConfigT]:
-    """Builds a function to load one configuration under any overrides, as ``load_config`` does.
-
-    ``reads_once``: the files are read once for all overrides that only set values.
-    """
+    """Builds a function to load one configuration under any overrides, as ``load_config`` does."""
     folder, name = Path(config_path).absolute(), config_name.removesuffix(".yaml")
-    composer = Composer(folder, name, traps=form.traps, reads_once=reads_once)
+    composer = Composer(folder, name, traps=form.traps)
 
     def load(overrides: Sequence[str]) -> ConfigT:
         check_config_exists(folder, name)

@@ -73,10 +73,10 @@ def load_config(
 
 
 def build_loader(
-    config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH, *, reads_once: bool = True
+    config_name: str, config_path: str | Path = DEFAULT_CONFIG_PATH
 ) -> Callable[[Sequence[str]], PipelineConfig]:
     """Builds a loader of one configuration under any overrides, as ``mock_scheduler.config.loading`` says."""
-    return loading.build_loader(FORM, config_name, config_path, reads_once=reads_once)
+    return loading.build_loader(FORM, config_name, config_path)
 
 
 _NUMBERS = ("pg_clip", "pg_clip_high", "dual_clip")

@@ -1,7 +1,8 @@
-"""A configuration whose files are read once is, under any overrides, the one that is loaded anew for each."""
+"""A configuration that is kept is, under any overrides, the one that Hydra composes anew for each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from mock_scheduler.config import composing
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.program import ConfigLoader
 from pipelines.config.loading import build_loader, load_config
 
+PROJECT = Path(__file__).parents[2]
 FILES = {
     "base.yaml": "exp_name: base\nseed: 7\nmodel: {num_layers: 4, num_attention_heads: 4}\nmax_steps: 3\n",
     "run.yaml": (
@@ -65,33 +66,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def outcome(load: ConfigLoader | None, folder: Path, overrides: list[str]) -> object:
-    """The configuration's values, or the message of its error."""
-    try:
-        config = load(overrides) if load else load_config("run", config_path=folder, overrides=overrides)
-    except ConfigError as error:
-        return str(error)
+def outcome(folder: Path, overrides: list[str], *, anew: bool = False) -> object:
+    """The configuration's values, or the message of its error; ``anew``: with all overrides by Hydra."""
+    with pytest.MonkeyPatch.context() as patch:
+        if anew:
+            patch.setattr(composing.Composer, "_bare", lambda self: None)
+        try:
+            config = load_config("run", config_path=folder, overrides=overrides)
+        except ConfigError as error:
+            return str(error)
     return config.model_dump()
 
 
 @settings(max_examples=15)
 @given(overrides=st.lists(st.sampled_from(OVERRIDES), max_size=4))
 def test_any_overrides_give_the_same_configuration_or_error(folder: Path, overrides: list[str]) -> None:
-    load = build_loader("run", folder)
-    first, again = outcome(load, folder, overrides), outcome(load, folder, overrides)
-    assert first == again == outcome(None, folder, overrides)
+    first, again = outcome(folder, overrides), outcome(folder, overrides)
+    assert first == again == outcome(folder, overrides, anew=True)
 
 
 def test_each_override_alone_gives_the_same(folder: Path) -> None:
-    load = build_loader("run", folder)
-    ours = {text: outcome(load, folder, [text]) for text in OVERRIDES}
-    assert ours == {text: outcome(None, folder, [text]) for text in OVERRIDES}
+    ours = {text: outcome(folder, [text]) for text in OVERRIDES}
+    assert ours == {text: outcome(folder, [text], anew=True) for text in OVERRIDES}
     kinds = {text: isinstance(found, dict) for text, found in ours.items()}
     assert kinds["seed=1"]
     assert not kinds["model.unknown=1"]
 
 
-def test_values_alone_are_set_without_reading_the_files_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The overrides of each configuration that Hydra composes; nothing is kept before."""
     calls: list[list[str]] = []
     ask_hydra = composing.Composer._ask_hydra
 
@@ -99,12 +103,71 @@ def test_values_alone_are_set_without_reading_the_files_again(folder: Path, monk
         calls.append(overrides)
         return ask_hydra(self, overrides)
 
+    monkeypatch.setattr(composing, "_KEPT", composing._KeptConfigs())
     monkeypatch.setattr(composing.Composer, "_ask_hydra", counted)
+    return calls
+
+
+def test_values_alone_are_set_without_composing_again(folder: Path, asked: list[list[str]]) -> None:
     load = build_loader("run", folder)
     assert [load([f"seed={seed}", "training.lr=0.1"]).seed for seed in (1, 2, 3)] == [1, 2, 3]
-    assert calls == [[]]
+    assert load_config("run", config_path=folder).seed == 7
+    assert asked == [[]]
     assert load(["size=large"]).training.lr == 0.25
-    assert calls == [[], ["size=large"]]
+    assert asked == [[], ["size=large"]]
+
+
+def test_a_number_that_is_no_pair_is_refused_in_what_is_kept(folder: Path, asked: list[list[str]]) -> None:
+    for text in ("1_5", "1_6"):
+        with pytest.raises(ConfigError, match=f"is {text} without quotes"):
+            load_config(
+                "run", config_path=folder, overrides=[f"algorithm.rollout_correction.rollout_is_threshold={text}"]
+            )
+    assert asked == [[]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "base.yaml").write_text("exp_name: base\nseed: 8\n"),
+        lambda folder: (folder / "size" / "small.yaml").write_text("# @package _global_\nseed: 8\n"),
+        lambda folder: (folder / "size" / "small.yaml").rename(folder / "size" / "other.yaml"),
+        lambda folder: (folder / "size").rename(folder / "sizes"),
+    ],
+    ids=["changed", "changed-in-a-group", "gone", "group-gone"],
+)
+def test_what_is_kept_is_composed_again_where_the_disk_says_something_else(
+    tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    before = outcome(tmp_path, [])
+    change(tmp_path)
+    after = outcome(tmp_path, [])
+    assert after == outcome(tmp_path, [], anew=True) != before
+
+
+def test_an_own_file_that_comes_to_stand_before_a_shipped_one_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("defaults: [quickstart, _self_]\nexp_name: x\n", encoding="utf-8")
+    shipped = load_config("run", config_path=tmp_path)
+    (tmp_path / "quickstart.yaml").write_text("defaults: [base, _self_]\nseed: 4321\n", encoding="utf-8")
+    own = load_config("run", config_path=tmp_path)
+    assert (shipped.seed, own.seed) == (load_config("quickstart", config_path=PROJECT / "configs").seed, 4321)
+
+
+def test_a_variable_in_a_list_of_defaults_is_looked_at_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "size").mkdir()
+    for seed, name in enumerate(("small", "large")):
+        (tmp_path / "size" / f"{name}.yaml").write_text(f"# @package _global_\nseed: {seed}\n", encoding="utf-8")
+    text = "defaults: [{size: '${oc.env:SIZE_OF_TEST}'}, _self_]\nexp_name: x\n"
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    for seed, name in enumerate(("small", "large")):
+        monkeypatch.setenv("SIZE_OF_TEST", name)
+        assert load_config("run", config_path=tmp_path).seed == seed
 
 
 def test_what_one_configuration_sets_is_not_in_the_next(folder: Path) -> None:
