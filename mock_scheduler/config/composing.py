@@ -10,16 +10,14 @@ import io
 import os
 import shlex
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -47,7 +45,6 @@ from mock_scheduler.support.yaml_text import MAX_DEPTH, load_yaml
 #: What is asked of a path: whether it is a folder or a file, or its text.
 Question = tuple[Callable[[str], object], str]
 
-_NOTED: ContextVar[dict[Question, object] | None] = ContextVar("_NOTED", default=None)
 _NUM_KEPT = 32
 _NUMBERS = (int, float, bool, NoneType)
 _NESTED_HINT = (
@@ -98,22 +95,26 @@ class Composer:
         if bare is not None and composed is not None:
             return composed, bare.find_files() if self._traps.may_be_in(composed) else []
         texts = [self._as_hydra_override(override) for override in overrides]
-        composed = self._ask_hydra(texts)
+        composed, _ = self._ask_hydra(texts)
         return composed, self._find_files(texts) if self._traps.may_be_in(composed) else []
 
     def _bare(self) -> _Bare | None:
         """Composes it without any override, or takes what is kept; ``None`` where this fails."""
+        key = self._folder, self._name
         try:
-            key = self._folder, self._name, *self._shipped_overrides([])
-            kept = _KEPT.take(key)
-            if kept is None:
-                with _noting() as answers:
-                    composed = self._ask_hydra([])
-                kept = _Bare(config=composed, answers=answers, find_files=lru_cache(lambda: self._find_files([])))
-                _KEPT.keep(key, kept)
+            kept = _KEPT.get(key)
+            if kept is not None and kept.is_current:
+                return kept
+            config, answers = self._ask_hydra([])
         except (ConfigError, OSError, UnicodeDecodeError):  # Hydra says it
             return None
-        return kept
+        bare = _Bare(config=config, answers=answers, find_files=lru_cache(lambda: self._find_files([])))
+        if not bare.has_variable_defaults:
+            _KEPT.pop(key, None)
+            _KEPT[key] = bare
+            if len(_KEPT) > _NUM_KEPT:
+                del _KEPT[next(iter(_KEPT))]
+        return bare
 
     def _is_group(self, override: Override) -> bool:
         return override.package is not None or os.path.isdir(self._folder / override.key_or_group)
@@ -139,9 +140,11 @@ class Composer:
                 return []
         return [f"hydra.searchpath=['file://{shipped}']"]
 
-    def _ask_hydra(self, overrides: Sequence[str]) -> DictConfig:
-        with self._hydra():
-            return compose(config_name=self._name, overrides=[*self._shipped_overrides(overrides), *overrides])
+    def _ask_hydra(self, overrides: Sequence[str]) -> tuple[DictConfig, Mapping[Question, object]]:
+        """Returns the composed configuration, and what the disk answered to each question of Hydra's."""
+        with self._hydra() as answers:
+            texts = [*self._shipped_overrides(overrides), *overrides]
+            return compose(config_name=self._name, overrides=texts), answers
 
     def _find_files(self, overrides: Sequence[str]) -> list[SourceFile]:
         """Finds the files that it is composed of, in the order in which they count."""
@@ -152,17 +155,20 @@ class Composer:
         return [SourceFile(path=path, package=package) for path, package in places if path.is_file()]
 
     @contextmanager
-    def _hydra(self) -> Iterator[None]:
-        """Sets Hydra up for the folder within the block; raises ``ConfigError`` for what it raises there."""
+    def _hydra(self) -> Iterator[Mapping[Question, object]]:
+        """Sets Hydra up for the folder within the block; raises ``ConfigError`` for what it raises there.
+
+        Yields what ``_bounded_files`` does.
+        """
         try:
             # Hydra only warns of a defaults list without _self_, whose order it then guesses.
             with (
                 warnings.catch_warnings(),
-                bounded_files(),
+                _bounded_files() as answers,
                 initialize_config_dir(config_dir=str(self._folder), version_base="1.3"),
             ):
                 warnings.simplefilter("error", UserWarning)
-                yield
+                yield answers
         except ConfigError:
             raise
         except _COMPOSING_ERRORS as error:
@@ -186,29 +192,15 @@ class _Bare:
         """Whether the disk answers the same now; raises ``OSError``."""
         return all(ask(path) == answer for (ask, path), answer in self.answers.items())
 
-
-class _KeptConfigs:
-    """Keeps composed configurations, to be given again while their files say the same; the oldest go first."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[object, ...], _Bare] = OrderedDict()
-
-    def take(self, key: tuple[object, ...]) -> _Bare | None:
-        """Returns what is kept and holds still; raises ``OSError``."""
-        kept = self._kept.get(key)
-        return kept if kept is not None and kept.is_current else None
-
-    def keep(self, key: tuple[object, ...], bare: _Bare) -> None:
-        """Keeps one, unless a file's ``defaults`` name a variable, whose value nobody looks at again."""
-        loaded = [_load_text(answer) for answer in bare.answers.values() if isinstance(answer, str)]
-        if any("${" in str(file.get("defaults")) for file in loaded if isinstance(file, DictConfig)):
-            return
-        self._kept[key] = bare
-        while len(self._kept) > _NUM_KEPT:
-            self._kept.popitem(last=False)
+    @property
+    def has_variable_defaults(self) -> bool:
+        """Whether a file's ``defaults`` name a variable, whose value is no answer of the disk."""
+        files = [_load_text(answer) for answer in self.answers.values() if isinstance(answer, str)]
+        return any("${" in str(file.get("defaults")) for file in files if isinstance(file, DictConfig))
 
 
-_KEPT = _KeptConfigs()
+#: Composed configurations, to be given again while their files say the same; the oldest go first.
+_KEPT: dict[tuple[Path, str], _Bare] = {}
 
 
 def parse_overrides(overrides: Sequence[str], schema: type[BaseModel]) -> list[Override]:
@@ -319,21 +311,23 @@ def _members(annotation: object) -> Iterator[object]:
 class _BoundedFileSource(FileConfigSource):
     """Reads YAML files for Hydra as its own source does, but none that stands for more values than it may.
 
-    A text is parsed once for all configurations that are composed of it. Notes what is asked within ``_noting``.
+    A text is parsed once for all configurations that are composed of it. ``answers``: what the disk answered so far.
     """
 
+    answers: ClassVar[dict[Question, object]]
+
     def is_group(self, config_path: str) -> bool:
-        return bool(_ask(os.path.isdir, os.path.join(self.path, config_path)))
+        return bool(self._ask(os.path.isdir, os.path.join(self.path, config_path)))
 
     def is_config(self, config_path: str) -> bool:
-        return bool(_ask(os.path.isfile, os.path.join(self.path, self._normalize_file_name(config_path))))
+        return bool(self._ask(os.path.isfile, os.path.join(self.path, self._normalize_file_name(config_path))))
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = os.path.join(self.path, self._normalize_file_name(config_path))
         if not os.path.isfile(path):
             return super().load_config(config_path)  # which says so
         try:
-            text = str(_ask(_read, path))
+            text = str(self._ask(_read, path))
             config = deepcopy(_load_text(text))  # Hydra changes it
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8: {error}") from error
@@ -346,28 +340,13 @@ class _BoundedFileSource(FileConfigSource):
             header=self._get_header_dict(text[:512]),  # as much as Hydra looks at
         )
 
+    def _ask(self, ask: Callable[[str], object], path: str) -> object:
+        answer = self.answers[ask, path] = ask(path)
+        return answer
+
 
 def _read(path: str) -> str:
     return read_text(path, what="a configuration")
-
-
-def _ask(ask: Callable[[str], object], path: str) -> object:
-    """Asks the disk a question, and notes its answer within ``_noting``."""
-    answer, answers = ask(path), _NOTED.get()
-    if answers is not None:
-        answers[ask, path] = answer
-    return answer
-
-
-@contextmanager
-def _noting() -> Iterator[Mapping[Question, object]]:
-    """Notes what Hydra asks the disk within the block."""
-    answers: dict[Question, object] = {}
-    token = _NOTED.set(answers)
-    try:
-        yield answers
-    finally:
-        _NOTED.reset(token)
 
 
 @lru_cache(maxsize=128)
@@ -381,14 +360,21 @@ def _load_text(text: str) -> Container:
 
 
 @contextmanager
-def bounded_files() -> Iterator[None]:
-    """Has Hydra read files by our source within the block; a host program's Hydra keeps its own."""
+def _bounded_files() -> Iterator[Mapping[Question, object]]:
+    """Has Hydra read files by our source within the block; a host program's Hydra keeps its own.
+
+    Yields what the disk answers to each of its questions.
+    """
+
+    class Source(_BoundedFileSource):
+        answers: ClassVar[dict[Question, object]] = {}
+
     Plugins.instance()  # registers Hydra's own sources
     types = SourcesRegistry.instance().types
     scheme = FileConfigSource.scheme()
     before = types[scheme]
-    types[scheme] = _BoundedFileSource
+    types[scheme] = Source
     try:
-        yield
+        yield Source.answers
     finally:
         types[scheme] = before

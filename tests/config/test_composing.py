@@ -58,12 +58,16 @@ OVERRIDES = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files."""
-    root = tmp_path_factory.mktemp("configs")
+    return write_files(tmp_path_factory.mktemp("configs"))
+
+
+def write_files(folder: Path) -> Path:
+    """Writes the files into a folder, and returns it."""
     for name, text in FILES.items():
-        path = root / name
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return root
+    return folder
 
 
 def outcome(folder: Path, overrides: list[str], *, anew: bool = False) -> object:
@@ -103,7 +107,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         calls.append(overrides)
         return ask_hydra(self, overrides)
 
-    monkeypatch.setattr(composing, "_KEPT", composing._KeptConfigs())
+    monkeypatch.setattr(composing, "_KEPT", {})
     monkeypatch.setattr(composing.Composer, "_ask_hydra", counted)
     return calls
 
@@ -139,10 +143,7 @@ def test_a_number_that_is_no_pair_is_refused_in_what_is_kept(folder: Path, asked
 def test_what_is_kept_is_composed_again_where_the_disk_says_something_else(
     tmp_path: Path, change: Callable[[Path], object]
 ) -> None:
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    write_files(tmp_path)
     before = outcome(tmp_path, [])
     change(tmp_path)
     after = outcome(tmp_path, [])
