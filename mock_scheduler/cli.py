@@ -247,9 +247,9 @@ def minimise(
 @app.command(epilog="Exit code: that of the verdict; 3 also where nothing could be compared.")
 def compare(
     baseline: Annotated[
-        Path, typer.Argument(help="the reference: a run's output_dir, a trace, metrics.jsonl or a recording")
+        str, typer.Argument(help="the reference: a run's output_dir, a trace, metrics.jsonl or a recording; or its URL")
     ],
-    candidate: Annotated[Path, typer.Argument(help="the side to judge: one of the same kind")],
+    candidate: Annotated[str, typer.Argument(help="the side to judge: one of the same kind")],
     steps: Steps = None,
     kinds: Kinds = None,
     patterns: Patterns = None,
@@ -258,7 +258,7 @@ def compare(
         typer.Option("--tolerance", help="a stated bound, as in activation=1e-5; may be given several times"),
     ] = None,
     noise: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
             "--noise",
             help="noise.json of the baseline, or a perturbed run of it, repeatable; else one beside the baseline",
@@ -287,7 +287,9 @@ def compare(
 
 @app.command(epilog="Exit codes: 0 all copies agree; 1 some do not; 3 nothing is held twice, or a choice is empty.")
 def replicas(
-    run: Annotated[Path, typer.Argument(help="output_dir of a run with trace.level=full, or its trace folder")],
+    run: Annotated[
+        str, typer.Argument(help="output_dir of a run with trace.level=full, or its trace folder; or a URL")
+    ],
     steps: Steps = None,
     kinds: Kinds = None,
     patterns: Patterns = None,

@@ -66,7 +66,7 @@ class Verdict(facts.Verdict):
 
     def describe(self) -> str:
         """Returns the verdict in a few lines: kind, both sides, reason, and the smallest detectable error."""
-        names = f"{self.result.candidate.path} against {self.result.baseline.path}"
+        names = f"{self.result.candidate.location} against {self.result.baseline.location}"
         smallest = describe_smallest_error(self)
         found = [f"would have been found: {smallest}"] if smallest else []
         found += [f"{NOT_LOOKED_AT}: {text}" for text in [describe_unseen(self.unseen)] if text]
@@ -95,8 +95,8 @@ class Verdict(facts.Verdict):
     def _repr_html_(self) -> str:
         smallest = describe_smallest_error(self)
         rows = [
-            ("baseline", str(self.result.baseline.path)),
-            ("candidate", str(self.result.candidate.path)),
+            ("baseline", self.result.baseline.location),
+            ("candidate", self.result.candidate.location),
             ("means", LEGEND[self.kind]),
             ("found", self.headline),
         ]
@@ -122,7 +122,8 @@ def compare(
     all ranks and paired by canonical names, and tokens by the identity of their row and the position in it.
 
     Args:
-        baseline: A run's ``output_dir``, a trace folder, a ``metrics.jsonl`` or a recording.
+        baseline: A run's ``output_dir``, a trace folder, a ``metrics.jsonl`` or a recording: a path, or a URL such as
+            ``s3://bucket/runs/base``.
         candidate: The side to judge, of the same kind.
         steps: Steps to compare: a text like ``"0-4,7,100-"``, a number or several; ``None``: all.
         kinds: Kinds of traced tensors, like ``["gradient", "parameter"]``, or one; empty: all.
@@ -143,11 +144,11 @@ def compare(
     if not isinstance(tolerance, Mapping | None):
         raise ConfigError(f'tolerance: expected a mapping like {{"gradient": 1e-4}}, got {tolerance!r}')
     result = compare_paths(
-        Path(baseline),
-        Path(candidate),
+        baseline,
+        candidate,
         selection=_select(steps, kinds, patterns),
         tolerance=tuple(f"{name}={value!r}" for name, value in (tolerance or {}).items()),
-        noise=(Path(noise),) if isinstance(noise, str | Path) else tuple(map(Path, noise)),
+        noise=(noise,) if isinstance(noise, str | Path) else tuple(noise),
         has_metrics=has_metrics,
     )
     return Verdict.of(result)
@@ -166,7 +167,7 @@ def check_replicas(
     No second run is needed.
 
     Args:
-        run: A run's ``output_dir`` with ``trace.level=full``, or its trace folder.
+        run: A run's ``output_dir`` with ``trace.level=full``, or its trace folder: a path or a URL.
         steps, kinds, patterns: As in ``compare``.
         verify: First read all of the trace and check every SHA-256.
 
@@ -177,7 +178,7 @@ def check_replicas(
         ConfigError: There is no trace of whole tensors, or an option is wrong.
         TraceError: A file cannot be read, or has changed since it was written.
     """
-    return check_replicas_at(Path(run), selection=_select(steps, kinds, patterns), verify=verify)
+    return check_replicas_at(run, selection=_select(steps, kinds, patterns), verify=verify)
 
 
 def _select(

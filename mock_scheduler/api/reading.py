@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -25,9 +26,11 @@ from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.run_folder.inputs import find_trace
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode, RolloutRequest
 from mock_scheduler.support.digests import JSON
+from mock_scheduler.support.fetched_folders import name_locations
 from mock_scheduler.support.text import in_words
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full import reader as full
+from mock_scheduler.trace.remote import open_location
 from mock_scheduler.trace.sketch import reader as sketched
 from mock_scheduler.trace.sketch.sketch import Sketch
 
@@ -134,9 +137,10 @@ class Trace:
     ``with`` block, or call ``close``. A notebook shows steps and counts.
     """
 
-    def __init__(self, path: Path, reader: full.TraceReader | sketched.SketchReader) -> None:
-        self.path = path
+    def __init__(self, location: str, reader: full.TraceReader | sketched.SketchReader, *, closing: ExitStack) -> None:
+        self.location = location
         self._reader = reader
+        self._closing = closing
 
     @property
     def level(self) -> Literal["full", "sketch"]:
@@ -159,7 +163,9 @@ class Trace:
             TraceError: The step was not traced.
         """
         if step not in self.steps:
-            raise TraceError(f"{self.path}: step {step} is not traced; traced steps: {', '.join(map(str, self.steps))}")
+            raise TraceError(
+                f"{self.location}: step {step} is not traced; traced steps: {', '.join(map(str, self.steps))}"
+            )
         return [key for key in order_keys(self._reader.keys(step)) if kind in (None, key.kind)]
 
     def key(self, step: int, kind: TraceKind, name: str, *, update: int = 0) -> TraceKey:
@@ -170,7 +176,9 @@ class Trace:
         """
         key = TraceKey(step=step, update=update, kind=kind, name=name)
         if not self._reader.has(key):
-            raise TraceError(f"{self.path}: no rank wrote the {key.describe()}; Trace.keys(step) lists what is there")
+            raise TraceError(
+                f"{self.location}: no rank wrote the {key.describe()}; Trace.keys(step) lists what is there"
+            )
         return key
 
     def tensor(self, key: TraceKey) -> torch.Tensor:
@@ -182,7 +190,7 @@ class Trace:
             TraceError: The trace holds sketches only, a file is damaged, or the pieces do not fit together.
         """
         if not isinstance(self._reader, full.TraceReader):
-            raise TraceError(f"{self.path} holds sketches only; trace the run with trace.level=full")
+            raise TraceError(f"{self.location} holds sketches only; trace the run with trace.level=full")
         return self._reader.merge(key).tensor
 
     def sketch(self, key: TraceKey) -> Sketch:
@@ -192,7 +200,7 @@ class Trace:
             TraceError: The trace holds whole tensors, or the sketches do not fit together.
         """
         if not isinstance(self._reader, sketched.SketchReader):
-            raise TraceError(f"{self.path} holds whole tensors, not sketches")
+            raise TraceError(f"{self.location} holds whole tensors, not sketches")
         return self._reader.sketch(key).sketch
 
     def counts(self, step: int) -> Mapping[TraceKind, int]:
@@ -203,6 +211,7 @@ class Trace:
         """Close the open files; tensors that were read stay valid."""
         if isinstance(self._reader, full.TraceReader):
             self._reader.close()
+        self._closing.close()
 
     def __enter__(self) -> Trace:
         return self
@@ -213,12 +222,12 @@ class Trace:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Trace({str(self.path)!r}: level {self.level}, steps {list(self.steps)})"
+        return f"Trace({self.location!r}: level {self.level}, steps {list(self.steps)})"
 
     def _repr_html_(self) -> str:
         first = self.steps[0]
         return render_summary(
-            f"Trace {self.path}",
+            f"Trace {self.location}",
             [
                 ("level", self.level),
                 ("steps", ", ".join(map(str, self.steps))),
@@ -232,10 +241,13 @@ class Trace:
 def open_trace(path: str | Path) -> Trace:
     """Open a trace: a run's ``output_dir``, or its ``trace`` folder; the headers of all files are read and checked.
 
+    Both may be URLs, such as ``s3://bucket/runs/tp2``: tensors are then fetched when they are read.
+
     Raises:
         ConfigError: The path is neither.
         TraceError: Files are missing, damaged, or do not fit together; the message lists all of a step.
     """
-    folder = find_trace(Path(path))
-    opened = full.open_trace(folder) if trace_level(folder) == "full" else sketched.open_sketches(folder)
-    return Trace(folder, opened)
+    with ExitStack() as stack:
+        folder = find_trace(stack.enter_context(open_location(path)))
+        opened = full.open_trace(folder) if trace_level(folder) == "full" else sketched.open_sketches(folder)
+        return Trace(name_locations(str(folder)), opened, closing=stack.pop_all())

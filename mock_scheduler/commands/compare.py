@@ -41,14 +41,16 @@ class CompareOptions:
 
     selection: Selection = EVERYTHING
     tolerance: tuple[str, ...] = ()
-    noise: tuple[Path, ...] = ()
+    noise: tuple[str | Path, ...] = ()
     has_metrics: bool = True
     json_path: str | None = None
     html_path: Path | None = None
     over_ray: bool = False
 
 
-def run_compare(baseline: Path, candidate: Path, options: CompareOptions, *, console: Console | None = None) -> int:
+def run_compare(
+    baseline: str | Path, candidate: str | Path, options: CompareOptions, *, console: Console | None = None
+) -> int:
     """Compare two runs, traces, metrics or recordings, print the report, and return the verdict's exit code.
 
     ``console``: ``None`` is this terminal.
@@ -90,14 +92,15 @@ def _spreading(over_ray: bool) -> AbstractContextManager[Spread | None]:
     return spread_over_ray() if over_ray else nullcontext()
 
 
-def _size_bytes(path: Path) -> int:
-    """Add up the sizes of all files to be read."""
+def _size_bytes(location: str | Path) -> int:
+    """Add up the sizes of all files on this machine that are to be read."""
+    path = Path(location)
     files = [path] if path.is_file() else path.rglob("*")
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def run_replicas(
-    path: Path,
+    location: str | Path,
     selection: Selection,
     *,
     json_path: str | None = None,
@@ -112,7 +115,7 @@ def run_replicas(
     there is no trace of whole tensors, ``TraceError`` where a file cannot be read or was changed.
     """
     with _spreading(over_ray) as spread, show_progress("checking copies") as on_key:
-        result = check_replicas_at(path, selection=selection, verify=verify, on_key=on_key, spread=spread)
+        result = check_replicas_at(location, selection=selection, verify=verify, on_key=on_key, spread=spread)
     if json_path == STDOUT:
         write_json(replicas_to_json(result), STDOUT)
         return int(result.exit_code)

@@ -99,7 +99,7 @@ def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:
     return {
         "format_version": FORMAT_VERSION,
         "exit_code": int(result.exit_code),
-        "path": str(result.path),
+        "path": result.path,
         **bounded("steps", result.steps),
         "num_tensors": result.num_tensors,
         "num_copies": to_json(result.num_copies),

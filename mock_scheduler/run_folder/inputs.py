@@ -8,7 +8,7 @@ Contract: reads headers and small files only; problems of both sides are said at
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +25,7 @@ from mock_scheduler.recording.paths import MANIFEST_NAME, describe_absent
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.command_folder import ALIGN_MARKER
 from mock_scheduler.run_folder.finished_run import RunSummary, StoredConfig, load_stored_config, load_summary
+from mock_scheduler.support.fetched_folders import find_location, name_locations
 from mock_scheduler.support.foreign_files import check_inside
 from mock_scheduler.support.run_files import (
     BASELINE_NAME,
@@ -48,7 +49,8 @@ _NUM_RUNS = 20
 class ComparedInput:
     """Holds one side of ``mock-scheduler compare``.
 
-    ``name``: of its folder or file. ``level``: of its trace; ``None`` where it has none. ``run``: of a run only.
+    ``name``: of its folder or file. ``path``: there while it is compared. ``level``: of its trace; ``None`` where it
+    has none. ``run``: of a run only. ``url``: of a side in a bucket.
     """
 
     name: str
@@ -56,6 +58,12 @@ class ComparedInput:
     kind: InputKind
     level: Literal["full", "sketch"] | None
     run: RunSummary | None = None
+    url: str | None = None
+
+    @property
+    def location(self) -> str:
+        """Returns the path or the URL, as messages and reports name it."""
+        return self.url or str(self.path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +117,7 @@ def open_inputs(paths: tuple[Path, Path]) -> tuple[OpenedInput, OpenedInput]:
     Raises ``ConfigError`` where a side cannot be compared, both are the same or of different kinds; ``AlignmentError``
     where a run is not completed or has no trace.
     """
-    if paths[0].resolve() == paths[1].resolve():
+    if find_location(paths[0].resolve()) == find_location(paths[1].resolve()):
         what = "file" if paths[0].is_file() else "folder"
         raise ConfigError(f"{paths[0]} and {paths[1]} are the same {what}; give two different ones")
     opened: list[OpenedInput] = []
@@ -149,7 +157,7 @@ def check_choice(side: ComparedInput, selection: Selection) -> None:
 def _find_present(side: ComparedInput) -> dict[str, list[int]]:
     """Lists the steps of a side: of a recording by folder, of anything else all as ``steps``; none without any."""
     if side.kind == "recording":
-        return {folder: list(steps) for folder, steps in RecordingReader(str(side.path)).steps().items()}
+        return {folder: list(steps) for folder, steps in RecordingReader(find_location(side.path)).steps().items()}
     if side.kind == "metrics":
         return {"steps": sorted(load_metrics(side.path))}
     folder = side.path / TRACE_FOLDER if side.kind == "run" else side.path
@@ -227,7 +235,13 @@ def _open(path: Path, kind: InputKind) -> OpenedInput:
         name = path.resolve().parent.name if name == TRACE_FOLDER else name
     level = _check_trace(path) if kind == "trace" else None
     path = _own(path, METRICS_FILE) if kind == "metrics" and path.is_dir() else path
-    return OpenedInput(side=ComparedInput(name=name, path=path, kind=kind, level=level), stored=stored)
+    side = ComparedInput(name=name, path=path, kind=kind, level=level, url=_url_of(path))
+    return OpenedInput(side=side, stored=stored)
+
+
+def _url_of(path: Path) -> str | None:
+    shown = name_locations(str(path))
+    return None if shown == str(path) else shown
 
 
 def _open_run(folder: Path, name: str) -> OpenedInput:
@@ -247,7 +261,7 @@ def _open_run(folder: Path, name: str) -> OpenedInput:
             "parameters needs one; run it again with trace.level=full"
         )
     level = _check_trace(_own(folder, TRACE_FOLDER))
-    side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary)
+    side = ComparedInput(name=name, path=folder, kind="run", level=level, run=summary, url=_url_of(folder))
     return OpenedInput(side=side, stored=stored)
 
 
@@ -273,6 +287,11 @@ def _describe_kinds(opened: Sequence[OpenedInput]) -> str:
         run = next(side for side in sides if side.kind == "run")
         advice = f"give the run's metrics, {run.path / METRICS_FILE}"
     return f"{found}, and the two cannot be compared; {advice}"
+
+
+def find_read_steps(steps: StepRanges | None) -> Callable[[int], bool] | None:
+    """Says which steps of a trace are read where some are compared: an update is held to the moments before it."""
+    return None if steps is None else lambda step: step in steps or step + 1 in steps
 
 
 def _parse_number(text: str) -> float | None:

@@ -41,6 +41,8 @@ OPERATIONS_FOLDER = "operations"
 TENSORBOARD_FOLDER = "tensorboard"
 #: Folder of checkpoints, where the configuration names no other.
 CHECKPOINTS_FOLDER = "checkpoints"
+#: The noise of a baseline, in its folder or in one around it.
+NOISE_FILE = "noise.json"
 #: The result of an alignment.
 ALIGN_FILE = "align.json"
 #: The result of the doctor.

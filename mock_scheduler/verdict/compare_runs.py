@@ -10,6 +10,7 @@ their own data: each states the digest of every batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceEr
 from mock_scheduler.recording.inspection.comparison import NAMES, RecordingDifferences, compare_recordings
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.run_folder.finished_run import RunSummary
-from mock_scheduler.run_folder.inputs import OpenedInput, check_choice, check_steps, open_inputs
+from mock_scheduler.run_folder.inputs import OpenedInput, check_choice, check_steps, find_read_steps, open_inputs
+from mock_scheduler.support.fetched_folders import find_location, name_locations
 from mock_scheduler.support.run_files import TRACE_FOLDER
 from mock_scheduler.support.spread import Spread
+from mock_scheduler.trace.remote import open_location
 from mock_scheduler.verdict.comparison_bounds import resolve_bounds
 from mock_scheduler.verdict.coverage import find_unseen
 from mock_scheduler.verdict.direct_verdict import decide
@@ -84,7 +87,7 @@ def judge_runs(
             spread=spread,
         )
     except (AlignmentError, TraceError) as error:
-        return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=str(error)))
+        return Verdict(kind=VerdictKind.INCOMPARABLE, why=NotReadable(error=name_locations(str(error))))
     unseen = find_unseen(
         verdict.tensors,
         modules={**baseline.unobserved_modules, **candidate.unobserved_modules},
@@ -232,12 +235,12 @@ _NUM_ROWS = 5
 
 
 def compare_paths(
-    baseline: Path,
-    candidate: Path,
+    baseline: str | Path,
+    candidate: str | Path,
     *,
     selection: Selection = EVERYTHING,
     tolerance: Sequence[str] = (),
-    noise: Sequence[Path] = (),
+    noise: Sequence[str | Path] = (),
     has_metrics: bool = True,
     on_key: OnKey | None = None,
     spread: Spread | None = None,
@@ -245,6 +248,7 @@ def compare_paths(
     """Compare two runs, traces, metrics or recordings.
 
     Args:
+        baseline, candidate: Their paths, or URLs such as ``s3://bucket/runs/tp2``.
         selection: Steps, kinds and names.
         tolerance: Bounds ``name=value`` over the candidate's own.
         noise: A file of the baseline's measured noise, or perturbed runs of it.
@@ -258,11 +262,14 @@ def compare_paths(
         AlignmentError: A run is not completed, or has no trace.
         TraceError, RecordingError: A file cannot be read.
     """
-    opened = open_inputs((baseline, candidate))
-    check_choice(opened[0].side, selection)
-    check_steps([item.side for item in opened], selection.steps)
-    bounds = resolve_bounds(opened, tolerance, noise)
-    verdict, recordings = _judge(opened, bounds, selection, has_metrics=has_metrics, on_key=on_key, spread=spread)
+    has_step = find_read_steps(selection.steps)
+    with ExitStack() as stack:
+        paths = [stack.enter_context(open_location(one, has_step=has_step)) for one in (baseline, candidate)]
+        opened = open_inputs((paths[0], paths[1]))
+        check_choice(opened[0].side, selection)
+        check_steps([item.side for item in opened], selection.steps)
+        bounds = resolve_bounds(opened, tolerance, [stack.enter_context(open_location(one)) for one in noise])
+        verdict, recordings = _judge(opened, bounds, selection, has_metrics=has_metrics, on_key=on_key, spread=spread)
     return ComparisonResult(
         baseline=opened[0].side, candidate=opened[1].side, bounds=bounds, verdict=verdict, recordings=recordings
     )
@@ -281,7 +288,7 @@ def _judge(
     if spread is not None and baseline.kind in ("recording", "metrics"):
         raise ConfigError(f"only traces are shared out, and {baseline.path} is of kind {baseline.kind}")
     if baseline.kind == "recording":
-        readers = RecordingReader(str(baseline.path)), RecordingReader(str(candidate.path))
+        readers = RecordingReader(find_location(baseline.path)), RecordingReader(find_location(candidate.path))
         recordings = compare_recordings(readers, selection.steps, limit=_NUM_ROWS, on_step=on_key)
         return judge_recordings(recordings), recordings
     if baseline.kind == "metrics":

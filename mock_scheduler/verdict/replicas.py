@@ -19,10 +19,12 @@ from mock_scheduler.comparison.tensors import LedgerComparison
 from mock_scheduler.comparison.walk.steps import OnKey
 from mock_scheduler.comparison.walk.traces import trace_level
 from mock_scheduler.errors import ConfigError
-from mock_scheduler.run_folder.inputs import ComparedInput, check_steps, find_trace
+from mock_scheduler.run_folder.inputs import ComparedInput, check_steps, find_read_steps, find_trace
+from mock_scheduler.support.fetched_folders import find_location, name_locations
 from mock_scheduler.support.spread import Spread
 from mock_scheduler.trace.entries import RankPlace, TraceKey
 from mock_scheduler.trace.full.reader import Piece, ReplicaConflict, TraceReader, open_trace
+from mock_scheduler.trace.remote import open_location, open_trace_location
 from mock_scheduler.verdict.results import ReplicaResult
 
 #: Parts of a trace that are shared out; enough for the nodes to be busy to the end.
@@ -41,11 +43,12 @@ class _Copies:
 class _CopiesTask:
     """Compares the copies of some tensors, in whatever process."""
 
-    trace_dir: Path
+    location: str
     keys: tuple[TraceKey, ...]
 
     def __call__(self) -> _Copies:
-        with open_trace(self.trace_dir, steps={key.step for key in self.keys}) as reader:
+        steps = {key.step for key in self.keys}
+        with open_trace_location(self.location, steps=steps) as folder, open_trace(folder, steps=steps) as reader:
             return _read_copies(reader, self.keys)
 
 
@@ -62,13 +65,13 @@ def _read_copies(reader: TraceReader, keys: Sequence[TraceKey]) -> _Copies:
 class _SharedKeys:
     """Shares the tensors of a trace out to other processes: a ``ReadCopies``."""
 
-    trace_dir: Path
+    location: str
     spread: Spread
 
     def __call__(self, keys: Sequence[TraceKey]) -> Iterator[tuple[int, _Copies]]:
         size = max(math.ceil(len(keys) / _NUM_PARTS), 1)
         parts = [tuple(keys[start : start + size]) for start in range(0, len(keys), size)]
-        found = self.spread([_CopiesTask(trace_dir=self.trace_dir, keys=part) for part in parts])
+        found = self.spread([_CopiesTask(location=self.location, keys=part) for part in parts])
         yield from zip(map(len, parts), found, strict=True)
 
 
@@ -78,7 +81,7 @@ ReadCopies = Callable[[Sequence[TraceKey]], Iterator[tuple[int, _Copies]]]
 
 def check_replicas(
     reader: TraceReader,
-    path: Path,
+    path: str,
     *,
     selection: Selection = EVERYTHING,
     on_key: OnKey | None = None,
@@ -136,7 +139,7 @@ def count_copies(pieces: tuple[Piece, ...]) -> Counter[str]:
 
 
 def check_replicas_at(
-    path: Path,
+    location: str | Path,
     *,
     selection: Selection = EVERYTHING,
     verify: bool = False,
@@ -146,21 +149,27 @@ def check_replicas_at(
     """Check all copies within one run or trace bit for bit.
 
     Args:
-        spread: Shares the tensors out to processes that open the trace by this path; ``None``: this one reads them.
+        location: Its folder, or a URL such as ``s3://bucket/runs/tp2``.
+        spread: Shares the tensors out to processes that open the trace by this location; ``None``: this one reads them.
         verify: First read all of the trace, whatever is selected, and check every SHA-256.
 
     Raises:
         ConfigError: There is no trace of whole tensors, or none of the chosen steps is present.
         TraceError: A file cannot be read or was changed.
     """
-    trace_dir = find_trace(path)
-    if trace_level(trace_dir) != "full":
-        raise ConfigError(
-            f"{trace_dir} has only sketches, and replicas reads whole tensors; trace the run with trace.level=full"
-        )
-    check_steps([ComparedInput(name=str(path), path=trace_dir, kind="trace", level="full", run=None)], selection.steps)
-    with open_trace(trace_dir) as reader:
-        if verify:
-            reader.verify()
-        read_apart = None if spread is None else _SharedKeys(trace_dir=trace_dir.absolute(), spread=spread)
-        return check_replicas(reader, path, selection=selection, on_key=on_key, read_apart=read_apart)
+    with open_location(location, has_step=find_read_steps(selection.steps)) as path:
+        trace_dir = find_trace(path)
+        if trace_level(trace_dir) != "full":
+            raise ConfigError(
+                f"{trace_dir} has only sketches, and replicas reads whole tensors; trace the run with trace.level=full"
+            )
+        side = ComparedInput(name=name_locations(str(path)), path=trace_dir, kind="trace", level="full", run=None)
+        check_steps([side], selection.steps)
+        with open_trace(trace_dir) as reader:
+            if verify:
+                reader.verify()
+            read_apart = None
+            if spread is not None:
+                read_apart = _SharedKeys(location=find_location(trace_dir.absolute()), spread=spread)
+            shown = name_locations(str(path))
+            return check_replicas(reader, shown, selection=selection, on_key=on_key, read_apart=read_apart)

@@ -138,12 +138,12 @@ class ComparisonResult:
 class ReplicaResult:
     """Holds the result of ``mock-scheduler replicas`` on one run.
 
-    ``num_tensors``: that were read; ``num_copies``: by axis, copies of a tensor's elements that were compared with
-    another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step that has them. ``unmatched``:
-    chosen kinds and patterns by which the run has nothing.
+    ``path``: of the run, or its URL. ``num_tensors``: that were read; ``num_copies``: by axis, copies of a tensor's
+    elements that were compared with another holder's. ``conflicts``: in execution order. ``ledgers``: one for each step
+    that has them. ``unmatched``: chosen kinds and patterns by which the run has nothing.
     """
 
-    path: Path
+    path: str
     steps: tuple[int, ...]
     num_tensors: int
     num_copies: Mapping[str, int]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import httpx
 import pytest
 import yaml
@@ -29,6 +30,7 @@ from tests.integrations import slurm_head
 from tests.integrations.ray_head import ROOT
 from tests.integrations.ray_nodes import Nodes, start_nodes
 from tests.launch.process_tree import find_below
+from tests.recording.s3_server import s3_server
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(1200)]
 
@@ -36,6 +38,7 @@ CANDIDATES = {"same": [], "tp2": [TP2], "lr": ["options.lr=0.02"]}
 RUNS = ("baseline", *CANDIDATES)
 FEW = {"num_perturbations": 0, "emulate": False, "equal_inputs": False, "referee": "never", "localise": False}
 LIMIT_S = 600.0
+BUCKET = "runs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +143,18 @@ def slurm() -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
+    """Nodes with the address and the credentials of a bucket in their environment, as those of a cluster have them."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    with start_nodes(2) as nodes:
+    with s3_server(BUCKET), start_nodes(2) as nodes:
         yield nodes
+
+
+def upload(folder: Path) -> str:
+    """Copies a folder into the bucket; returns its URL."""
+    url = f"s3://{BUCKET}/{folder.parent.name}"
+    fsspec.filesystem("s3").put(str(folder), url, recursive=True)
+    return url
 
 
 @pytest.fixture(scope="module")
@@ -268,12 +279,14 @@ def test_a_comparison_of_ray_tasks_has_every_figure_of_one_process(nodes: Nodes,
     assert finish(start(path, {}), path)["lr"] == "diverged"
     folder = tmp_path / "out" / "align"
     found = {}
+    places = {"here": str(folder), "ray": str(folder), "bucket": upload(folder)}
     for name, options, environ in (
         ("here", [], {}),
         ("ray", ["--ray"], {**nodes.environ, "RAY_ADDRESS": nodes.address}),
+        ("bucket", ["--ray"], {**nodes.environ, "RAY_ADDRESS": nodes.address}),
     ):
         for command, runs in (("compare", ["baseline", "lr"]), ("replicas", ["tp2"])):
-            words = [sys.executable, "-m", "mock_scheduler.cli", command, *(str(folder / run) for run in runs)]
+            words = [sys.executable, "-m", "mock_scheduler.cli", command, *(f"{places[name]}/{run}" for run in runs)]
             done = subprocess.run(
                 [*words, *options, "--json", "-"],
                 cwd=ROOT,
@@ -287,3 +300,5 @@ def test_a_comparison_of_ray_tasks_has_every_figure_of_one_process(nodes: Nodes,
             found[name, command] = done.stdout
     assert found["here", "compare"] == found["ray", "compare"]
     assert found["here", "replicas"] == found["ray", "replicas"]
+    for command in ("compare", "replicas"):
+        assert found["bucket", command].replace(places["bucket"], places["here"]) == found["here", command]

@@ -33,14 +33,14 @@ from mock_scheduler.alignment.runs.run_store import Purpose, RunStore
 from mock_scheduler.comparison.bounds.bounds import EXACT, Bounds, OtherCodeBounds, StatedBounds, WideBounds
 from mock_scheduler.comparison.bounds.measured import NoiseBounds
 from mock_scheduler.comparison.noise.building import measure_noise
-from mock_scheduler.comparison.noise.files import NOISE_FILE, save_noise
+from mock_scheduler.comparison.noise.files import save_noise
 from mock_scheduler.comparison.noise.theory import build_theory_bounds
 from mock_scheduler.comparison.pairing.selection import Selection
 from mock_scheduler.determinism.settings import is_deterministic_mode
 from mock_scheduler.errors import AlignmentError, ConfigError, ExitCode, TraceError
 from mock_scheduler.program import ConfigLoader
 from mock_scheduler.run_folder.finished_run import RunFailure, RunSummary
-from mock_scheduler.support.run_files import TRACE_FOLDER
+from mock_scheduler.support.run_files import NOISE_FILE, TRACE_FOLDER
 from mock_scheduler.support.text import on_one_line, printable_message
 from mock_scheduler.trace.replicas import ReplicaConflict
 from mock_scheduler.trace.start_report import load_start

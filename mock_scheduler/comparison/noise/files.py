@@ -27,10 +27,10 @@ from mock_scheduler.support.digests import JSON, open_sealed, seal
 from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import save_json
 from mock_scheduler.support.foreign_files import describe_failure, is_inside, read_bytes
+from mock_scheduler.support.run_files import NOISE_FILE
 from mock_scheduler.support.text import shorten
 from mock_scheduler.trace.entries import TraceKey
 
-NOISE_FILE = "noise.json"
 FORMAT_VERSION = 2
 
 

@@ -33,9 +33,11 @@ from mock_scheduler.comparison.walk.sketches import compare_sketches
 from mock_scheduler.comparison.walk.steps import Found, OnKey, StepSides, walk_step, walk_steps
 from mock_scheduler.config.instruments import TraceKind
 from mock_scheduler.errors import ConfigError, TraceError
+from mock_scheduler.support.fetched_folders import find_location
 from mock_scheduler.support.spread import Spread
 from mock_scheduler.support.threads import without_inner_threads
 from mock_scheduler.trace.full.reader import TraceReader, open_trace
+from mock_scheduler.trace.remote import open_trace_location
 from mock_scheduler.trace.sketch.files import has_full, has_sketches
 from mock_scheduler.trace.sketch.reader import SketchReader, open_sketches
 from mock_scheduler.trace.sketch.sketch import NUM_BUCKETS
@@ -70,7 +72,7 @@ def compare_trace_folders(
     """Compares two traces: whole tensors where both have them, else sketches.
 
     ``logs``: metrics of both runs, of which the norms are held to the gradients. ``spread``: shares the steps out to
-    processes that open both folders by these paths; ``None``: this process compares them.
+    processes that open both folders by these paths, or the URLs that they stand for; ``None``: this one compares them.
 
     Raises:
         ConfigError: Sketches are to be shared out.
@@ -80,8 +82,8 @@ def compare_trace_folders(
     if levels == ("full", "full"):
         compare_apart = None
         if spread is not None:
-            folders = baseline_dir.absolute(), candidate_dir.absolute()
-            compare_apart = _SharedSteps(folders=folders, bounds=bounds, selection=selection, spread=spread)
+            locations = find_location(baseline_dir.absolute()), find_location(candidate_dir.absolute())
+            compare_apart = _SharedSteps(locations=locations, bounds=bounds, selection=selection, spread=spread)
         with open_trace(baseline_dir) as baseline, open_trace(candidate_dir) as candidate:
             return compare_traces(
                 baseline,
@@ -142,7 +144,7 @@ def compare_traces(
 class _StepTask:
     """Compares one step, in whatever process; ``found``: only what the step adds."""
 
-    folders: tuple[Path, Path]
+    locations: tuple[str, str]
     bounds: Bounds
     selection: Selection
     step: int
@@ -154,7 +156,8 @@ class _StepTask:
         with ExitStack() as stack:
             # An update is held to the moments of the step before.
             steps = (self.step - 1, self.step)
-            baseline, candidate = (stack.enter_context(open_trace(path, steps=steps)) for path in self.folders)
+            folders = [stack.enter_context(open_trace_location(one, steps=steps)) for one in self.locations]
+            baseline, candidate = (stack.enter_context(open_trace(path, steps=steps)) for path in folders)
             traces = stack.enter_context(TracePair(baseline, candidate))
             places = stack.enter_context(PlaceNoise(self.bounds.noise))
             stack.enter_context(without_inner_threads())
@@ -171,7 +174,7 @@ class _StepTask:
 class _SharedSteps:
     """Shares steps out to other processes."""
 
-    folders: tuple[Path, Path]
+    locations: tuple[str, str]
     bounds: Bounds
     selection: Selection
     spread: Spread
@@ -180,7 +183,7 @@ class _SharedSteps:
         return self.spread(
             [
                 _StepTask(
-                    folders=self.folders,
+                    locations=self.locations,
                     bounds=self.bounds,
                     selection=self.selection,
                     step=step,

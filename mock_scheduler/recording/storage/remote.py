@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 
 import fsspec
 
-from mock_scheduler.errors import CorruptRecordingError, RecordingError, redact
+from mock_scheduler.errors import ConfigError, CorruptRecordingError, RecordingError, redact
 from mock_scheduler.recording.storage.byte_sources import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
@@ -29,28 +27,12 @@ from mock_scheduler.recording.storage.byte_sources import (
     open_compressed,
 )
 from mock_scheduler.support.files import Buffer
+from mock_scheduler.support.object_stores import client_code, client_errors, connect, list_folder
 from mock_scheduler.support.threads import PerProcess
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
 
-_EXTRAS = {"s3": "mock-scheduler[s3]", "s3a": "mock-scheduler[s3]", "gs": "gcsfs", "gcs": "gcsfs"}
-#: Errors of the client libraries that are no OSError; a library that is not loaded cannot have raised any.
-_CLIENT_ERRORS = (
-    ("botocore.exceptions", "BotoCoreError"),
-    ("botocore.exceptions", "ClientError"),
-    ("aiohttp", "ClientError"),
-    ("google.auth.exceptions", "GoogleAuthError"),
-    ("gcsfs.retry", "HttpError"),
-    ("azure.core.exceptions", "AzureError"),
-)
-#: Protocols of fsspec that read through another file system, or out of one file or URL.
-_WRAPPERS = frozenset(
-    (
-        *("async_wrapper", "asynclocal", "asyncwrapper", "blockcache", "cached", "dask", "data", "dir", "filecache"),
-        *("generic", "libarchive", "reference", "simplecache", "tar", "zip"),
-    )
-)
 #: What opening an object reads of it: most steps as a whole, so that they cost one round trip.
 _FIRST_BYTES = 2**20
 _NUM_ATTEMPTS = 5  # of a write that the store refuses because another one to the same name is going on
@@ -88,15 +70,7 @@ class FsspecStorage:
         """Names directly below a folder, sorted, without hidden ones, as the store has them now."""
         url = self._url(folder)
         with self._translated(folder, "cannot list"):
-            # Another process may have written since; fsspec would answer from its memory.
-            self._files.invalidate_cache()
-            try:
-                found = self._files.ls(url, detail=False)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        own = self._files._strip_protocol(url).strip("/")
-        inside = [path.strip("/").removeprefix(own).strip("/") for path in found if path.strip("/") != own]
-        return sorted(name for name in inside if name and "/" not in name and not name.startswith("."))
+            return list(list_folder(self._files, url))
 
     def open_source(self, name: str) -> ByteSource:
         """Returns an object, read by range; decompressed in memory where it ends in ``.zst``."""
@@ -116,7 +90,7 @@ class FsspecStorage:
             first = bytearray(self._files.cat_file(url, start=0, end=_FIRST_BYTES))
         except FileNotFoundError:
             raise
-        except _client_errors():  # an empty object has no first byte, and some stores say so
+        except client_errors():  # an empty object has no first byte, and some stores say so
             first = bytearray()
         if 0 < len(first) < _FIRST_BYTES:
             return MemorySource(first, path=url)
@@ -222,27 +196,10 @@ class FsspecStorage:
         return self._connected.get()
 
     def _connect(self) -> fsspec.AbstractFileSystem:
-        if "::" in self._location:
-            raise RecordingError(f"{self._location}: chained URLs (::) are not supported; name the place itself")
-        if self._protocol in _WRAPPERS:
-            raise RecordingError(f"{self._location}: {self._protocol}:// wraps another place; name the place itself")
         try:
-            missing = _required_arguments(fsspec.get_filesystem_class(self._protocol))
-            if missing:
-                raise RecordingError(
-                    f"{self._location}: {self._protocol}:// needs more than a URL ({', '.join(missing)}). Use a local "
-                    "folder, or an object store such as s3://, gs:// or abfs://"
-                )
-            return fsspec.filesystem(self._protocol, use_listings_cache=False)
-        except ImportError as error:
-            raise RecordingError(
-                f"{self._location} needs a package that is not installed ({error}): "
-                f"pip install '{_EXTRAS.get(self._protocol, self._protocol)}'"
-            ) from error
-        except ValueError as error:
-            raise RecordingError(
-                f"{self._location}: {error}. Use a local folder, or a protocol of fsspec such as s3://, gs:// or abfs://"
-            ) from error
+            return connect(self._location)
+        except ConfigError as error:
+            raise RecordingError(str(error)) from error
 
     def _url(self, name: str) -> str:
         check_name(name, location=self.location)
@@ -266,7 +223,7 @@ class FsspecStorage:
             try:
                 self._files.pipe_file(url, data, mode="create")
             except OSError as error:
-                code = _client_code(error)
+                code = client_code(error)
                 # The store's answer to If-None-Match where the name is taken.
                 if code in ("PreconditionFailed", "412"):
                     raise FileExistsError(url) from error
@@ -290,10 +247,10 @@ class FsspecStorage:
         except RecordingError:
             raise
         except (FileNotFoundError, FileExistsError) as error:
-            if _client_code(error) != "NoSuchBucket":
+            if client_code(error) != "NoSuchBucket":
                 raise
             raise self._error(error, name, what, size_bytes) from error
-        except _client_errors() as error:
+        except client_errors() as error:
             raise self._error(error, name, what, size_bytes) from error
 
     def _error(self, error: Exception, name: str, what: str, size_bytes: int | None) -> RecordingError:
@@ -303,12 +260,6 @@ class FsspecStorage:
             f"{what} {self.path(name)}{size}: {reason}. Check the bucket, the credentials and the endpoint "
             "(AWS_ENDPOINT_URL for S3), or set another rollout_mock.dump_dir."
         )
-
-
-def _required_arguments(kind: type[fsspec.AbstractFileSystem]) -> list[str]:
-    """Returns the arguments that a file system cannot be opened without, such as the host of FTP."""
-    named = list(signature(kind.__init__).parameters.values())[1:]
-    return [item.name for item in named if item.default is item.empty and item.kind is item.POSITIONAL_OR_KEYWORD]
 
 
 class _ObjectSource:
@@ -331,14 +282,3 @@ class _ObjectSource:
         if stop <= len(self._first):
             return memoryview(bytearray(self._first[start:stop]))
         return self._storage.read_range(self._name, start, stop)
-
-
-def _client_errors() -> tuple[type[Exception], ...]:
-    loaded = [(sys.modules[module], name) for module, name in _CLIENT_ERRORS if module in sys.modules]
-    return (OSError, *(getattr(module, name) for module, name in loaded))
-
-
-def _client_code(error: BaseException) -> str | None:
-    """The code in the store's answer, for example ``PreconditionFailed``, where botocore tells it."""
-    response = getattr(error.__cause__, "response", None)
-    return response["Error"].get("Code") if isinstance(response, dict) and "Error" in response else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from mock_scheduler.comparison.tensors import TensorComparison
 from mock_scheduler.comparison.walk.metrics import MetricComparison, MetricLog, load_metrics, load_run_metrics
 from mock_scheduler.display.pages import render_page, write_page
-from mock_scheduler.errors import TraceError, UnwrittenError
+from mock_scheduler.errors import ConfigError, TraceError, UnwrittenError
 from mock_scheduler.report.comparison.error_path import ErrorPath, find_error_path, layer_grids, list_points, step_grid
 from mock_scheduler.report.comparison.figures import grid_figure, metric_figure
 from mock_scheduler.report.comparison.page_tables import (
@@ -29,6 +29,7 @@ from mock_scheduler.report.origin import describe_origin
 from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.text import count_of
+from mock_scheduler.trace.remote import open_location
 from mock_scheduler.verdict.coverage import find_nearest
 from mock_scheduler.verdict.results import ComparisonResult
 from mock_scheduler.verdict.wording.bounds import describe_bounds
@@ -153,7 +154,7 @@ def _verdict_part(result: ComparisonResult) -> _VerdictPart:
 
 def _describe_side(side: ComparedInput) -> str:
     layout = f"{side.run.layout}, " if side.run is not None and side.run.layout else ""
-    return f"{layout}{side.kind} in {side.path}"
+    return f"{layout}{side.kind} in {side.location}"
 
 
 def _tensor_part(result: ComparisonResult, tensors: TensorComparison, figures: list[JSON]) -> _TensorPart:
@@ -228,13 +229,14 @@ def _metric_part(result: ComparisonResult, metrics: MetricComparison, figures: l
 def _load_logs(result: ComparisonResult) -> tuple[MetricLog, MetricLog] | None:
     """Both runs' metrics by step; ``None`` where they are no longer there."""
     try:
-        baseline, candidate = (
-            load_metrics(side.path) if side.kind == "metrics" else load_run_metrics(side.path)
-            for side in (result.baseline, result.candidate)
-        )
-    except TraceError:
+        return _load_log(result.baseline), _load_log(result.candidate)
+    except (ConfigError, TraceError):
         return None
-    return baseline, candidate
+
+
+def _load_log(side: ComparedInput) -> MetricLog:
+    with open_location(side.location, has_trace=False) as path:
+        return load_metrics(path) if side.kind == "metrics" else load_run_metrics(path)
 
 
 def _list_parts(result: ComparisonResult) -> list[_ListPart]:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from mock_scheduler.comparison.findings import Finding
@@ -72,7 +73,7 @@ def name_sides(result: ComparisonResult) -> tuple[str, str]:
     sides = (result.baseline, result.candidate)
     if sides[0].name != sides[1].name:
         return sides[0].name, sides[1].name
-    baseline, candidate = shortest_names([side.path.absolute() for side in sides])
+    baseline, candidate = shortest_names([Path(side.url) if side.url else side.path.absolute() for side in sides])
     return baseline, candidate
 
 

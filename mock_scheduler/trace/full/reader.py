@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 
 from mock_scheduler.errors import TraceError
+from mock_scheduler.support.fetched_folders import complete
 from mock_scheduler.support.text import list_some
 from mock_scheduler.trace.entries import STEP_KINDS, DimName, RankPlace, StepFooter, TraceKey
 from mock_scheduler.trace.full.memory import MemoryPool
@@ -220,6 +221,7 @@ class TraceReader:
         problems = []
         # Pieces come part by part.
         for path, pieces in groupby(rank_files.pieces, key=lambda piece: piece.path):
+            complete(path)
             with open_file(path, inside=path.parents[1]) as handle:
                 for piece in pieces:
                     problems += _name_wrong_digests(piece, _read(handle, piece))
@@ -244,6 +246,7 @@ class TraceReader:
                 _, (_, oldest) = self._handles.popitem(last=False)
                 oldest.close()
             with ExitStack() as stack:
+                complete(piece.path)
                 handle = stack.enter_context(open_file(piece.path, inside=piece.path.parents[1]))
                 known = handle, stack.pop_all()
         self._handles[piece.path] = known

@@ -96,7 +96,7 @@ def test_it_comes_before_the_forward_passes_of_later_micro_batches(tmp_path: Pat
     assert [item.kind for item in find_divergences(None, found)] == ["recomputed"]
     # One rank's part is no gap in a trace that all ranks wrote.
     with open_trace(folders[1]) as trace:
-        assert check_replicas(trace, folders[1]).conflicts == ()
+        assert check_replicas(trace, str(folders[1])).conflicts == ()
 
 
 def test_sketches_find_it_without_its_size(tmp_path: Path) -> None:

@@ -390,11 +390,11 @@ def test_another_choice_of_experts_that_no_rounding_explains_is_a_divergence(tmp
 def test_copies_within_one_run_are_counted_by_axis_and_named_where_they_differ(tmp_path: Path) -> None:
     run = make_run()
     with open_trace(run.write(tmp_path / "a")) as reader:
-        result = check_replicas(reader, tmp_path / "a")
+        result = check_replicas(reader, str(tmp_path / "a"))
     assert (dict(result.num_copies), result.exit_code) == ({"tp": 2}, ExitCode.ALIGNED)
     other = changed(run.tensors["activation", LAYER], (1, 1), 2.0**-10)
     with open_trace(replace(run, copies={(1, LAYER): other}).write(tmp_path / "b")) as reader:
-        result = check_replicas(reader, tmp_path / "b")
+        result = check_replicas(reader, str(tmp_path / "b"))
     assert result.exit_code is ExitCode.DIVERGED
     assert result.conflicts[0].describe().startswith(f"{LAYER}: ranks tp0 and tp1 hold different activations at step 0")
 

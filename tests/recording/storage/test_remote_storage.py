@@ -1,13 +1,11 @@
 """Recordings in an object store, against a server that speaks S3 on this machine."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
 from mock_scheduler.config.rollout_mock import RetentionConfig
 from mock_scheduler.errors import CorruptRecordingError, RecordingError, StepExistsError, StepNotFoundError
@@ -19,6 +17,7 @@ from mock_scheduler.scheduler import RowShard
 from tests.recording.builders import make_batch, make_info
 from tests.recording.processes import run_in_child
 from tests.recording.recordings import loaded, open_writer, plan, request, write
+from tests.recording.s3_server import s3_server
 
 pytestmark = [
     # What botocore 1.43 and moto 5.2 themselves warn of on newer Pythons.
@@ -30,22 +29,8 @@ BUCKET = "recordings"
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """An S3 server on a free port; its credentials and address are in the environment, as a user has them."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        environment.setenv("AWS_ACCESS_KEY_ID", "test")
-        environment.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        environment.setenv("AWS_CONFIG_FILE", os.devnull)
-        environment.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
-        environment.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        boto3.client("s3").create_bucket(Bucket=BUCKET)
-        yield f"http://{host}:{port}"
-    fsspec.filesystem("s3").clear_instance_cache()
-    server.stop()
+    with s3_server(BUCKET) as address:
+        yield address
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_replicas_are_saved_with_axes_and_ranks(tmp_path: Path) -> None:
     key = TraceKey(step=0, update=0, kind="gradient", name="output_layer.weight")
     result = ReplicaResult(
-        path=tmp_path,
+        path=str(tmp_path),
         steps=(0,),
         num_tensors=3,
         num_copies={"tp": 4},

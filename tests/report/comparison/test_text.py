@@ -236,7 +236,7 @@ def make_replicas(
     conflict = ReplicaConflict(key=KEY, first=TP0, second=TP1, num_elements=1, max_abs=0.5)
     ledger = LedgerComparison(kind="random", step=0, num_ranks=2, num_calls=3, difference=difference)
     return ReplicaResult(
-        path=Path("/runs/a"),
+        path="/runs/a",
         steps=(0, 1),
         num_tensors=12,
         num_copies={"tp": copies, "dp": 0},

@@ -1,0 +1,123 @@
+"""Objects of a bucket on this node: each fetched once for all of its processes, never stale, within a limit."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mock_scheduler.errors import ConfigError, ForeignFileError
+from mock_scheduler.support.node_cache import FOLDER_VARIABLE, LIMIT_VARIABLE, NodeCache, find_folder, find_limit
+from mock_scheduler.support.object_stores import StoredObject
+from tests.recording.processes import run_in_child
+
+OBJECT = StoredObject(url="s3://bucket/a", size_bytes=5, version="1")
+
+
+def writes(content: bytes, fetched: list[bytes]) -> Callable[[Path], None]:
+    def fetch(path: Path) -> None:
+        fetched.append(content)
+        path.write_bytes(content)
+
+    return fetch
+
+
+def test_an_object_is_fetched_once_for_each_version(tmp_path: Path) -> None:
+    cache, fetched = NodeCache(tmp_path, limit_bytes=100), list[bytes]()
+    for _ in range(2):
+        assert cache.use(OBJECT, writes(b"first", fetched), Path.read_bytes) == b"first"
+    other = replace(OBJECT, version="2")
+    assert cache.use(other, writes(b"other", fetched), Path.read_bytes) == b"other"
+    assert cache.use(OBJECT, writes(b"first", fetched), Path.read_bytes) == b"first"
+    assert fetched == [b"first", b"other"]
+    # Where a store says no version, nothing tells whether an object is the same.
+    for _ in range(2):
+        cache.use(replace(OBJECT, version=""), writes(b"no ve", fetched), Path.read_bytes)
+    assert fetched[2:] == [b"no ve"] * 2
+
+
+def test_others_wait_for_the_one_that_fetches(tmp_path: Path) -> None:
+    cache, fetched, read = NodeCache(tmp_path, limit_bytes=100), list[bytes](), list[bytes]()
+    barrier = threading.Barrier(8)
+
+    def use() -> None:
+        barrier.wait()
+        read.append(cache.use(OBJECT, writes(b"first", fetched), Path.read_bytes))
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (read, fetched) == ([b"first"] * 8, [b"first"])
+
+
+def test_the_object_used_longest_ago_goes(tmp_path: Path) -> None:
+    cache, fetched = NodeCache(tmp_path, limit_bytes=12), list[bytes]()
+    first, second, third = (replace(OBJECT, url=f"s3://bucket/{name}") for name in "abc")
+    for one in (first, second, first, third, first):
+        cache.use(one, writes(one.url[-1:].encode() * 5, fetched), Path.read_bytes)
+        for path in (tmp_path / "objects").iterdir():  # clocks of files are coarse
+            status = path.stat()
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 10**9))
+    assert fetched == [b"aaaaa", b"bbbbb", b"ccccc"]
+    cache.use(second, writes(b"bbbbb", fetched), Path.read_bytes)
+    assert fetched[3:] == [b"bbbbb"]
+
+
+def test_a_file_that_was_removed_while_it_was_taken_is_fetched_again(tmp_path: Path) -> None:
+    cache, fetched = NodeCache(tmp_path, limit_bytes=100), list[bytes]()
+
+    def take(path: Path) -> bytes:
+        if len(fetched) == 1:
+            path.unlink()
+        return path.read_bytes()
+
+    assert cache.use(OBJECT, writes(b"first", fetched), take) == b"first"
+    assert len(fetched) == 2
+
+
+def test_a_short_object_is_refused_and_nothing_of_it_kept(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, limit_bytes=100)
+    with pytest.raises(OSError, match="s3://bucket/a: 3 of 5 bytes came: it was changed meanwhile"):
+        cache.use(OBJECT, writes(b"abc", []), Path.read_bytes)
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, limit_bytes=100)
+
+    def die(path: Path) -> None:
+        path.write_bytes(b"fi")
+        os._exit(9)
+
+    assert run_in_child(lambda: cache.use(OBJECT, die, Path.read_bytes)) == ""
+    assert [path.name[0] for path in (tmp_path / "objects").iterdir()] == ["."]
+    assert cache.use(OBJECT, writes(b"first", []), Path.read_bytes) == b"first"
+    assert [path.name[0] == "." for path in (tmp_path / "objects").iterdir()] == [False]
+
+
+def test_the_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "made"))
+    assert find_folder() == tmp_path / "made"
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "made").chmod(0o777)
+    with pytest.raises(ForeignFileError, match="not a folder that this user alone may write to; name another one by"):
+        find_folder()
+
+
+@pytest.mark.parametrize("text", ["", "2.5", "0"])
+def test_a_limit_is_a_number_of_gib(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, text)
+    assert find_limit() == int(float(text or 16) * 2**30)
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
+def test_another_limit_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LIMIT_VARIABLE, text)
+    with pytest.raises(ConfigError, match=f"{LIMIT_VARIABLE}='{text}': expected how many GiB"):
+        find_limit()
