@@ -23,6 +23,7 @@ from typing import Any
 
 from mock_scheduler.launch import ranks
 from mock_scheduler.launch.ranks import Place, ranks_command
+from mock_scheduler.support.loaded_code import find_own_files
 from mock_scheduler.support.processes import end_process
 
 ROOT = Path(__file__).parents[1]
@@ -159,8 +160,11 @@ def _main() -> None:
     import torch
 
     import pipelines.run
+    from pipelines.config.loading import load_config
 
     modules: dict[str, Any] = {"torch": torch, "pipelines": pipelines.run}
+    find_own_files()  # each run asks for them twice
+    load_config("quickstart")  # readies Hydra, and reads the shipped files
     assert len(os.listdir("/proc/self/task")) == 1, f"an import of {list(modules)} started a thread"
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
     gc.enable()
