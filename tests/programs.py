@@ -167,6 +167,7 @@ def _main() -> None:
     load_config("quickstart")  # readies Hydra, and reads the shipped files
     assert len(os.listdir("/proc/self/task")) == 1, f"an import of {list(modules)} started a thread"
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
+    gc.set_threshold(50_000)  # in place of 700: few programs leave garbage
     gc.enable()
     request = _serve()
     if request is not None:
