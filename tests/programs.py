@@ -7,6 +7,7 @@ one. ``python -m tests.programs`` is the server; ``run_program`` asks it.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -90,7 +91,7 @@ def _ask(request: Mapping[str, object]) -> int:
 @cache
 def _start_server() -> subprocess.Popen[str]:
     """Starts this process's server, which ends when its standard input is closed."""
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.programs"],
         cwd=ROOT,
         env={**os.environ, **DETERMINISTIC},
@@ -98,6 +99,13 @@ def _start_server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    atexit.register(_end_server, server)
+    return server
+
+
+def _end_server(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.communicate()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
