@@ -36,6 +36,10 @@ LONGEST_FIRST = (
 )
 
 
+#: Objects that are made before the first search for garbage, in place of 700: each search is of no use to most tests.
+GARBAGE_THRESHOLD = 50_000
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tries half as many examples in the gate as beside the long proofs."""
     settings.load_profile("short" if "not all" in config.getoption("markexpr") else "steady")
@@ -45,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Lets no search for garbage look at what was imported and collected, which stays to the end."""
     gc.freeze()
+    gc.set_threshold(GARBAGE_THRESHOLD)
     gc.enable()
 
 

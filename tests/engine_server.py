@@ -21,8 +21,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+#: float32, but for the probabilities that are drawn from.
+Array = NDArray[np.floating[Any]]
 
 #: Faults by name. ``dead`` begins with the sixth turn; ``lost`` computes each turn and breaks off once instead of
 #: answering.
@@ -33,65 +37,81 @@ FAULTS = (
 )
 
 
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def _as_bfloat16(values: Array) -> Array:
+    """Rounds float32 to the nearest bfloat16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+
+
 @dataclass
 class Model:
     """The tensors of a folder by their names."""
 
     config: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Array]
 
     @classmethod
     def load(cls, folder: Path) -> Model:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return cls(config, {name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
+        return cls(
+            config, {name: value.astype(np.float32) for name, value in load_file(folder / "model.safetensors").items()}
+        )
 
     @property
-    def head(self) -> torch.Tensor:
+    def head(self) -> Array:
         name = "model.embed_tokens.weight" if self.config["tie_word_embeddings"] else "lm_head.weight"
         return self.tensors[name]
 
-    def logits(self, tokens: Sequence[int], head: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: Sequence[int], head: Array) -> Array:
         """``[V]`` after the last token."""
         weights, config = self.tensors, self.config
         eps, num = config["rms_norm_eps"], config["num_attention_heads"]
-        x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+        x = weights["model.embed_tokens.weight"][list(tokens)]
 
-        def norm(values: torch.Tensor, name: str) -> torch.Tensor:
-            return values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps) * weights[name]
+        def norm(values: Array, name: str) -> Array:
+            return values / np.sqrt(np.mean(values**2, -1, keepdims=True) + eps) * weights[name]
 
         for layer in range(config["num_hidden_layers"]):
             own = f"model.layers.{layer}."
             inner = norm(x, f"{own}input_layernorm.weight")
             x = x + self._attention(inner, f"{own}self_attn.", num, norm)
             inner = norm(x, f"{own}post_attention_layernorm.weight")
-            gate = torch.nn.functional.silu(inner @ weights[f"{own}mlp.gate_proj.weight"].T)
+            gate = inner @ weights[f"{own}mlp.gate_proj.weight"].T
+            gate = gate / (1 + np.exp(-gate))
             x = x + (gate * (inner @ weights[f"{own}mlp.up_proj.weight"].T)) @ weights[f"{own}mlp.down_proj.weight"].T
         return norm(x[-1], "model.norm.weight") @ head.T
 
-    def _attention(self, inner: torch.Tensor, own: str, num: int, norm: Any) -> torch.Tensor:
+    def _attention(self, inner: Array, own: str, num: int, norm: Any) -> Array:
         weights, config, length = self.tensors, self.config, len(inner)
         size = config["head_dim"]
 
-        def heads(name: str) -> torch.Tensor:
-            values = (inner @ weights[f"{own}{name}_proj.weight"].T).view(length, -1, size)
+        def heads(name: str) -> Array:
+            values = (inner @ weights[f"{own}{name}_proj.weight"].T).reshape(length, -1, size)
             if f"{own}{name}_norm.weight" in weights:
                 values = norm(values, f"{own}{name}_norm.weight")
             return values if name == "v" else self._rotate(values)
 
         query, key, value = heads("q"), heads("k"), heads("v")
-        key, value = (one.repeat_interleave(num // one.shape[1], dim=1) for one in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) / size**0.5
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1) @ weights[f"{own}o_proj.weight"].T
+        key, value = (one.repeat(num // one.shape[1], axis=1) for one in (key, value))
+        scores = np.einsum("qhd,khd->hqk", query, key) / size**0.5
+        scores = np.where(np.triu(np.ones((length, length), bool), 1), -np.inf, scores)
+        probabilities = np.exp(_log_softmax(scores))
+        return np.einsum("hqk,khd->qhd", probabilities, value).reshape(length, -1) @ weights[f"{own}o_proj.weight"].T
 
-    def _rotate(self, values: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, values: Array) -> Array:
         length, _, size = values.shape
         theta = self.config["rope_parameters"]["rope_theta"]
-        angles = torch.arange(length)[:, None] / theta ** (torch.arange(0, size, 2) / size)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        steps = np.arange(0, size, 2, dtype=np.float32) / size
+        angles = np.arange(length, dtype=np.float32)[:, None] / theta**steps
+        angles = np.concatenate((angles, angles), axis=-1)[:, None]
         half = size // 2
-        turned = torch.cat((-values[..., half:], values[..., :half]), dim=-1)
-        return values * angles.cos() + turned * angles.sin()
+        turned = np.concatenate((-values[..., half:], values[..., :half]), axis=-1)
+        return values * np.cos(angles) + turned * np.sin(angles)
 
 
 @dataclass
@@ -106,7 +126,7 @@ class Engine:
     headers: list[dict[str, str]] = field(default_factory=list)
     reloads: list[str] = field(default_factory=list)
     connections: set[Any] = field(default_factory=set)
-    _head: torch.Tensor | None = None
+    _head: Array | None = None
     _last: dict[str, Any] | None = None
     _failed: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -128,7 +148,7 @@ class Engine:
             self.requests.append(body)
             number = len(self.requests)
         history, tokens, logprobs = list(body["prompt"]), [], []
-        generator = torch.Generator().manual_seed(body["seed"])
+        generator = np.random.default_rng(body["seed"])
         finish = "length"
         for _ in range(body["max_tokens"]):
             token, logprob = self._next(history, body, generator)
@@ -154,19 +174,18 @@ class Engine:
             before, self._last = self._last, answer
         return before if "duplicate" in self.faults and before is not None else answer
 
-    def _next(self, history: Sequence[int], body: dict[str, Any], generator: torch.Generator) -> tuple[int, float]:
+    def _next(self, history: Sequence[int], body: dict[str, Any], generator: np.random.Generator) -> tuple[int, float]:
         head = self.model.head if self._head is None else self._head
         logits = self.model.logits(history, head)
         if "other_precision" in self.faults:
-            logits = logits.bfloat16().float()
+            logits = _as_bfloat16(logits)
         sampled = logits / body["temperature"]
         if body["top_k"] > 0:
-            sampled = sampled.masked_fill(sampled < sampled.topk(body["top_k"]).values[-1], -torch.inf)
-        cumulative = sampled.double().softmax(-1).cumsum(-1)
-        uniform = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-        token = int(torch.searchsorted(cumulative, uniform).clamp(max=len(cumulative) - 1))
+            sampled = np.where(sampled < np.sort(sampled)[-body["top_k"]], -np.inf, sampled)
+        cumulative = np.exp(_log_softmax(sampled.astype(np.float64))).cumsum(-1)
+        token = min(int(np.searchsorted(cumulative, generator.random() * cumulative[-1])), len(cumulative) - 1)
         is_raw = ("raw" in self.faults or self.logprobs_mode == "raw") and "processed" not in self.faults
-        every = torch.log_softmax(logits if is_raw else sampled, dim=-1)
+        every = _log_softmax(logits if is_raw else sampled)
         return token, float(every.max() if "likeliest" in self.faults else every[token])
 
     def _spoil(self, choice: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +325,6 @@ def main() -> None:
     parser.add_argument("--no-enable-chunked-prefill", action="store_true")
     options = parser.parse_args()
     faults = frozenset(os.environ.get("ENGINE_FAULTS", "").split(",")) - {""}
-    torch.set_num_threads(1)
     print(f"{options.module} loads {options.model}", flush=True)
     mode, named = os.stat(Path(options.uds).parent).st_mode & 0o777, os.environ
     print(

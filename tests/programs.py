@@ -7,6 +7,7 @@ one. ``python -m tests.programs`` is the server; ``run_program`` asks it.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 from mock_scheduler.launch import ranks
 from mock_scheduler.launch.ranks import Place, ranks_command
+from mock_scheduler.support.loaded_code import find_own_files
 from mock_scheduler.support.processes import end_process
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +91,7 @@ def _ask(request: Mapping[str, object]) -> int:
 @cache
 def _start_server() -> subprocess.Popen[str]:
     """Starts this process's server, which ends when its standard input is closed."""
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.programs"],
         cwd=ROOT,
         env={**os.environ, **DETERMINISTIC},
@@ -97,6 +99,13 @@ def _start_server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    atexit.register(_end_server, server)
+    return server
+
+
+def _end_server(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.communicate()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,10 +168,14 @@ def _main() -> None:
     import torch
 
     import pipelines.run
+    from pipelines.config.loading import load_config
 
     modules: dict[str, Any] = {"torch": torch, "pipelines": pipelines.run}
+    find_own_files()  # each run asks for them twice
+    load_config("quickstart")  # readies Hydra, and reads the shipped files
     assert len(os.listdir("/proc/self/task")) == 1, f"an import of {list(modules)} started a thread"
     gc.freeze()  # a collection in a fork would copy the memory that it looks at
+    gc.set_threshold(50_000)  # in place of 700: few programs leave garbage
     gc.enable()
     request = _serve()
     if request is not None:

@@ -11,6 +11,7 @@ import torch
 from mock_scheduler.trace.entries import RankPlace, StepFooter, TraceEntry
 from mock_scheduler.trace.full.writing import FullSink
 from mock_scheduler.trace.shards import whole
+from tests.programs import run_program
 
 NAME = "decoder.final_layernorm.weight"
 TESTS = """
@@ -49,17 +50,19 @@ def write_run(folder: Path, gradient: float) -> None:
     sink.close(StepFooter())
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the tests of a folder without any configuration; the plugin comes by its entry point alone."""
+def prepare(folder: Path, *arguments: str) -> list[str]:
+    """Writes tests into a folder; pytest's arguments run them without configuration, the plugin by its entry point."""
     (folder / "test_runs.py").write_text(TESTS)
     for name, gradient in (("baseline", 2.0), ("same", 2.0), ("other", 2.5)):
         write_run(folder / name, gradient)
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return ["-q", "-rA", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments]
 
 
 def test_aligned_runs_pass_and_diverging_ones_fail_with_the_verdict_and_its_page(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "--mock-scheduler-html=pages", "test_runs.py")
+    # Torch is there before, in a fork.
+    left_out = "--deselect=test_runs.py::test_no_torch_until_the_fixture_is_called"
+    given = prepare(tmp_path, "--mock-scheduler-html=pages", left_out, "test_runs.py")
+    done = run_program("pytest", given, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PASSED test_runs.py::test_runs[same]" in lines
@@ -79,7 +82,9 @@ def test_aligned_runs_pass_and_diverging_ones_fail_with_the_verdict_and_its_page
 
 
 def test_the_plugin_loads_nothing_and_writes_no_page_unless_asked(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "test_runs.py::test_no_torch_until_the_fixture_is_called", "test_runs.py::test_runs")
+    given = prepare(tmp_path, "test_runs.py::test_no_torch_until_the_fixture_is_called", "test_runs.py::test_runs")
+    command = [sys.executable, "-m", "pytest", *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert "PASSED test_runs.py::test_no_torch_until_the_fixture_is_called" in done.stdout.splitlines()
     assert "page:" not in done.stdout
     assert not (tmp_path / "pages").exists()

@@ -6,7 +6,6 @@ more values than it may.
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import warnings
@@ -23,14 +22,17 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
@@ -105,7 +107,7 @@ class Composer:
             kept = _KEPT.get(key)
             if kept is not None and kept.is_current:
                 return kept
-            config, answers = self._ask_hydra([])
+            config, answers = self._load_flat() or self._ask_hydra([])
         except (ConfigError, OSError, UnicodeDecodeError):  # Hydra says it
             return None
         bare = _Bare(config=config, answers=answers, find_files=lru_cache(lambda: self._find_files([])))
@@ -145,6 +147,28 @@ class Composer:
         with self._hydra() as answers:
             texts = [*self._shipped_overrides(overrides), *overrides]
             return compose(config_name=self._name, overrides=texts), answers
+
+    def _load_flat(self) -> tuple[DictConfig, Mapping[Question, object]] | None:
+        """Loads a file that names no other, such as a finished run's, as ``_ask_hydra`` composes it without overrides.
+
+        ``None`` where Hydra may find more than this file; raises ``OSError`` and ``UnicodeDecodeError``.
+        """
+        path, groups = str(self._folder / f"{self._name}.yaml"), str(self._folder / "hydra")
+        text = _read(path)
+        may_be_more = (
+            not self._name.isidentifier()
+            or "@package" in text
+            or "${" in text.replace("${oc.env:", "")  # Hydra has resolvers of its own
+            or os.path.isdir(groups)
+            or f"{self._name}.yaml" in ConfigStore.instance().repo
+            or Plugins.instance().discover(SearchPathPlugin)
+        )
+        with suppress(*_COMPOSING_ERRORS):  # Hydra says them
+            config = None if may_be_more else deepcopy(_load_text(text))
+            if isinstance(config, DictConfig) and config and not {"defaults", "hydra"} & {*config}:
+                OmegaConf.set_struct(config, True)
+                return config, {(_read, path): text, (os.path.isdir, groups): False}
+        return None
 
     def _find_files(self, overrides: Sequence[str]) -> list[SourceFile]:
         """Finds the files that it is composed of, in the order in which they count."""
@@ -349,12 +373,20 @@ def _read(path: str) -> str:
     return read_text(path, what="a configuration")
 
 
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):  # type: ignore[misc]  # one of two bases
+    """Makes of scalars what OmegaConf's loader does, which has no parser in C."""
+
+    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+
+
 @lru_cache(maxsize=128)
 def _load_text(text: str) -> Container:
-    """Parses a configuration's text; raises ``ValueError`` as ``load_yaml`` does, and for a number alone."""
-    if not isinstance(load_yaml(text), dict | list | str | None):
+    """Parses a text as ``OmegaConf.load`` does; raises ``ValueError`` as ``load_yaml`` does, and for a number alone."""
+    load_yaml(text)
+    values = yaml.load(text, Loader=_Loader)
+    if not isinstance(values, dict | list | str | None):
         raise ValueError("holds one number; expected keys and their values")
-    loaded = OmegaConf.load(io.StringIO(text))
+    loaded = OmegaConf.create({} if values is None else values)
     assert isinstance(loaded, Container)
     return loaded
 

@@ -19,6 +19,7 @@ import typer
 import yaml
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import (
     GrammarParseError,
     InterpolationKeyError,
@@ -70,6 +71,9 @@ class ConfigSource:
     def arguments(self) -> list[str]:
         """Return the command line from which ``parse_config_arguments`` reads this source back."""
         return ["--config-path", self.config_path, "--config-name", self.config_name, *self.overrides]
+
+
+_DUMPER = get_omega_conf_dumper()
 
 
 class Dumped(Protocol):
@@ -163,7 +167,8 @@ def dump_config(config: Dumped) -> str:
     """
     texts = config.environment_texts if isinstance(config, ConfigSection) else EnvironmentTexts()
     values = _as_written(config.model_dump(mode="json"), texts, ())
-    text = OmegaConf.to_yaml(OmegaConf.create(values))
+    # The text of OmegaConf.to_yaml, which would make a container of the values first.
+    text = yaml.dump(values, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=_DUMPER)
     # YAML's own escapes, where a terminal would act on a character: they load back equal.
     return text if printable_lines(text) == text else yaml.safe_dump(values, sort_keys=False)
 

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mock_scheduler.launch import ranks
+from mock_scheduler.support.loaded_code import find_own_files
 from mock_scheduler.support.processes import PARENT_VARIABLE, end_process
 
 _MODULE = "mock_scheduler.launch.warm_start"
@@ -309,6 +310,7 @@ def _import(modules: Sequence[str]) -> _Files | None:
     started_ns = time.time_ns()
     for module in modules:
         importlib.import_module(module)
+    find_own_files()  # each fork asks for them twice
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return None

@@ -21,8 +21,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +55,7 @@ _DOCUMENT = Document[LoadedCode](LoadedCode)
 
 def note_loaded_code(packages: Iterable[str] = ()) -> None:
     """Digests what this process has loaded so far; a process of a run calls it before its work. Arguments as below."""
-    for path in _own_files({PACKAGE, *packages}):
+    for path in find_own_files({PACKAGE, *packages}):
         _noted.setdefault(path, _digest(path))  # the module of a second run in this process is that of the first
 
 
@@ -73,7 +74,7 @@ def save_loaded_code(
         OSError: the file cannot be written.
     """
     files, changed = {}, []
-    for path in sorted(_own_files({PACKAGE, *packages}) | _noted.keys()):
+    for path in sorted(find_own_files({PACKAGE, *packages}) | _noted.keys()):
         name = _shown(path)
         now = _digest(path) if path.is_file() else None
         files[name] = _noted.get(path, str(now))
@@ -129,10 +130,12 @@ def compare_with_disk(loaded: LoadedCode) -> dict[str, Literal["is gone", "canno
     return found
 
 
-def _own_files(packages: set[str]) -> set[Path]:
-    """Finds the sources of loaded modules that are neither Python's, nor installed, nor of these packages."""
+def find_own_files(packages: Collection[str] = ()) -> set[Path]:
+    """Finds the sources of loaded modules that are neither Python's, nor installed, nor of these packages.
+
+    A process follows the links in a path once, and so do the processes that are forked from it later.
+    """
     installed = installed_folders()
-    real_path = _RealPaths()
     found = set()
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
@@ -140,27 +143,20 @@ def _own_files(packages: set[str]) -> set[Path]:
         top = (spec.name if spec is not None and name == "__main__" else name).partition(".")[0]
         if not isinstance(origin, str) or top in packages:
             continue
-        path = real_path(origin)
+        path = _real_path(origin)
         if not path.startswith(installed) and os.path.isfile(path):
             found.add(Path(path))
     return found
 
 
-class _RealPaths:
-    """Resolves the links in the paths of many files, and looks at each folder once."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, str] = {}
-
-    def __call__(self, path: str) -> str:
-        """Returns what ``os.path.realpath`` does."""
-        folder, name = os.path.split(path)
-        if not folder or name in ("", ".", ".."):
-            return os.path.realpath(path)
-        if folder not in self._folders:
-            self._folders[folder] = self(folder)
-        found = os.path.join(self._folders[folder], name)
-        return os.path.realpath(found) if os.path.islink(found) else found
+@cache  # thousands of modules, most of which are looked at again as the run ends
+def _real_path(path: str) -> str:
+    """Resolves the links in an absolute path as ``os.path.realpath`` does, and looks at each file and folder once."""
+    folder, name = os.path.split(path)
+    if not os.path.isabs(path) or name in ("", ".", ".."):
+        return os.path.realpath(path)
+    found = os.path.join(_real_path(folder), name)
+    return os.path.realpath(found) if os.path.islink(found) else found
 
 
 def _shown(path: Path) -> str:

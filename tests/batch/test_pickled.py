@@ -133,5 +133,5 @@ def test_a_batch_in_place_is_the_memory_of_its_store() -> None:
     assert copied.is_identical(batch)
     assert after.is_identical(batch)
     del shown
-    gc.collect()
+    gc.collect(1)
     assert first.is_identical(second)

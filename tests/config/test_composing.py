@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mock_scheduler.config import composing
 from mock_scheduler.errors import ConfigError
-from pipelines.config.loading import build_loader, load_config
+from pipelines.config.loading import FORM, build_loader, load_config
 
 PROJECT = Path(__file__).parents[2]
 FILES = {
@@ -186,6 +192,98 @@ def test_files_that_need_an_override_are_composed_with_it(tmp_path: Path) -> Non
     assert load(["size=small"]).seed == 3
     with pytest.raises(ConfigError, match="size"):
         load(["seed=4"])
+
+
+FLAT = (
+    "a: 1\nb: {c: 2.5, d: [1, {e: x}, [], [null]], f: {}}\n",
+    "1: x\ntrue: y\n1.5: z\n",
+    "a: 1e3\nb: 2020-01-01\nc: 0x10\nd: 1_000\ne: '???'\nf: .nan\ng: 1:30\nh: off\n",
+    "a: {defaults: [x, y], hydra: {searchpath: 1}}\n",
+    "a: &x {b: 1}\nc: *x\nd: {<<: *x, e: 3}\n",
+    "a: ${oc.env:HOME}/${oc.env:NOT_THERE,here}\n",
+    "'a.b': 1\n'': 2\nkeys: 3\n_metadata: 4\n",
+    "text\n",
+)
+#: Of these Hydra makes more than OmegaConf does, or says why not.
+NOT_FLAT = (
+    "defaults: [_self_]\na: 1\n",
+    "a: 1\ndefaults: null\n",
+    "hydra: {run: {dir: x}}\na: 1\n",
+    "# @package foo\na: 1\n",
+    "a: 1\nb: ${a}\n",
+    "a: ${now:%Y}\n",
+    "a: ${oc.env:X,${now:%Y}}\n",
+    "a: ${oc.env:\n",
+    "",
+    "[]\n",
+    "- a\n",
+    "a: [1, 2\n",
+    "a: 1\na: 2\n",
+    "null: 3\n",
+    "a: {null: 3}\n",
+    "5\n",
+    "1e3\n",
+    "a: !!int x\n",
+)
+
+
+def describe(node: Node) -> tuple[object, ...]:
+    """Everything that a configuration is: types, flags and values of all nodes, in order."""
+    about = node._metadata
+    types = (type(node), about.ref_type, about.object_type, about.optional, about.flags or {}, about.key)
+    parts: list[object] = [repr(node._value())]
+    if isinstance(node, DictConfig) and isinstance(node._content, dict):
+        parts = [(repr(key), describe(item)) for key, item in node._content.items()]
+    if isinstance(node, ListConfig) and isinstance(node._content, list):
+        parts = [describe(item) for item in node._content]
+    return (*types, *parts)
+
+
+@pytest.mark.parametrize("text", FLAT)
+def test_a_file_that_names_no_other_is_loaded_as_hydra_composes_it(
+    text: str, tmp_path: Path, asked: list[list[str]]
+) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    composer = composing.Composer(tmp_path, "run", traps=FORM.traps)
+    composed, _ = composer.compose([])
+    assert asked == []
+    assert describe(composed) == describe(composer._ask_hydra([])[0])
+
+
+@pytest.mark.parametrize("text", NOT_FLAT)
+def test_any_other_file_is_composed_by_hydra(text: str, tmp_path: Path, asked: list[list[str]]) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    with suppress(ConfigError):
+        composing.Composer(tmp_path, "run", traps=FORM.traps).compose([])
+    assert asked[0] == []
+
+
+def test_a_group_of_hydras_or_a_schema_of_that_name_is_hydras_to_find(tmp_path: Path, asked: list[list[str]]) -> None:
+    for name in ("run", "of_a_schema"):
+        (tmp_path / f"{name}.yaml").write_text("a: 1\n", encoding="utf-8")
+    composing.Composer(tmp_path, "run", traps=FORM.traps).compose([])
+    assert asked == []
+    (tmp_path / "hydra").mkdir()
+    composing.Composer(tmp_path, "run", traps=FORM.traps).compose([])
+    (tmp_path / "hydra").rmdir()
+    ConfigStore.instance().store("of_a_schema", {"a": 2})
+    try:
+        with suppress(ConfigError):  # Hydra merges the two no longer
+            composing.Composer(tmp_path, "of_a_schema", traps=FORM.traps).compose([])
+    finally:
+        del ConfigStore.instance().repo["of_a_schema.yaml"]
+    assert asked[:2] == [[], []]
+
+
+@pytest.mark.parametrize("text", [*FLAT, *NOT_FLAT])
+def test_a_text_is_read_as_omegaconf_reads_it(text: str) -> None:
+    try:
+        expected: object = describe(OmegaConf.load(StringIO(text)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        with pytest.raises((ValueError, OmegaConfBaseException)):
+            composing._load_text(text)
+        return
+    assert describe(composing._load_text(text)) == expected
 
 
 def test_a_file_of_one_number_is_refused_by_name(tmp_path: Path) -> None:

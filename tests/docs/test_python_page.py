@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
 from inspect import signature
@@ -19,6 +17,7 @@ from mock_scheduler.api import align as alignments
 from mock_scheduler.commands.compare import CompareOptions
 from tests.alignment.test_align import NORM, FakeLauncher
 from tests.commands.test_compare import Runs
+from tests.programs import run_program
 from tests.recording.recordings import record
 
 ROOT = Path(__file__).parents[2]
@@ -101,8 +100,8 @@ def test_the_fixture_passes_equal_runs_and_fails_the_others_with_the_verdict(che
     (checkout / "my_tests.py").write_text(block)
     is_loaded = any(point.value == PLUGIN for point in entry_points(group="pytest11"))
     plugin = [] if is_loaded else ["-p", PLUGIN]
-    command = [sys.executable, "-m", "pytest", "-q", *plugin, "my_tests.py", "--mock-scheduler-html", "failed"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    given = ["-q", *plugin, "my_tests.py", "--mock-scheduler-html", "failed"]
+    done = run_program("pytest", given, cwd=checkout)
     assert (done.returncode, "1 failed, 1 passed" in done.stdout) == (1, True), done.stdout + done.stderr
     runs = "output/my_change/align"
     assert f"diverged: {runs}/my-reduction against {runs}/baseline\nfirst divergence: step 0, update 0" in done.stdout

@@ -14,18 +14,23 @@ _DOOR = {"mock_scheduler/display/console.py", "mock_scheduler/support/terminal_s
 #: Rich's classes that write by themselves, and read markup.
 _RICH = {"Console", "Progress", "Live", "Status", "Panel", "Markdown", "Pretty"}
 
+#: Without any of these words there is no way around, whatever the rest says.
+_WORDS = re.compile(r"rich|print|echo|from_markup|from_ansi|StreamHandler|std(out|err)")
+
 
 def find_ways_around(source: str) -> Iterator[str]:
     """Finds calls and imports that write to a terminal by themselves."""
-    tree = ast.parse(source)
+    if not _WORDS.search(source):
+        return
+    nodes = list(ast.walk(ast.parse(source)))
     foreign = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rich")
         for alias in node.names
         if alias.name in _RICH
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             is_print = name in ("print", "pprint", "rich.print", "traceback.print_exc", "click.echo", "typer.secho")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mock_scheduler.scheduler import RolloutRequest
 from tests.engine_server import Engine, Model, serve
 from tests.hf_checkpoints import write_checkpoint
 from tests.pipelines.tiny_runs import ROOT, read_json, write_tiny_config
-from tests.programs import DETERMINISTIC, run_program, run_ranks
+from tests.programs import run_program, run_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -269,22 +269,19 @@ def test_a_key_of_a_server_is_in_no_file_of_a_run(root: Path) -> None:
 
 
 def test_a_killed_run_leaves_no_server(root: Path) -> None:
-    given = arguments(root, "killed", *own_vllm(root), "max_steps=400", "save_steps=0")
-    running = subprocess.Popen(
-        [sys.executable, "-m", "pipelines.agentic", *given],
-        cwd=ROOT,
-        env={**os.environ, **DETERMINISTIC},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    with ThreadPoolExecutor() as pool:
+        given = arguments(root, "killed", *own_vllm(root), "max_steps=400", "save_steps=0")
+        running = pool.submit(run_program, "pipelines.agentic", given)
         log = root / "killed" / "metrics.jsonl"
         wait_for(lambda: log.is_file() and log.read_text(encoding="utf-8").count("\n") > 1, seconds=120)
-        assert len(servers(root / "killed")) == 1
-    finally:
-        running.send_signal(signal.SIGKILL)
-        running.wait()
+        (server,) = servers(root / "killed")
+        os.kill(parent_of(parent_of(server)), signal.SIGKILL)  # between them stands what ends the server
+        assert running.result().returncode == -signal.SIGKILL
     wait_for(lambda: not servers(root / "killed"), seconds=30)
+
+
+def parent_of(process_id: int) -> int:
+    return int(Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 def servers(output_dir: Path) -> list[int]:

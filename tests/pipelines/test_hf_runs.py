@@ -18,7 +18,8 @@ from pipelines.config.model import ModelConfig
 from pipelines.export_hf import export
 from pipelines.program import PROGRAM
 from tests.hf_checkpoints import make_tensors, write_checkpoint
-from tests.pipelines.tiny_runs import run_command, run_several, write_tiny_config
+from tests.pipelines.tiny_runs import run_several, write_tiny_config
+from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -123,7 +124,7 @@ def test_a_checkpoint_without_a_tensor_is_refused(runs: Path) -> None:
 
 def test_a_trained_checkpoint_is_written_back_with_all_its_files(runs: Path) -> None:
     trained, exported = runs / "dumped" / "checkpoints" / "step_000001", runs / "exported"
-    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(trained), str(exported)])
+    done = run_program("mock_scheduler.cli", ["export-hf", str(trained), str(exported)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"wrote {exported}: 1 weight file, the policy before step 1\n"
     assert sorted(path.name for path in exported.iterdir()) == sorted(path.name for path in (runs / "origin").iterdir())
@@ -159,7 +160,7 @@ def test_nothing_is_written_over_a_folder_or_of_a_damaged_checkpoint(runs: Path,
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is damaged"):
         export(copy, tmp_path / "out")
-    done = run_command(["-m", "mock_scheduler.cli", "export-hf", str(runs), str(tmp_path / "out")])
+    done = run_program("mock_scheduler.cli", ["export-hf", str(runs), str(tmp_path / "out")])
     assert (done.returncode, done.stderr.startswith(f"error: {runs} is not a checkpoint")) == (5, True)
     assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from pipelines.rollout.episodes import RolloutForm, episode_rows, play_block
 from pipelines.rollout.plan import plan_episodes
 from pipelines.rollout.turns import TokenwiseTurns, TurnRules
 from tests.batches import SAMPLING
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -416,13 +415,13 @@ def test_steps_that_are_not_there_are_no_pass(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_command_line_passes_verdict_and_json_on(tmp_path: Path) -> None:
-    """Through real processes, with an override that makes the recorded penalty another one."""
+    """Through the real command line, with an override that makes the recorded penalty another one."""
     config = write_config(tmp_path)
     dump_dir = record(tmp_path, {("train", 0): whole_rows()}, config=config)
-    command = [sys.executable, "-m", "mock_scheduler.cli", "replay-actions", "replay", dump_dir]
+    command = ["replay-actions", "replay", dump_dir]
     options = ["--config-path", str(tmp_path), "--steps", "0-4", "--json", str(tmp_path / "result.json")]
     penalty = "custom_envs.FrozenLake.env_config.format_penalty=-0.25"
-    done = subprocess.run([*command, penalty, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_program("mock_scheduler.cli", [*command, penalty, *options])
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[3:5] == [
         "different    1 of 4 trajectories",

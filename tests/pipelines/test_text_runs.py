@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,15 +39,17 @@ def arguments(root: Path, name: str, *overrides: str) -> list[str]:
     ]
 
 
+def run_with_packages(module: str, given: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a module where the stand-ins of the text packages can be imported, in its workers too."""
+    return run_program(module, given, environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}"}, cwd=PACKAGES)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint and a recording of three steps, the first of them supervised."""
     place = tmp_path_factory.mktemp("text-runs")
     make_tiny_qwen3.write(place / "tiny", num_layers=1, hidden=64)
-    dumped = run_command(
-        ["-m", "pipelines.agentic", *arguments(place, "dumped", "rollout_mock.mode=dump")],
-        environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-    )
+    dumped = run_with_packages("pipelines.agentic", arguments(place, "dumped", "rollout_mock.mode=dump"))
     assert dumped.returncode == 0, dumped.stdout + dumped.stderr
     return place
 
@@ -144,10 +148,7 @@ def test_a_run_that_plays_text_without_the_packages_names_the_extra_before_a_mod
 def test_a_second_turn_whose_first_would_be_encoded_anew_stops_the_run_by_name(root: Path) -> None:
     """A random policy samples bytes that are no text; a worker process finds the first token that would be another."""
     overrides = ("rollout_mock.enable=false", "sft.steps=0", "custom_envs.Words.max_steps=2")
-    stopped = run_command(
-        ["-m", "pipelines.agentic", *arguments(root, "second-turn", *overrides)],
-        environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-    )
+    stopped = run_with_packages("pipelines.agentic", arguments(root, "second-turn", *overrides))
     assert stopped.returncode == 5, stopped.stdout + stopped.stderr
     assert "environment of slot 0 (tag Words, seed " in stopped.stderr
     assert "the chat template's next prompt does not begin with the " in stopped.stderr
@@ -156,9 +157,7 @@ def test_a_second_turn_whose_first_would_be_encoded_anew_stops_the_run_by_name(r
 
 def test_recorded_answers_get_the_recorded_rewards_again(root: Path) -> None:
     named = [*arguments(root, "again")[:4], "--recording", f"{root}/recording", *arguments(root, "again")[4:]]
-    done = run_command(
-        ["-m", "pipelines.replay_actions", *named], environ={"PYTHONPATH": f"{PACKAGES}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    )
+    done = run_with_packages("pipelines.replay_actions", named)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: every observation, reward and end is as recorded" in done.stdout
     assert "48 rows, 48 turns" in done.stdout

@@ -195,7 +195,7 @@ def test_a_scheduler_that_nobody_closed_ends_its_loop_when_it_is_gone() -> None:
     scheduler = build_scheduler(RolloutMockConfig(), lambda: real, make_contract())
     scheduler.get_batch(request(0))
     del scheduler
-    gc.collect()
+    gc.collect(1)
     assert real.task is not None
     assert real.task.cancelled()
     assert not any(thread.name == "rollout-scheduler" for thread in threading.enumerate())

@@ -510,7 +510,7 @@ def test_every_mode_has_the_interface_of_a_scheduler_and_keeps_no_batch(tmp_path
     with build_scheduler(config(folder, mode, background=False), make_real, make_contract()) as scheduler:
         assert isinstance(scheduler, RolloutScheduler)
         batch = weakref.ref(scheduler.get_batch(request(0)).tokens)
-        gc.collect()
+        gc.collect(1)
         assert batch() is None
 
 

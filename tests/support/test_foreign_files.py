@@ -162,7 +162,6 @@ BESIDE = {
     "adapters/huggingface/files.py": "gives safetensors the user's checkpoint",
     "adapters/huggingface/writing.py": "writes",
     "config/number_traps.py": "the user's configuration",
-    "config/composing.py": "a text that the door has read",
     "alignment/extract/entry.py": "the user's code",
     "alignment/extract/extraction.py": "a log that this process writes",
     "support/hardware.py": "/proc/cpuinfo",

@@ -112,7 +112,7 @@ def test_never_more_than_two_jobs_are_held() -> None:
     for _ in range(300):
         queue.submit(make_job)
     queue.close()
-    gc.collect()
+    gc.collect(1)
     assert (max(most), len(most), len(alive)) == (MAX_HELD, 600, 0)
 
 

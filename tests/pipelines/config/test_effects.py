@@ -33,20 +33,21 @@ def load(*overrides: str) -> PipelineConfig:
 
 
 @functools.cache
-def parse_sources() -> tuple[ast.Module, ...]:
-    paths = [path for package in ("mock_scheduler", "pipelines") for path in (ROOT / package).rglob("*.py")]
-    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in paths)
-
-
-def names_read(modules: Iterable[ast.Module]) -> set[str]:
-    """Every attribute that is read, and every text, as a key may be read by its name."""
-    names: set[str] = set()
-    for node in (node for module in modules for node in ast.walk(module)):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            names.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)
-    return names
+def read_sources() -> tuple[set[str], set[str]]:
+    """Every attribute that is read, and every text, as a key may be read by its name; and the facts that rules name."""
+    names, facts = set(), set()
+    for path in (path for package in ("mock_scheduler", "pipelines") for path in (ROOT / package).rglob("*.py")):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        is_rule = not is_schema(module)
+        for node in ast.walk(module):
+            if isinstance(node, ast.Attribute):
+                if isinstance(node.ctx, ast.Load):
+                    names.add(node.attr)
+                if is_rule and isinstance(node.value, ast.Name) and node.value.id == "Decides":
+                    facts.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return names, facts
 
 
 def keys_that_nothing_reads(keys: Iterable[str], names: Collection[str]) -> list[str]:
@@ -56,15 +57,6 @@ def keys_that_nothing_reads(keys: Iterable[str], names: Collection[str]) -> list
 def is_schema(module: ast.Module) -> bool:
     classes = (node for node in module.body if isinstance(node, ast.ClassDef))
     return any(isinstance(base, ast.Name) and base.id == "ConfigSection" for item in classes for base in item.bases)
-
-
-def facts_named(modules: Iterable[ast.Module]) -> set[str]:
-    nodes = (node for module in modules for node in ast.walk(module))
-    return {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Decides"
-    }
 
 
 def test_every_key_states_what_it_decides() -> None:
@@ -79,7 +71,7 @@ def test_every_leaf_of_a_configuration_has_facts() -> None:
 
 
 def test_every_key_is_read_by_code() -> None:
-    unread = keys_that_nothing_reads(EFFECTS, names_read(parse_sources()))
+    unread = keys_that_nothing_reads(EFFECTS, read_sources()[0])
     assert not unread, f"no code reads {', '.join(unread)}: a key without an effect; read it, or take it out"
 
 
@@ -88,7 +80,7 @@ def test_a_key_that_no_code_reads_is_found() -> None:
         seed: Annotated[int, Decides.ROLLOUTS] = 0
         nobody_looks_here: Annotated[int, Decides.ROLLOUTS] = 0
 
-    names = names_read(parse_sources())
+    names = read_sources()[0]
     assert keys_that_nothing_reads(effects_of(Planted).by_key, names) == ["nobody_looks_here"]
 
 
@@ -96,7 +88,7 @@ def test_every_fact_is_stated_by_a_key_and_read_by_a_rule() -> None:
     all_facts = {fact.name for fact in Decides}
     stated = {fact.name for facts in EFFECTS.values() for fact in facts}
     assert stated == all_facts, "no key states these"
-    read = facts_named(module for module in parse_sources() if not is_schema(module))
+    read = read_sources()[1]
     assert read == all_facts, "no rule reads these"
 
 

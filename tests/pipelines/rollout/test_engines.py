@@ -99,7 +99,7 @@ def test_a_turn_is_its_tokens_and_their_logprobs_and_the_same_seed_gives_the_sam
     expected = []
     for place, token in enumerate(first.tokens):
         history = [*ORDER.prompt, *first.tokens[:place]]
-        expected.append(float(torch.log_softmax(model.logits(history, model.head), dim=-1)[token]))
+        expected.append(float(torch.log_softmax(torch.from_numpy(model.logits(history, model.head)), dim=-1)[token]))
     assert first.logprobs == pytest.approx(expected, abs=1e-6)
     assert (len(first.tokens), first.finish) == (6, "length")
 
@@ -335,7 +335,9 @@ class Trainer:
         chosen, likeliest = [], []
         for probe, tokens in zip(PROBES, answers.tokens, strict=True):
             every = [
-                torch.log_softmax(model.logits([*probe.prompt, *tokens[:place]], head) / temperature, dim=-1)
+                torch.log_softmax(
+                    torch.from_numpy(model.logits([*probe.prompt, *tokens[:place]], head)) / temperature, dim=-1
+                )
                 for place in range(len(tokens))
             ]
             chosen.append([float(values[token]) for values, token in zip(every, tokens, strict=True)])
