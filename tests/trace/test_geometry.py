@@ -130,7 +130,27 @@ def test_indices_rectangles_and_single_elements_agree(spec: ShardSpec) -> None:
     assert held == set(places.tolist())
 
 
-@given(specs=st.lists(shards_of_a_matrix(), min_size=1, max_size=4))
+@st.composite
+def shards_of_rows_or_columns(draw: st.DrawFn) -> list[ShardSpec]:
+    """Each index of one dimension belongs to a shard, or to two or to none."""
+    dim = draw(st.integers(0, 1))
+    holders = draw(st.lists(st.integers(0, 2), min_size=8, max_size=8))
+    held = [{index for index, holder in enumerate(holders) if holder == shard} for shard in range(3)]
+    for indices in draw(st.lists(st.sampled_from(held), max_size=1)):
+        indices ^= {draw(st.integers(0, 7))}
+    return [
+        ShardSpec(
+            name="w",
+            global_shape=(8, 8),
+            local_shape=(len(indices), 8) if dim == 0 else (8, len(indices)),
+            splits=(Split(dim=dim, blocks=blocks_of_indices(sorted(indices))),),
+        )
+        for indices in held
+        if indices
+    ]
+
+
+@given(specs=st.lists(shards_of_a_matrix(), min_size=1, max_size=4) | shards_of_rows_or_columns())
 @settings(max_examples=80, deadline=None)
 def test_cells_count_how_many_shards_hold_an_element(specs: list[ShardSpec]) -> None:
     """Flat ranges are passed over: each shard counts with its whole local tensor."""
