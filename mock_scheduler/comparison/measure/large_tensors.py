@@ -82,6 +82,9 @@ def map_blocks(compute: Callable[[_Item], _Result], blocks: Sequence[_Item]) -> 
     try:
         take_blocks()
     finally:
+        # Where this thread failed or was interrupted, the others begin no more blocks.
+        for _ in left:
+            pass
         wait(others)
     for other in others:
         other.result()
