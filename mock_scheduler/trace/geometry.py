@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -306,6 +306,9 @@ def count_cells(shape: Sequence[int], specs: Sequence[ShardSpec]) -> Coverage:
     Raises:
         TraceError: there are more cells than elements in the local tensors. No layout cuts so, but a forged header may.
     """
+    tiled = _find_tiles(shape, specs)
+    if tiled is not None:
+        return Coverage(edges=tiled, counts=np.ones([len(cells) - 1 for cells in tiled], dtype=np.int64))
     spans = [[_spans(spec, dim) for dim in range(len(shape))] for spec in specs]
     edges = tuple(
         np.unique(np.concatenate([[0, size], *(array for by_dim in spans for array in by_dim[dim])]).astype(np.int64))
@@ -321,6 +324,22 @@ def count_cells(shape: Sequence[int], specs: Sequence[ShardSpec]) -> Coverage:
         held = [_held_cells(*ends, cells) for ends, cells in zip(by_dim, edges, strict=True)]
         counts[np.ix_(*held)] += 1
     return Coverage(edges=edges, counts=counts)
+
+
+def _find_tiles(shape: Sequence[int], specs: Sequence[ShardSpec]) -> tuple[_Integers, ...] | None:
+    """Finds the edges of shards that lie side by side along one dimension and hold all; ``None`` where they do not.
+
+    Nearly all tensors are cut so, and to look at these few numbers takes a tenth of the time of counting cells.
+    """
+    cut = {split.dim for spec in specs for split in spec.splits}
+    if len(cut) != 1 or 0 in shape:
+        return None
+    (dim,) = cut
+    blocks = sorted((block.global_start, block.length) for spec in specs for block in blocks_along(spec, dim))
+    edges = [0, *accumulate(length for _, length in blocks)]
+    if [start for start, _ in blocks] != edges[:-1] or edges[-1] != shape[dim] or not all(size for _, size in blocks):
+        return None
+    return tuple(np.array(edges if other == dim else (0, size)) for other, size in enumerate(shape))
 
 
 def fill_local_tensor(specs: Sequence[ShardSpec]) -> bool:

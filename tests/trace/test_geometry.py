@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mock_scheduler.errors import TraceError
@@ -130,7 +130,37 @@ def test_indices_rectangles_and_single_elements_agree(spec: ShardSpec) -> None:
     assert held == set(places.tolist())
 
 
-@given(specs=st.lists(shards_of_a_matrix(), min_size=1, max_size=4))
+@st.composite
+def shards_of_rows_or_columns(draw: st.DrawFn) -> list[ShardSpec]:
+    """Each index of one dimension belongs to a shard; or as many to two shards as to none, or more or fewer."""
+    dim = draw(st.integers(0, 1))
+    holders = draw(st.lists(st.integers(0, 2), min_size=8, max_size=8))
+    held = [{index for index, holder in enumerate(holders) if holder == shard} for shard in range(3)]
+    for indices in held[: draw(st.integers(0, 2))]:
+        indices ^= {draw(st.integers(0, 7))}
+    return [
+        ShardSpec(
+            name="w",
+            global_shape=(8, 8),
+            local_shape=(len(indices), 8) if dim == 0 else (8, len(indices)),
+            splits=(Split(dim=dim, blocks=blocks_of_indices(sorted(indices))),),
+        )
+        for indices in held
+        if indices
+    ]
+
+
+def of_rows(*blocks: tuple[int, int]) -> list[ShardSpec]:
+    splits = (Split(dim=0, blocks=(Block(local_start=0, global_start=start, length=size),)) for start, size in blocks)
+    return [
+        ShardSpec(name="w", global_shape=(8, 8), local_shape=(each.blocks[0].length, 8), splits=(each,))
+        for each in splits
+    ]
+
+
+@given(specs=st.lists(shards_of_a_matrix(), min_size=1, max_size=4) | shards_of_rows_or_columns())
+@example(specs=of_rows((0, 4), (4, 4)))
+@example(specs=of_rows((0, 3), (2, 3), (6, 2)))
 @settings(max_examples=80, deadline=None)
 def test_cells_count_how_many_shards_hold_an_element(specs: list[ShardSpec]) -> None:
     """Flat ranges are passed over: each shard counts with its whole local tensor."""

@@ -71,12 +71,13 @@ def _first_nonzero(values: WholeTensor) -> torch.Tensor:
     """Returns the first ``NARROWED_SAMPLE`` elements that are not 0; fewer where there are no more."""
     found, count = [torch.empty(0, dtype=values.dtype)], 0
     for start, stop in split_chunks(0, values.numel()):
-        chunk = values.read(start, stop)
-        found.append(chunk[chunk != 0])
-        count += len(found[-1])
-        if count >= NARROWED_SAMPLE:
-            break
-    return torch.cat(found)[:NARROWED_SAMPLE]
+        # Mostly none is 0, so that the first part has enough.
+        for part in values.read(start, stop).split(NARROWED_SAMPLE):
+            found.append(part[part != 0])
+            count += len(found[-1])
+            if count >= NARROWED_SAMPLE:
+                return torch.cat(found)[:NARROWED_SAMPLE]
+    return torch.cat(found)
 
 
 def used_bits(tensor: Values) -> int:

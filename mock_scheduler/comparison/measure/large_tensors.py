@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
@@ -70,10 +70,26 @@ SCRATCH = Scratch()
 
 def map_blocks(compute: Callable[[_Item], _Result], blocks: Sequence[_Item]) -> list[_Result]:
     """Computes blocks, several at a time, and returns the results in order. ``compute`` must not itself call this."""
-    if len(blocks) < 2 or num_threads() < 2:
-        return [compute(block) for block in blocks]
-    # ``map`` keeps the order, on which the sums of floats depend.
-    return list(_executor().map(compute, blocks))
+    left, results = iter(enumerate(blocks)), dict[int, _Result]()
+
+    def take_blocks() -> None:
+        # Python's lock lets one thread at a time ask an iterator of a sequence.
+        for place, block in left:
+            results[place] = compute(block)
+
+    # This thread works too, and each other one is woken once and not for each block.
+    others = [_executor().submit(take_blocks) for _ in range(min(num_threads(), len(blocks)) - 1)]
+    try:
+        take_blocks()
+    finally:
+        # Where this thread failed or was interrupted, the others begin no more blocks.
+        for _ in left:
+            pass
+        wait(others)
+    for other in others:
+        other.result()
+    # In order, on which the sums of floats depend.
+    return [results[place] for place in range(len(blocks))]
 
 
 def split_blocks(num_elements: int) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -64,6 +66,21 @@ def test_results_come_in_the_order_of_the_blocks() -> None:
 def test_an_error_in_a_block_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         map_blocks(lambda item: 1 // item, [1, 0])
+
+
+def test_an_error_of_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_tensors, "num_threads", lambda: 2)
+    own, has_failed = threading.get_ident(), threading.Event()
+
+    def compute(item: int) -> int:
+        if threading.get_ident() == own:
+            assert has_failed.wait(10)
+            return item
+        has_failed.set()
+        raise ValueError("another thread's")
+
+    with pytest.raises(ValueError, match="another thread's"):
+        map_blocks(compute, list(range(4)))
 
 
 def test_equal_tensors_have_their_norm_and_no_difference() -> None:
