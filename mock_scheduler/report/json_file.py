@@ -35,6 +35,7 @@ from mock_scheduler.report.alignment.view import AlignmentView, CandidateView
 from mock_scheduler.report.comparison_json import bounded, bounds_to_json, conflict_to_json, ledger_to_json
 from mock_scheduler.report.recording.diff import differences_to_json
 from mock_scheduler.report.verdict_json import consequence_to_json, localisation_to_json, verdict_to_json
+from mock_scheduler.run_folder.inputs import ComparedInput
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import dataclass_to_json, to_json
 from mock_scheduler.support.files import save_json
@@ -86,12 +87,23 @@ def comparison_to_json(result: ComparisonResult) -> dict[str, JSON]:
     return {
         "format_version": FORMAT_VERSION,
         "bounds": bounds_to_json(result.bounds, is_by_content=tensors is not None and tensors.is_by_content),
-        "baseline": to_json(result.baseline),
-        "candidate": to_json(result.candidate),
+        "baseline": _side_to_json(result.baseline),
+        "candidate": _side_to_json(result.candidate),
         **verdict_to_json(result.verdict),
         "exit_code": int(result.exit_code),
         "recordings": None if recordings is None else differences_to_json(recordings),
     }
+
+
+def _side_to_json(side: ComparedInput) -> dict[str, JSON]:
+    """Names a side by its location: the folder in which one of a bucket lay is gone."""
+    content = dataclass_to_json(side)
+    url = content.pop("url")
+    if url is not None:
+        content["path"] = url
+        if isinstance(content["run"], dict):
+            content["run"]["output_dir"] = url
+    return content
 
 
 def replicas_to_json(result: ReplicaResult) -> dict[str, JSON]:

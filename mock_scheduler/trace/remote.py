@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from mock_scheduler.errors import ConfigError, MockSchedulerError
 from mock_scheduler.support.fetched_folders import FetchedFile, FetchedFolder, name_locations
 from mock_scheduler.support.foreign_files import MAX_DOCUMENT_BYTES
-from mock_scheduler.support.run_files import METRICS_FILE, NOISE_FILE, RUN_FILE, TRACE_FOLDER
+from mock_scheduler.support.run_files import CODE_FOLDER, METRICS_FILE, NOISE_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, STEP_FOLDER
 
 HasStep = Callable[[int], bool]
@@ -104,7 +104,8 @@ class _Opening:
             # Nothing, or one file, such as metrics.jsonl.
             self._folder.fetch([file for file in [self._folder.find_file()] if file is not None])
             return
-        documents = [file for file in found.files if _is_document(file)]
+        code = self._folder.look_into(CODE_FOLDER).files if CODE_FOLDER in found.folders else ()
+        documents = [file for file in (*found.files, *code) if _is_document(file)]
         self._folder.fetch([*documents, *self._folder.find_around(NOISE_FILE)])
         if not has_trace:
             return

@@ -15,6 +15,7 @@ import mock_scheduler as ms
 from mock_scheduler.comparison.pairing.selection import EVERYTHING
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError, MockSchedulerError, TraceError
+from mock_scheduler.report.json_file import comparison_to_json
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.support import fetched_folders
 from mock_scheduler.support.node_cache import FOLDER_VARIABLE
@@ -84,6 +85,10 @@ def test_a_comparison_in_a_bucket_is_that_of_the_folders(folders: tuple[Path, Pa
     assert [side.name for side in (there.baseline, there.candidate)] == ["a", "b"]
     assert [side.location for side in (there.baseline, there.candidate)] == urls
     assert len(bucket.whole) == len(set(bucket.whole)) == 12
+    said = [comparison_to_json(result) for result in (here, there)]
+    for side, url in zip(("baseline", "candidate"), urls, strict=True):
+        assert said[1].pop(side) == {**said[0].pop(side), "path": url}
+    assert said[1] == said[0]
 
 
 def test_tasks_fetch_their_steps_and_the_driver_what_it_explains(folders: tuple[Path, Path], bucket: Bucket) -> None:
