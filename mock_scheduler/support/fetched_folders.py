@@ -8,13 +8,15 @@ so a trace takes the disk of two steps.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +38,7 @@ _MAX_HEADER_BYTES = 100 * 2**20
 _LENGTH_BYTES = 8
 _NUM_COMPLETE = 2
 _NUM_NAMED = 3
+_MOMENT_S = 60.0
 
 #: The folders that are there, by their local paths.
 _OPEN: dict[str, FetchedFolder] = {}
@@ -73,7 +76,11 @@ class FetchedFolder:
         self._files = files
         self._cache = cache
         parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(parent)
         self._parent = Path(tempfile.mkdtemp(dir=parent)).resolve()
+        # Held while this process lives: the folder of a killed one is told by it.
+        self._held = os.open(self._parent, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._held, fcntl.LOCK_SH)
         #: Named as the URL ends: a run is called by its folder, and its noise may lie in those around it.
         self.root = self._parent.joinpath(*_split(self.location)[-_NUM_NAMED:])
         self._lock = threading.Lock()
@@ -90,6 +97,7 @@ class FetchedFolder:
         del _OPEN[str(self.root)]
         self._executor.shutdown(cancel_futures=True)
         shutil.rmtree(self._parent, ignore_errors=True)
+        os.close(self._held)
 
     def look_into(self, name: str) -> Listing:
         """Lists what lies directly in a folder; names of files are those in the whole, those of folders their own.
@@ -239,6 +247,19 @@ def name_locations(text: str) -> str:
     for root, folder in _OPEN.items():
         text = text.replace(root, redact(folder.location))
     return text
+
+
+def _remove_left(parent: Path) -> None:
+    """Removes the folders of processes that were killed; one that was made a moment ago may not be held yet."""
+    for folder in parent.iterdir():
+        with suppress(OSError):
+            held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if folder.stat().st_mtime < time.time() - _MOMENT_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _split(location: str) -> list[str]:

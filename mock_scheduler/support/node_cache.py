@@ -15,6 +15,7 @@ import math
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ _LIMIT_GIB = 16.0
 #: Locks are shared by objects, so that none has to be removed: that could part two processes that wait for one.
 _NUM_LOCKS = 256
 _NUM_TRIES = 8
+#: Of a file that is being fetched the last bytes came no longer ago.
+_LONGEST_FETCH_S = 24 * 3600
 
 
 def find_limit() -> int:
@@ -108,7 +111,9 @@ class NodeCache:
     def _fetch(self, path: Path, wanted: StoredObject, fetch: Callable[[Path], None]) -> None:
         with self._locked("lock-room"):
             self._make_room(wanted.size_bytes)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        # Under its lock nobody else writes it; what a killed process left of it is written over.
+        aside = path.with_name(f".{path.name}.tmp")
+        aside.unlink(missing_ok=True)
         try:
             fetch(aside)
             found = aside.stat().st_size
@@ -123,18 +128,14 @@ class NodeCache:
         found = []
         for entry in os.scandir(self._folder / "objects"):
             with suppress(FileNotFoundError):
-                is_left = entry.name.startswith(".") and not _is_alive(int(entry.name.split(".")[-2]))
                 status = entry.stat()
-                found.append((0 if is_left else status.st_mtime_ns, status.st_size, entry.path))
-        found.sort()
-        total = sum(size for _, size, _ in found) + size_bytes
-        for used_ns, size, name in found:
-            if used_ns and total <= self._limit_bytes:
-                break
-            if used_ns and Path(name).name.startswith("."):
-                continue  # being fetched
-            Path(name).unlink(missing_ok=True)
-            total -= size
+                found.append((status.st_mtime, status.st_size, Path(entry.path)))
+        total, left_s = sum(size for _, size, _ in found) + size_bytes, time.time() - _LONGEST_FETCH_S
+        for used_s, size, path in sorted(found):
+            is_fetched = not path.name.startswith(".")
+            if (is_fetched and total > self._limit_bytes) or (not is_fetched and used_s < left_s):
+                path.unlink(missing_ok=True)
+                total -= size
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -145,13 +146,3 @@ class NodeCache:
             yield
         finally:
             os.close(descriptor)
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert [path.name[0] for path in (tmp_path / "objects").iterdir()] == ["."]
     assert cache.use(OBJECT, writes(b"first", []), Path.read_bytes) == b"first"
     assert [path.name[0] == "." for path in (tmp_path / "objects").iterdir()] == [False]
+
+
+def test_what_was_left_of_another_object_goes_after_a_day(tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path, limit_bytes=100)
+    (tmp_path / "objects").mkdir()
+    for name, age_s in ((".old.tmp", 25 * 3600), (".new.tmp", 60)):
+        (tmp_path / "objects" / name).write_bytes(b"fi")
+        os.utime(tmp_path / "objects" / name, times=(time.time() - age_s, time.time() - age_s))
+    cache.use(OBJECT, writes(b"first", []), Path.read_bytes)
+    assert [path.name for path in (tmp_path / "objects").iterdir() if path.name[0] == "."] == [".new.tmp"]
 
 
 def test_the_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

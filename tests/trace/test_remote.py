@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from mock_scheduler.verdict.compare_runs import compare_paths
 from mock_scheduler.verdict.replicas import check_replicas_at
 from tests.comparison.walk.test_shared_out import OtherProcesses
 from tests.comparison.walk.test_walk import LAYER, WEIGHT, changed, make_run, noise
+from tests.recording.processes import run_in_child
 from tests.recording.recordings import record
 
 
@@ -150,6 +152,24 @@ def test_tensors_of_two_steps_lie_on_the_disk_and_nothing_is_left(
     steps = [f"step_{step:06d}" for step in range(3)]
     assert whole == [steps[:1], steps[:2], steps[1:]]
     assert list((tmp_path / "cache" / "folders").iterdir()) == []
+
+
+def test_the_folder_of_a_killed_comparison_is_removed_by_the_next(
+    folders: tuple[Path, Path], bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched_folders, "_MOMENT_S", -60.0)
+    url = bucket.upload(folders[0], "a/trace")
+
+    def die() -> None:
+        with open_location(url):
+            os._exit(9)
+
+    assert run_in_child(die) == ""
+    (left,) = (tmp_path / "cache" / "folders").iterdir()
+    with open_location(url), open_location(url) as folder:
+        assert (folder / "step_000000").is_dir()
+        assert len(list((tmp_path / "cache" / "folders").iterdir())) == 2
+        assert not left.exists()
 
 
 def test_sketches_and_metrics_are_compared_too(tmp_path: Path, bucket: Bucket) -> None:
