@@ -175,6 +175,8 @@ BESIDE = {
     "launch/supervision.py": "/proc of its own children",
     "recording/storage/local.py": "opens a folder, to write in it whatever its name becomes",
     "remote/service_file.py": "follows no link, and looks at the rights of the file that it opened",
+    "support/fetched_folders.py": "folders and files that this process makes",
+    "support/node_cache.py": "a lock of this user's own folder",
     "support/versions.py": "what installed packages say of themselves",
     "support/local_key.py": "the user's key, whose rights are looked at",
 }

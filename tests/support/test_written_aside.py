@@ -21,6 +21,7 @@ ALLOWED = {
     "pipelines/rollout/engines/weights.py": "a version of an engine's weights, which is given to it when it is whole",
     "mock_scheduler/commands/launch.py": "a copy for the user, whose source is there",
     "mock_scheduler/api/page.py": "a page of the docs",
+    "mock_scheduler/support/fetched_folders.py": "a folder that goes with the process",
     "mock_scheduler/support/foreign_files.py": "copies into a folder that is made aside",
     "mock_scheduler/support/files.py": "the functions that write aside",
 }
