@@ -62,7 +62,9 @@ def run_compare(
         TraceError, RecordingError: a file cannot be read.
     """
     check_page_path(options.html_path)
-    sizes = format_bytes(sum(map(_size_bytes, (baseline, candidate))))
+    size_bytes = sum(map(_size_bytes, (baseline, candidate)))
+    # Of a bucket nobody has asked yet.
+    sizes = format_bytes(size_bytes) if size_bytes else "both sides"
     with _spreading(options.over_ray) as spread, show_progress(f"comparing {sizes}") as on_key:
         result = compare_paths(
             baseline,

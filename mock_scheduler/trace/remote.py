@@ -34,7 +34,7 @@ def open_location(location: str | Path, *, has_step: HasStep | None = None, has_
     Args:
         location: A path, a ``file://`` URL, or a URL such as ``s3://bucket/runs/tp2``.
         has_step: The steps of a trace that are read; others are passed over where any of these is there. ``None``: all.
-        has_trace: Whether the trace is read at all.
+        has_trace: Whether a run is compared; else its documents alone are there, such as metrics for a page.
 
     Raises:
         ConfigError: The URL cannot be opened here.
@@ -54,12 +54,8 @@ def open_location(location: str | Path, *, has_step: HasStep | None = None, has_
     run, _, name = text.rpartition("/")
     is_trace = name == TRACE_FOLDER
     with _fetching(run if is_trace else text) as folder:
-        try:
-            _Opening(folder, has_step).fetch(has_trace=has_trace)
-            yield folder.root / name if is_trace else folder.root
-        except MockSchedulerError as error:
-            error.args = (name_locations(str(error)),)
-            raise
+        _Opening(folder, has_step).fetch(has_trace=has_trace)
+        yield folder.root / name if is_trace else folder.root
 
 
 @contextmanager
@@ -87,7 +83,12 @@ def _fetching(location: str) -> Iterator[FetchedFolder]:
     except OSError as error:
         raise ConfigError(f"{location} is read by way of a folder on this node: {error}") from error
     with folder:
-        yield folder
+        try:
+            yield folder
+        except MockSchedulerError as error:
+            # Here, since nobody outside knows the folder: the message of a task goes to another machine.
+            error.args = (name_locations(str(error)),)
+            raise
 
 
 class _Opening:
@@ -104,11 +105,12 @@ class _Opening:
             # Nothing, or one file, such as metrics.jsonl.
             self._folder.fetch([file for file in [self._folder.find_file()] if file is not None])
             return
-        code = self._folder.look_into(CODE_FOLDER).files if CODE_FOLDER in found.folders else ()
-        documents = [file for file in (*found.files, *code) if _is_document(file)]
-        self._folder.fetch([*documents, *self._folder.find_around(NOISE_FILE)])
+        documents = [file for file in found.files if _is_document(file)]
         if not has_trace:
+            self._folder.fetch(documents)
             return
+        code = self._folder.look_into(CODE_FOLDER).files if CODE_FOLDER in found.folders else ()
+        self._folder.fetch([*documents, *filter(_is_document, code), *self._folder.find_around(NOISE_FILE)])
         if TRACE_FOLDER in found.folders:
             self.fetch_trace(TRACE_FOLDER)
         elif any(STEP_FOLDER.fullmatch(name) for name in found.folders):

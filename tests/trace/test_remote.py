@@ -230,6 +230,18 @@ def test_a_changed_byte_is_named_with_its_url(folders: tuple[Path, Path], bucket
     assert refused(TraceError, first, second).startswith(f"memory://bucket/{name}: ")
 
 
+def test_a_task_names_the_url_too(folders: tuple[Path, Path], bucket: Bucket) -> None:
+    """Of a tensor that it alone reads: its folder is gone when its message is shown."""
+    name = "a/trace/step_000001/rank_00001.part_000.safetensors"
+    first, second = (bucket.upload(folder, f"{name}/trace") for folder, name in zip(folders, "ab", strict=True))
+    data = bytearray(MemoryFileSystem().cat_file(f"/bucket/{name}"))
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    MemoryFileSystem().pipe_file(f"/bucket/{name}", bytes(data))
+    spread = OtherProcesses()
+    assert refused(TraceError, first, second, spread=spread).startswith(f"memory://bucket/{name}: ")
+    assert spread.num_tasks == 3
+
+
 def test_a_store_that_refuses_is_named(
     folders: tuple[Path, Path], bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
