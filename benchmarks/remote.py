@@ -5,7 +5,8 @@ asks: each answer comes after a latency of 50 ms, and one request of a hundred, 
 
 - *Run*: mock steps of 128 rows (mean length 700) with updates of 300 ms between them, in which this process sleeps.
   The time that calls wait for a step to be read is given in parts of the updates' time: from a folder, and from the
-  bucket with steps read ahead and without.
+  bucket with steps read ahead and without, and where a process of this node, or the check before the run, has fetched
+  them already.
 - *Opening*: ``build_scheduler`` with a plan of every step, for recordings of 100, 10,000 and 100,000 steps, in a folder
   and in the bucket (without failures, so that each is comparable). Most files of the long ones are links to one:
   opening reads the first and the last steps only.
@@ -32,6 +33,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -51,6 +53,7 @@ from mock_scheduler.recording.step.step_file import encode_step
 from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.arguments import ArgumentParser
+from mock_scheduler.support.node_cache import FOLDER_VARIABLE, LIMIT_VARIABLE
 
 BUCKET = "recordings"
 LATENCY_S = 0.05
@@ -136,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         items = [
             f"<CommonPrefixes><Prefix>{escape(prefix + name)}</Prefix></CommonPrefixes>"
             if name.endswith("/")
-            else f"<Contents><Key>{escape(prefix + name)}</Key><Size>1</Size><ETag>x</ETag>"
+            else f"<Contents><Key>{escape(prefix + name)}</Key><Size>{self._size(prefix + name)}</Size><ETag>x</ETag>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
             for name in page
         ]
@@ -144,6 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
         token = f"<NextContinuationToken>{start + _PAGE}</NextContinuationToken>" if is_cut else ""
         head = f"<Name>{BUCKET}</Name><KeyCount>{len(page)}</KeyCount><IsTruncated>{str(is_cut).lower()}</IsTruncated>"
         return f"<ListBucketResult>{head}{token}{''.join(items)}</ListBucketResult>".encode()
+
+    def _size(self, name: str) -> int:
+        return (self.server.root / name).stat().st_size
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -233,26 +239,36 @@ def _never() -> object:
     raise AssertionError("a mock run builds no scheduler")
 
 
-def run_times(locations: dict[str, tuple[str, int]], plan: Sequence[RolloutRequest]) -> dict[str, dict[str, float]]:
+class Place(NamedTuple):
+    """Where a run reads from: how many steps are read ahead, and how many GiB are kept on the node."""
+
+    location: str
+    num_ahead: int
+    kept_gib: int
+
+
+def run_times(places: dict[str, Place], plan: Sequence[RolloutRequest]) -> dict[str, dict[str, float]]:
     """What waiting for batches adds to the updates, by place.
 
-    ``locations``: the recording, and how many steps are read ahead. Each step is asked of every place in turn, with a
-    part of an update after each, so that a slow moment of the machine hits all alike: between two calls to one place
-    lies the time of an update, and whatever the others take.
+    Each step is asked of every place in turn, with a part of an update after each, so that a slow moment of the machine
+    hits all alike: between two calls to one place lies the time of an update, and whatever the others take.
     """
-    waits_s: dict[str, list[float]] = {name: [] for name in locations}
-    reading_s: dict[str, list[float]] = {name: [] for name in locations}
+    waits_s: dict[str, list[float]] = {name: [] for name in places}
+    reading_s: dict[str, list[float]] = {name: [] for name in places}
     with ExitStack() as stack:
         clock = stack.enter_context(_reading_clock())
-        schedulers = {name: stack.enter_context(open_run(place, plan)) for name, (place, _) in locations.items()}
+        schedulers = {}
+        for name, place in places.items():
+            os.environ[LIMIT_VARIABLE] = str(place.kept_gib)
+            schedulers[name] = stack.enter_context(open_run(place.location, plan))
         for item in plan:
-            for name, (_, num_ahead) in locations.items():
-                read_ahead._NUM_STEPS = num_ahead
+            for name, place in places.items():
+                read_ahead._NUM_STEPS = place.num_ahead
                 started_s, clock[:] = time.perf_counter(), [0.0]
                 schedulers[name].get_batch(item)
                 waits_s[name].append(time.perf_counter() - started_s)
                 reading_s[name].append(clock[0])
-                time.sleep(UPDATE_S / len(locations))
+                time.sleep(UPDATE_S / len(places))
     # The first step is read before any update.
     return {
         name: {
@@ -346,15 +362,19 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, dict[str, dict
     results: dict[str, dict[str, dict[str, float]]] = {}
     results["blocked"] = blocked_ms(root / "blocked", batch, options.rounds)
     places = {
-        "folder": (str(root / "run"), 0),
-        "bucket, read ahead": (f"s3://{BUCKET}/run", read_ahead._NUM_STEPS),
-        "bucket, not read ahead": (f"s3://{BUCKET}/run", 0),
+        "folder": Place(str(root / "run"), 0, 0),
+        "bucket, read ahead": Place(f"s3://{BUCKET}/run", read_ahead._NUM_STEPS, 0),
+        "bucket, not read ahead": Place(f"s3://{BUCKET}/run", 0, 0),
+        "bucket, kept, read ahead": Place(f"s3://{BUCKET}/run", read_ahead._NUM_STEPS, 16),
+        "bucket, kept, not read ahead": Place(f"s3://{BUCKET}/run", 0, 16),
     }
+    os.environ[FOLDER_VARIABLE] = str(root / "kept")
     with serve(root, failure_rate=FAILURE_RATE):
         results["run"] = run_times(places, plan)
     if options.no_opening:
         return results
     small = make_batch(8, 32)
+    os.environ[LIMIT_VARIABLE] = "16"
     for size in SIZES:
         record(root / str(size), small, size)
     results["opening"] = open_times(str(root), None)

@@ -55,13 +55,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests, and the runs that they start, keep their key apart from the user's, and end when interrupted."""
+    """Tests, and the runs that they start, keep what is theirs apart from the user's, and end when interrupted."""
     # What a shell starts in its background ignores these, and so does all that it starts.
     for which, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(which) is signal.SIG_IGN:
             signal.signal(which, handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("MOCK_SCHEDULER_NODE_CACHE", str(tmp_path_factory.mktemp("node_cache")))
         # No test ends with the power of its machine, and waiting for the disk is a third of some.
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.storage.byte_sources import FileSource
 from mock_scheduler.recording.storage.local import LocalStorage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
+from mock_scheduler.support.node_cache import FOLDER_VARIABLE, LIMIT_VARIABLE
 
 NUM_STEPS = 8
 _NUM_ROWS, _WIDTH, _MEAN_LENGTH = 64, 2048, 700
@@ -30,11 +32,15 @@ _FOLDER_REQUESTS = ((LocalStorage, ("exists", "list_names", "open_source", "read
 _STORE_REQUESTS = ((MemoryFileSystem, ("exists", "info", "ls", "cat_file")),)
 
 
+Place = Literal["folder", "store", "node"]
+"""A folder; an object store, each rank by itself; and one whose ranks are of one node, which keeps what they fetch."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Requests:
     """What one rank asked for: to open the recording and check its plan, and to load all steps."""
 
-    place: Literal["folder", "store"]
+    place: Place
     rank: int
     num_opening: int = 0
     num_loading: int = 0
@@ -102,19 +108,23 @@ def reader_of(
 
 
 def count_requests(folder: Path, ranks: Sequence[int], num_ranks: int, *, is_sharded: bool) -> list[Requests]:
-    """Counts what some of ``num_ranks`` ranks ask for that replay one recording, in a folder and in an object store.
+    """Counts what some of ``num_ranks`` ranks ask for that replay one recording, in each kind of place.
 
     is_sharded: each rank reads its own rows; else each reads all of them, and rank 0 alone checks every bit.
     """
     plan = [RolloutRequest(global_step=step, batch_size=_NUM_ROWS, policy_version=step) for step in range(NUM_STEPS)]
     found = []
-    for place, location in (("folder", str(folder / "recording")), ("store", "memory://recording")):
+    places: tuple[Place, ...] = ("folder", "store", "node")
+    for place in places:
+        location = str(folder / "recording") if place == "folder" else f"memory://{place}"
         write_recording(location, _NUM_ROWS, num_steps=NUM_STEPS)
         kinds: Any = _FOLDER_REQUESTS if place == "folder" else _STORE_REQUESTS
+        kept = {FOLDER_VARIABLE: str(folder / "kept"), LIMIT_VARIABLE: "16" if place == "node" else "0"}
         for rank in ranks:
-            counted = Requests(place="folder" if place == "folder" else "store", rank=rank)
+            counted = Requests(place=place, rank=rank)
             shard = RowShard(index=rank, count=num_ranks) if is_sharded else None
             with (
+                patch.dict(os.environ, kept),
                 _counting(kinds) as tally,
                 reader_of(location, plan, is_writer=is_sharded or rank == 0, shard=shard) as load,
             ):
@@ -124,7 +134,7 @@ def count_requests(folder: Path, ranks: Sequence[int], num_ranks: int, *, is_sha
                 counted.num_loading = tally[0] - counted.num_opening
                 counted.loading_bytes = tally[1] - counted.opening_bytes
             found.append(counted)
-        if place == "store":
+        if place != "folder":
             MemoryFileSystem.store.clear()
             MemoryFileSystem.pseudo_dirs[:] = [""]
     return found

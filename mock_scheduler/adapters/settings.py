@@ -22,6 +22,7 @@ from mock_scheduler.errors import ConfigError
 from mock_scheduler.proxy.build import read_config
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.foreign_files import describe_failure, read_text
+from mock_scheduler.support.locations import find_protocol
 from mock_scheduler.support.yaml_text import load_yaml
 
 
@@ -50,7 +51,7 @@ class RolloutSettings(BaseModel):
     def with_absolute_folder(self) -> Self:
         """Return the same settings for processes that may stand in another folder, as actors of Ray do."""
         config = self.mock_config()
-        if "://" in config.dump_dir or config.modes_in_use == {"real"}:
+        if find_protocol(config.dump_dir) is not None or config.modes_in_use == {"real"}:
             return self
         folder = os.path.abspath(os.path.expanduser(config.dump_dir))
         return self.model_copy(update={"rollout_mock": {**self.rollout_mock, "dump_dir": folder}})

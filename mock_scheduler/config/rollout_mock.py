@@ -6,8 +6,6 @@ meaningless combination is refused here, whether the section is enabled or not.
 
 from __future__ import annotations
 
-import os.path
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -15,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mock_scheduler.config.base import ConfigSection, Decides, Mode, PositiveInt, RolloutMode, Steps
 from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.support.locations import normalize_location
 from mock_scheduler.support.text import bullet_list
 
 KINDS: tuple[Mode, ...] = ("train", "val")
@@ -32,7 +31,6 @@ _EFFECTIVE_IN: Mapping[str, tuple[RolloutMode, ...]] = {
     "dump_dir": (*_WRITING, "mock", "verify"),
     **dict.fromkeys(("allow_nondeterministic", "random_states"), (*_WRITING, "mock", "verify")),
 }
-_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?=://)")
 
 
 class ScheduleEntry(ConfigSection):
@@ -177,23 +175,6 @@ class RolloutMockConfig(ConfigSection):
         if problems:
             raise ValueError(f"has keys that do not go together:{bullet_list(problems, limit=None)}")
         return self
-
-
-def normalize_location(location: str) -> str:
-    """Returns a folder with ``~`` and ``~user`` expanded, or a URL with its protocol in lower case.
-
-    Raises ``ValueError`` where the home folder is not known.
-    """
-    if _PROTOCOL.match(location):
-        return _PROTOCOL.sub(lambda match: match[0].lower(), location, count=1)
-    expanded = os.path.expanduser(location)
-    if expanded.startswith("~"):
-        user = location.partition("/")[0]
-        raise ValueError(
-            f"{location!r} begins with the home folder of {user!r}, which is not known here; give the whole path, or "
-            f"write ./{location} for a folder of that name"
-        )
-    return expanded
 
 
 def rollout_mock_problems(config: RolloutMockConfig) -> list[str]:

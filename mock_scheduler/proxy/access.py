@@ -149,7 +149,7 @@ class RecordingAccess:
 
     def _open_reader(self) -> RecordingReader:
         if self._reader is None:  # a cache that began with this run
-            self._reader = RecordingReader(self._settings.config.dump_dir)
+            self._reader = RecordingReader(self._settings.config.dump_dir, is_kept=True)
         return self._reader
 
     def _is_there(self, source: RolloutRequest) -> bool:

@@ -201,7 +201,7 @@ def _open_reader(settings: ProxySettings) -> RecordingReader | None:
     if not modes & {"mock", "verify", "cache"}:
         return None
     try:
-        reader = RecordingReader(dump_dir)
+        reader = RecordingReader(dump_dir, is_kept=True)
     except StepNotFoundError:
         can_begin = "cache" in modes and config.missing_step != "error"
         if "verify" in modes or ("mock" in modes and not can_begin):

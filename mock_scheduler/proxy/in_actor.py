@@ -25,6 +25,7 @@ from mock_scheduler.recording.manifest import load_manifest
 from mock_scheduler.recording.paths import MANIFEST_NAME
 from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.recording.writing.admission import other_run_text
+from mock_scheduler.support.locations import find_protocol
 from mock_scheduler.support.terminal_streams import MessageHandler
 
 _LOGGER = "mock_scheduler"
@@ -46,7 +47,7 @@ class ActorPlace:
 
     def locate(self, folder: str) -> str:
         """Returns a folder as the driver would find it. Raises ``ConfigError`` where that is not known."""
-        if os.path.isabs(folder) or "://" in folder:
+        if os.path.isabs(folder) or find_protocol(folder) is not None:
             return folder
         if self.driver_dir is None:
             raise ConfigError(

@@ -22,6 +22,7 @@ from mock_scheduler.recording.sealed import MAX_SEALED_BYTES, SealedFile
 from mock_scheduler.recording.storage import Storage
 from mock_scheduler.support.digests import JSON, check_json
 from mock_scheduler.support.git import Repository
+from mock_scheduler.support.locations import find_protocol
 from mock_scheduler.support.text import list_some
 from mock_scheduler.support.versions import read_package_versions
 
@@ -117,7 +118,7 @@ def load_manifest(storage: Storage) -> Manifest:
     a file, and as ``decode_manifest``.
     """
     path = storage.path(MANIFEST_NAME)
-    if "://" not in storage.path("") and os.path.isfile(storage.path("")):
+    if not storage.is_remote and os.path.isfile(storage.path("")):
         raise RecordingError(
             f"[Rollout Mock] {storage.location} is a file, and a recording is a folder with {MANIFEST_NAME} in it: "
             "give the folder as dump_dir"
@@ -177,7 +178,7 @@ def read_folder_revision(folder: Path) -> dict[str, JSON] | None:
 
 
 def _missing_text(dump_dir: str, path: str) -> str:
-    is_remote = "://" in dump_dir
+    is_remote = find_protocol(dump_dir) is not None
     nearby = list_some([] if is_remote else find_nearby_recordings(dump_dir), _NUM_NEARBY, ", ")
     return (
         f"[Rollout Mock] Recording not found: {path}\n"

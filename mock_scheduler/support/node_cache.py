@@ -1,15 +1,17 @@
 """Keeps objects of buckets on this node's disk, each fetched once for all processes of the node.
 
 Contract: a kept object is whole, and of the version that was asked for, so it is never stale. Of several processes that
-want one, one fetches it while the others wait. Objects used longest ago are removed where there would be more than the
-limit; whoever has one open keeps it. ``MOCK_SCHEDULER_NODE_CACHE`` names the folder, which should be on a disk of the
-node (else one in its folder of temporary files), and ``MOCK_SCHEDULER_NODE_CACHE_GIB`` the limit (16); of 0, nothing is
-kept. The folder is this user's alone: its files are believed as far as the store's are.
+want one, one fetches it while the others wait. After a start of the machine all are fetched again. Objects used longest
+ago are removed where there would be more than the limit; whoever has one open keeps it. ``MOCK_SCHEDULER_NODE_CACHE``
+names the folder, which should be on a disk of the node (else one in its folder of temporary files), and
+``MOCK_SCHEDULER_NODE_CACHE_GIB`` the limit (16); of 0, nothing is kept. The folder is this user's alone: its files are
+believed as far as the store's are.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import math
 import os
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mock_scheduler.errors import ConfigError, ForeignFileError
+from mock_scheduler.support.foreign_files import read_text
 from mock_scheduler.support.object_stores import StoredObject
 
 T = TypeVar("T")
@@ -32,8 +35,19 @@ _LIMIT_GIB = 16.0
 #: Locks are shared by objects, so that none has to be removed: that could part two processes that wait for one.
 _NUM_LOCKS = 256
 _NUM_TRIES = 8
+_MAX_NOTE_BYTES = 64
+#: Of the limit, made free at once: the kept objects are looked through so much less often than one is fetched.
+_ROOM = 0.1
 #: Of a file that is being fetched the last bytes came no longer ago.
 _LONGEST_FETCH_S = 24 * 3600
+
+
+@functools.cache
+def _find_boot() -> str:
+    """Says since which start of the machine: nothing waits for the disk, so what was kept before may not be whole."""
+    with suppress(OSError):
+        return read_text("/proc/sys/kernel/random/boot_id")
+    return ""
 
 
 def find_limit() -> int:
@@ -67,6 +81,20 @@ def find_folder() -> Path:
     return folder
 
 
+def open_cache() -> NodeCache | None:
+    """Opens the cache of this node; ``None`` where nothing is to be kept.
+
+    Raises ``ConfigError`` where its folder cannot be made, ``ForeignFileError`` where it is another user's.
+    """
+    limit_bytes = find_limit()
+    if not limit_bytes:
+        return None
+    try:
+        return NodeCache(find_folder(), limit_bytes=limit_bytes)
+    except OSError as error:
+        raise ConfigError(f"{error}; name another one by {FOLDER_VARIABLE}, or set {LIMIT_VARIABLE}=0") from error
+
+
 class NodeCache:
     """Gives objects as local files.
 
@@ -77,7 +105,7 @@ class NodeCache:
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
         self._folder = folder
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
 
     def use(self, wanted: StoredObject, fetch: Callable[[Path], None], take: Callable[[Path], T]) -> T:
         """Gives the file of an object to ``take``, such as to be opened or linked to, and returns its answer.
@@ -90,7 +118,8 @@ class NodeCache:
         Raises:
             OSError: The folder cannot be written to, the object is not as large as ``wanted`` says, or as ``fetch``.
         """
-        key = hashlib.sha256(repr((wanted.url, wanted.size_bytes, wanted.version)).encode()).hexdigest()
+        kind = (wanted.url, wanted.size_bytes, wanted.version, _find_boot())
+        key = hashlib.sha256(repr(kind).encode()).hexdigest()
         path = self._folder / "objects" / key
         path.parent.mkdir(exist_ok=True)
         for attempt in range(_NUM_TRIES):
@@ -109,8 +138,7 @@ class NodeCache:
             return False
 
     def _fetch(self, path: Path, wanted: StoredObject, fetch: Callable[[Path], None]) -> None:
-        with self._locked("lock-room"):
-            self._make_room(wanted.size_bytes)
+        self._take_room(wanted.size_bytes)
         # Under its lock nobody else writes it; what a killed process left of it is written over.
         aside = path.with_name(f".{path.name}.tmp")
         aside.unlink(missing_ok=True)
@@ -123,26 +151,42 @@ class NodeCache:
         finally:
             aside.unlink(missing_ok=True)
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Removes the objects used longest ago, until another one has room; and what a killed process left."""
+    def _take_room(self, size_bytes: int) -> None:
+        """Notes that an object comes, in the file that says how much room is left of which limit."""
+        with self._locked("lock-room") as descriptor:
+            noted = [int(word) for word in os.pread(descriptor, _MAX_NOTE_BYTES, 0).split() if word.isdigit()]
+            limit_bytes, left_bytes = noted if len(noted) == 2 else (-1, 0)
+            if limit_bytes != self.limit_bytes or left_bytes < size_bytes:
+                left_bytes = self._make_room(size_bytes)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{self.limit_bytes} {left_bytes - size_bytes}".encode(), 0)
+
+    def _make_room(self, size_bytes: int) -> int:
+        """Removes the objects used longest ago, until others have room, and what a killed process left.
+
+        Returns how much room there is.
+        """
         found = []
         for entry in os.scandir(self._folder / "objects"):
             with suppress(FileNotFoundError):
                 status = entry.stat()
                 found.append((status.st_mtime, status.st_size, Path(entry.path)))
-        total, left_s = sum(size for _, size, _ in found) + size_bytes, time.time() - _LONGEST_FETCH_S
+        total, left_s = sum(size for _, size, _ in found), time.time() - _LONGEST_FETCH_S
+        wanted_bytes = size_bytes if total + size_bytes <= self.limit_bytes else int(_ROOM * self.limit_bytes)
+        most = self.limit_bytes - max(size_bytes, wanted_bytes)
         for used_s, size, path in sorted(found):
             is_fetched = not path.name.startswith(".")
-            if (is_fetched and total > self._limit_bytes) or (not is_fetched and used_s < left_s):
+            if (is_fetched and total > most) or (not is_fetched and used_s < left_s):
                 path.unlink(missing_ok=True)
                 total -= size
+        return self.limit_bytes - total
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Keeps other processes and threads out; the lock ends with the process, however it ends."""
+    def _locked(self, name: str) -> Iterator[int]:
+        """Keeps other processes and threads out, and gives the lock's file; the process that ends gives it back."""
         descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+            yield descriptor
         finally:
             os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from inspect import signature
 from typing import Any
 
@@ -49,6 +50,8 @@ class StoredObject:
     def of(cls, url: str, info: Mapping[str, Any]) -> StoredObject:
         """Reads what ``info`` or ``ls`` of a file system say of an object."""
         said = next((info[name] for name in _VERSION_NAMES if info.get(name) is not None), "")
+        # A time is an object of its own where one file is asked for, and a number in a listing.
+        said = said.timestamp() if isinstance(said, datetime) else said
         return cls(url=url, size_bytes=int(info["size"]), version=str(said))
 
 

@@ -7,23 +7,21 @@ whole. A place with nothing in it becomes a path that does not exist, so that it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from mock_scheduler.errors import ConfigError, MockSchedulerError
 from mock_scheduler.support.fetched_folders import FetchedFile, FetchedFolder, name_locations
 from mock_scheduler.support.foreign_files import MAX_DOCUMENT_BYTES
+from mock_scheduler.support.locations import find_path, find_protocol
 from mock_scheduler.support.run_files import CODE_FOLDER, METRICS_FILE, NOISE_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, STEP_FOLDER
 
 HasStep = Callable[[int], bool]
 """Whether a step is wanted."""
 
-_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters at least: C:// is a drive
 _DOCUMENT_ENDINGS = (".yaml", ".json", ".jsonl")
 
 
@@ -42,15 +40,14 @@ def open_location(location: str | Path, *, has_step: HasStep | None = None, has_
 
     Errors of the block name URLs in the place of local paths.
     """
-    text = str(location)
-    protocol = _PROTOCOL.match(text)
-    if protocol is None:
-        yield Path(location)
+    try:
+        path = find_path(str(location))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if path is not None:
+        yield Path(path)
         return
-    if protocol[1] in ("file", "local"):
-        yield Path(unquote(urlsplit(text).path))
-        return
-    text = text.rstrip("/")
+    text = str(location).rstrip("/")
     run, _, name = text.rpartition("/")
     is_trace = name == TRACE_FOLDER
     with _fetching(run if is_trace else text) as folder:
@@ -61,7 +58,7 @@ def open_location(location: str | Path, *, has_step: HasStep | None = None, has_
 @contextmanager
 def open_trace_location(location: str, *, steps: Collection[int]) -> Iterator[Path]:
     """Gives a trace that is there as a local folder with these steps alone; raises as ``open_location``."""
-    if _PROTOCOL.match(location) is None:
+    if find_protocol(location) is None:
         yield Path(location)
         return
     with _fetching(location) as folder:

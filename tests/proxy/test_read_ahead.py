@@ -18,6 +18,7 @@ from mock_scheduler.proxy.build import build_scheduler
 from mock_scheduler.proxy.sync_scheduler import ProxyScheduler
 from mock_scheduler.recording.storage.remote import FsspecStorage
 from mock_scheduler.scheduler import RolloutRequest
+from mock_scheduler.support.node_cache import FOLDER_VARIABLE, LIMIT_VARIABLE
 from tests.proxy.players import Player, batch_of, digests, never, request, requests
 from tests.recording.builders import make_contract
 
@@ -89,6 +90,27 @@ def test_steps_are_read_ahead_and_are_the_same_in_the_same_order(
     # Each step once, the first by the call itself; and none behind the last one.
     names = [f"train/step_{step:06d}.safetensors" for step in range(4)]
     assert sorted(opened) == [(names[0], False), *((name, True) for name in names[1:])]
+
+
+def test_the_processes_of_a_node_fetch_a_step_once(
+    location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "node"))
+    asked = requests(range(4))
+    record(location, asked)
+    kind, fetched = type(fsspec.filesystem("memory")), list[str]()
+    cat_file = kind.cat_file
+
+    def noted(self: object, path: str, **named: object) -> object:
+        fetched.append(path.rpartition("/")[2])
+        return cat_file(self, path, **named)
+
+    monkeypatch.setattr(kind, "cat_file", noted)
+    for _ in range(3):
+        with mocked(location, asked) as scheduler:
+            assert digests([scheduler.get_batch(item) for item in asked]) == digests(map(batch_of, asked))
+    steps = sorted(name for name in fetched if name.startswith("step_"))
+    assert steps == [f"step_{step:06d}.safetensors" for step in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +224,7 @@ class TestLongPlan:
     def test_its_start_asks_as_much_as_that_of_a_shorter_one(
         self, location: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setenv(LIMIT_VARIABLE, "0")  # else the second start finds on this node what the first one fetched
         record(location, requests(range(12)))
         called: list[str] = []
         kind = type(fsspec.filesystem("memory"))

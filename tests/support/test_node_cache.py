@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from mock_scheduler.errors import ConfigError, ForeignFileError
-from mock_scheduler.support.node_cache import FOLDER_VARIABLE, LIMIT_VARIABLE, NodeCache, find_folder, find_limit
+from mock_scheduler.support.node_cache import (
+    FOLDER_VARIABLE,
+    LIMIT_VARIABLE,
+    NodeCache,
+    find_folder,
+    find_limit,
+    open_cache,
+)
 from mock_scheduler.support.object_stores import StoredObject
 from tests.recording.processes import run_in_child
 
@@ -70,6 +77,24 @@ def test_the_object_used_longest_ago_goes(tmp_path: Path) -> None:
     assert fetched[3:] == [b"bbbbb"]
 
 
+def test_a_tenth_of_the_limit_is_made_free_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, counted = NodeCache(tmp_path, limit_bytes=100), list[int]()
+    looked = cache._make_room
+    monkeypatch.setattr(cache, "_make_room", lambda size: counted.append(size) or looked(size))
+    for number in range(24):
+        cache.use(replace(OBJECT, url=f"s3://bucket/{number}"), writes(b"first", []), Path.read_bytes)
+    assert len(list((tmp_path / "objects").iterdir())) == 20
+    # The first, which knows no room, and each second one after the room for 20.
+    assert len(counted) == 1 + 2
+    # Under another limit, and where the note says nothing, the kept objects are looked through again.
+    other = NodeCache(tmp_path, limit_bytes=50)
+    other.use(OBJECT, writes(b"first", []), Path.read_bytes)
+    assert len(list((tmp_path / "objects").iterdir())) == 10
+    (tmp_path / "lock-room").write_text("no number")
+    other.use(replace(OBJECT, version="2"), writes(b"first", []), Path.read_bytes)
+    assert len(list((tmp_path / "objects").iterdir())) == 10
+
+
 def test_a_file_that_was_removed_while_it_was_taken_is_fetched_again(tmp_path: Path) -> None:
     cache, fetched = NodeCache(tmp_path, limit_bytes=100), list[bytes]()
 
@@ -119,6 +144,18 @@ def test_the_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "made").chmod(0o777)
     with pytest.raises(ForeignFileError, match="not a folder that this user alone may write to; name another one by"):
         find_folder()
+
+
+def test_of_a_limit_of_nothing_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "made"))
+    assert open_cache() is not None
+    monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    assert open_cache() is None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(LIMIT_VARIABLE, "1")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "made"))
+    with pytest.raises(ConfigError, match=f"name another one by {FOLDER_VARIABLE}, or set {LIMIT_VARIABLE}=0"):
+        open_cache()
 
 
 @pytest.mark.parametrize("text", ["", "2.5", "0"])

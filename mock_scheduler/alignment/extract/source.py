@@ -36,6 +36,7 @@ from mock_scheduler.support.documents import Document
 from mock_scheduler.support.files import load_json_object
 from mock_scheduler.support.foreign_files import is_inside, refuse_link_out
 from mock_scheduler.support.local_key import is_own
+from mock_scheduler.support.locations import find_protocol
 from mock_scheduler.support.run_files import ALIGN_FILE, BASELINE_NAME, CONFIG_FILE
 from mock_scheduler.support.text import printable
 from mock_scheduler.support.versions import PACKAGE
@@ -280,7 +281,7 @@ def recording_elsewhere(result: _Result, align_dir: Path) -> list[StoredCode]:
     named = result.recording_dir
     own = align_dir / RECORDING_NAME
     refuse_link_out(own, align_dir)
-    is_here = named is not None and "://" not in named and is_inside(Path(named), align_dir)
+    is_here = named is not None and find_protocol(named) is None and is_inside(Path(named), align_dir)
     # A folder without a recording in it stands for none: ``open_recording`` goes on to the other one.
     if named is None or is_here or _open(str(own)) is not None:
         return []

@@ -26,6 +26,7 @@ from mock_scheduler.config.problems import raise_problems
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import ConfigError
+from mock_scheduler.support.locations import find_protocol
 
 VERL_SECTIONS = ("actor_rollout_ref", "skip")
 VERL_NAMING_SECTIONS = ("trainer", "data")
@@ -40,7 +41,7 @@ _MAX_NAME_BYTES = 255
 
 def _check_location(location: str) -> str:
     """Refuses the places against which verl's own documentation warns; a URL and ``~`` are fine."""
-    if "://" in location:
+    if find_protocol(location) is not None:
         return location
     path = os.path.expanduser(location)
     if not posixpath.isabs(path):

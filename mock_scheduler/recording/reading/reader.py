@@ -68,13 +68,16 @@ class ReadStep:
 
 
 class RecordingReader:
-    """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` (a folder or URL) holds none."""
+    """An opened recording; opening raises ``StepNotFoundError`` where ``dump_dir`` (a folder or URL) holds none.
 
-    def __init__(self, dump_dir: str) -> None:
+    ``is_kept``: what is read of a remote one is kept on this node, as ``open_storage`` says.
+    """
+
+    def __init__(self, dump_dir: str, *, is_kept: bool = False) -> None:
         #: As it was given, to open it again; ``dump_dir`` is for messages.
         self.source = dump_dir
         self.dump_dir = redact(dump_dir)
-        self.storage = open_storage(dump_dir)
+        self.storage = open_storage(dump_dir, is_kept=is_kept)
         self.manifest = load_manifest(self.storage)
         self._verified: set[tuple[str, str, RowShard | None]] = set()
         #: Step, as in ``request_name`` -> where it lay when it was listed.

@@ -6,19 +6,15 @@ leaves at most a hidden temporary file that nothing lists. Nothing is read or wr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
-from mock_scheduler.config.rollout_mock import normalize_location
 from mock_scheduler.errors import RecordingError
 from mock_scheduler.recording.storage.byte_sources import ByteSource as ByteSource
 from mock_scheduler.recording.storage.local import LocalStorage
 from mock_scheduler.support.files import Buffer as Buffer
-
-_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")  # two letters at least: C:// is a drive
+from mock_scheduler.support.locations import find_path, normalize_location
 
 
 class Storage(Protocol):
@@ -103,30 +99,21 @@ def locked(storage: Storage) -> Iterator[None]:
             lock.release()
 
 
-def open_storage(location: str) -> Storage:
-    """The storage of a folder (``~`` is expanded), a ``file://`` URL or an fsspec URL; touches nothing.
+def open_storage(location: str, *, is_kept: bool = False) -> Storage:
+    """The storage of a folder (``~`` is expanded), a ``file://`` URL or an fsspec URL; touches nothing of it.
 
-    Raises ``RecordingError`` for an unknown protocol or a missing package (naming the extra to install).
+    ``is_kept``: what is read of a remote one is kept on this node (``support.node_cache``), for its other processes and
+    the next run. Raises ``RecordingError`` for an unknown protocol or a missing package (naming the extra to install),
+    and where nothing can be kept.
     """
     try:
         location = normalize_location(location)
+        path = find_path(location)
     except ValueError as error:
         raise RecordingError(str(error)) from error
-    protocol = _PROTOCOL.match(location)
-    if protocol is None:
-        return LocalStorage(location)
-    if protocol[1] in ("file", "local"):
-        return LocalStorage(location, root=_path_of_url(location))
+    if path is not None:
+        return LocalStorage(location, root=path)
     # fsspec takes a quarter of a second to import, and a local recording does not need it.
     from mock_scheduler.recording.storage.remote import FsspecStorage
 
-    return FsspecStorage(location)
-
-
-def _path_of_url(location: str) -> str:
-    parts = urlsplit(location)
-    if parts.netloc not in ("", "localhost") or not parts.path:
-        raise RecordingError(
-            f"{location!r} names no local folder: write file:///absolute/path, or the path without file://"
-        )
-    return unquote(parts.path)
+    return FsspecStorage(location, is_kept=is_kept)

@@ -8,44 +8,51 @@ this are written to; any that fsspec knows can be read. Endpoint and credentials
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import fsspec
 
-from mock_scheduler.errors import ConfigError, CorruptRecordingError, RecordingError, redact
+from mock_scheduler.errors import ConfigError, CorruptRecordingError, ForeignFileError, RecordingError, redact
 from mock_scheduler.recording.storage.byte_sources import (
     COMPRESSED_ENDING,
     MAX_DECOMPRESSED_BYTES,
     ByteSource,
     MemorySource,
     check_name,
-    check_range,
     compress,
     open_compressed,
 )
+from mock_scheduler.recording.storage.object_source import FIRST_BYTES, KeptRanges, ObjectSource
 from mock_scheduler.support.files import Buffer
-from mock_scheduler.support.object_stores import client_code, client_errors, connect, list_folder
+from mock_scheduler.support.node_cache import open_cache
+from mock_scheduler.support.object_stores import StoredObject, client_code, client_errors, connect, list_folder
 from mock_scheduler.support.threads import PerProcess
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory")
 
-#: What opening an object reads of it: most steps as a whole, so that they cost one round trip.
-_FIRST_BYTES = 2**20
+#: A listing is believed for so long, of which no more objects than this are noted.
+_FRESH_S, _MAX_NOTED = 60.0, 1000
 _NUM_ATTEMPTS = 5  # of a write that the store refuses because another one to the same name is going on
 
 
 class FsspecStorage:
     """The location of an fsspec URL; opening it connects to nothing. Raises ``RecordingError`` as ``open_storage``."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, *, is_kept: bool = False) -> None:
         self._location = location.rstrip("/")
         self._protocol = location.split("://", 1)[0].lower()
         # A client's threads do not exist in a forked child, which connects anew.
         self._connected = PerProcess(self._connect(), remake=self._connect)
+        self._kept = self._open_cache() if is_kept else None
+        #: What a listing said of objects, each for the next who opens it, and when that was, in seconds.
+        self._listed: dict[str, tuple[StoredObject, float]] = {}
 
     @property
     def location(self) -> str:
@@ -70,13 +77,18 @@ class FsspecStorage:
         """Names directly below a folder, sorted, without hidden ones, as the store has them now."""
         url = self._url(folder)
         with self._translated(folder, "cannot list"):
-            return list(list_folder(self._files, url))
+            found = list_folder(self._files, url)
+        if self._kept is not None and len(found) <= _MAX_NOTED:
+            for name, info in found.items():
+                if info["type"] == "file":
+                    self._listed[f"{folder}/{name}"] = StoredObject.of(f"{url}/{name}", info), time.monotonic()
+        return list(found)
 
     def open_source(self, name: str) -> ByteSource:
         """Returns an object, read by range; decompressed in memory where it ends in ``.zst``."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
-            source = self._open_object(name, url)
+            source = self._open_object(name, url) if self._kept is None else self._open_kept(name, url, self._kept)
             if not name.endswith(COMPRESSED_ENDING):
                 return source
             if source.size_bytes > MAX_DECOMPRESSED_BYTES:
@@ -87,31 +99,38 @@ class FsspecStorage:
 
     def _open_object(self, name: str, url: str) -> ByteSource:
         try:
-            first = bytearray(self._files.cat_file(url, start=0, end=_FIRST_BYTES))
+            first = memoryview(bytearray(self._files.cat_file(url, start=0, end=FIRST_BYTES)))
         except FileNotFoundError:
             raise
         except client_errors():  # an empty object has no first byte, and some stores say so
-            first = bytearray()
-        if 0 < len(first) < _FIRST_BYTES:
+            first = memoryview(bytearray())
+        if 0 < len(first) < FIRST_BYTES:
             return MemorySource(first, path=url)
-        return _ObjectSource(self, name, size_bytes=self._size(url), first=memoryview(first))
+        size_bytes = self._stored(url).size_bytes
+        return ObjectSource(partial(self._fetch, name), size_bytes=size_bytes, first=first, path=self.path(name))
+
+    def _open_kept(self, name: str, url: str, kept: KeptRanges) -> ByteSource:
+        # Its version, by which this node's processes know what they keep, costs each of them one short answer.
+        listed, listed_s = self._listed.pop(name, (None, -math.inf))
+        stored = listed if listed and time.monotonic() - listed_s < _FRESH_S else self._stored(url)
+        fetch = kept.reader(stored, partial(self._fetch, name), path=self.path(name))
+        is_read_whole = name.endswith(COMPRESSED_ENDING)
+        first = fetch(0, min(stored.size_bytes, FIRST_BYTES)) if not is_read_whole else memoryview(b"")
+        return ObjectSource(fetch, size_bytes=stored.size_bytes, first=first, path=self.path(name))
+
+    def _fetch(self, name: str, start: int, stop: int) -> memoryview:
+        """Requests a range of an object, writable."""
+        url = self._url(name)
+        with self._translated(name, "cannot read"):
+            return memoryview(bytearray(self._files.cat_file(url, start=start, end=stop) if stop > start else b""))
 
     def read_bytes(self, name: str, *, max_bytes: int) -> bytes:
         """Returns a small object as a whole."""
         url = self._url(name)
         with self._translated(name, "cannot read"):
-            if self._size(url) > max_bytes:
+            if self._stored(url).size_bytes > max_bytes:
                 raise CorruptRecordingError(f"{url}: over the limit of {max_bytes} bytes: not a file of a recording")
             return bytes(self._files.cat_file(url))
-
-    def read_range(self, name: str, start: int, stop: int) -> memoryview:
-        """Bytes of an object, writable; raises ``CorruptRecordingError`` where it has fewer."""
-        url = self._url(name)
-        with self._translated(name, "cannot read"):
-            data = self._files.cat_file(url, start=start, end=stop) if stop > start else b""
-        if len(data) != stop - start:
-            raise CorruptRecordingError(f"{url}: {len(data)} of {stop - start} bytes could be read: it was changed")
-        return memoryview(bytearray(data))
 
     def publish(self, name: str, pieces: Sequence[Buffer]) -> int:
         """Write a new object, compressed where its name ends in ``.zst``; returns its stored size."""
@@ -201,15 +220,22 @@ class FsspecStorage:
         except ConfigError as error:
             raise RecordingError(str(error)) from error
 
+    def _open_cache(self) -> KeptRanges | None:
+        try:
+            cache = open_cache()
+        except (ConfigError, ForeignFileError) as error:
+            raise RecordingError(f"{self.location} is read by way of a folder on this node: {error}") from error
+        return None if cache is None else KeptRanges(cache)
+
     def _url(self, name: str) -> str:
         check_name(name, location=self.location)
         return f"{self._location}/{name}" if name else self._location
 
-    def _size(self, url: str) -> int:
+    def _stored(self, url: str) -> StoredObject:
         info = self._files.info(url)
         if info["type"] != "file":
             raise FileNotFoundError(f"{url} is a folder")
-        return int(info["size"])
+        return StoredObject.of(url, info)
 
     def _objects(self, url: str) -> dict[str, int]:
         """Returns the object of this name, or those below it, in the order of their names, with their sizes."""
@@ -235,7 +261,7 @@ class FsspecStorage:
 
     def _holds(self, url: str, data: bytes) -> bool:
         try:
-            return self._size(url) == len(data) and self._files.cat_file(url) == data
+            return self._stored(url).size_bytes == len(data) and self._files.cat_file(url) == data
         except FileNotFoundError:  # another writer's, which has been removed meanwhile
             return False
 
@@ -260,25 +286,3 @@ class FsspecStorage:
             f"{what} {self.path(name)}{size}: {reason}. Check the bucket, the credentials and the endpoint "
             "(AWS_ENDPOINT_URL for S3), or set another rollout_mock.dump_dir."
         )
-
-
-class _ObjectSource:
-    """An object, whose ``first`` bytes are here already; each range of others is one request."""
-
-    def __init__(self, storage: FsspecStorage, name: str, *, size_bytes: int, first: memoryview) -> None:
-        self._storage = storage
-        self._name = name
-        self._size_bytes = size_bytes
-        self._first = first
-
-    @property
-    def size_bytes(self) -> int:
-        """Size when it was opened."""
-        return self._size_bytes
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Returns bytes ``start`` to ``stop``, fetched now."""
-        check_range(start, stop, self._size_bytes, path=self._storage.path(self._name))
-        if stop <= len(self._first):
-            return memoryview(bytearray(self._first[start:stop]))
-        return self._storage.read_range(self._name, start, stop)
