@@ -17,7 +17,7 @@ import yaml
 
 from mock_scheduler.adapters.nexrl.comparison.report import compare_dumps, describe_verdict
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.errors import ConfigError, ServiceError
+from mock_scheduler.errors import ConfigError, ExitCode, ServiceError
 from mock_scheduler.recording.step.step_file import decode_step
 from mock_scheduler.remote import TrainingClient, encode_datums, with_values
 from mock_scheduler.remote.service_file import ServiceAccess, make_token, read_service_file, write_service_file
@@ -244,8 +244,11 @@ def test_scores_of_a_service_make_the_same_advantages(tmp_path: Path) -> None:
             finished = train_there(configs, folder, recording, service, *algorithm, *dump)
             assert finished.returncode == 0, finished.stderr
         compared = run_program("mock_scheduler.cli", ["compare", str(tmp_path / "own"), str(folder)])
-        assert compared.returncode == 0, compared.stdout + compared.stderr
-        assert compared.stdout.startswith("rounding" if layout else "identical")
+        # Without measured noise, nothing shows that what tensor parallelism rounds otherwise is rounding.
+        expected = (ExitCode.SUSPECT, "suspect") if layout else (ExitCode.ALIGNED, "identical")
+        found = compared.returncode, compared.stdout.partition(":")[0]
+        assert found == expected, compared.stdout + compared.stderr
+        assert not layout or "within uncalibrated bounds of theory: 42 metrics" in " ".join(compared.stdout.split())
         for step in range(2):
             report = compare_dumps(tmp_path / "own_dump", dumps["api_dump"], dumps["weaver_dump"], step)
             assert report.exit_code == 0, describe_verdict(report)
