@@ -8,7 +8,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf
@@ -273,6 +276,22 @@ def test_a_group_of_hydras_or_a_schema_of_that_name_is_hydras_to_find(tmp_path: 
     finally:
         del ConfigStore.instance().repo["of_a_schema.yaml"]
     assert asked[:2] == [[], []]
+
+
+def test_a_plugin_of_hydras_may_find_more(
+    tmp_path: Path, asked: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plugin").mkdir()
+    for folder, text in ((tmp_path, "a: 1\n"), (tmp_path / "plugin", "a: 2\n")):
+        (folder / "run.yaml").write_text(text, encoding="utf-8")
+
+    class Plugin(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            search_path.prepend("plugin", f"file://{tmp_path / 'plugin'}")
+
+    monkeypatch.setattr(Plugins, "discover", lambda *_: [Plugin])
+    composed, _ = composing.Composer(tmp_path, "run", traps=FORM.traps).compose([])
+    assert (composed, asked[:1]) == ({"a": 2}, [[]])
 
 
 @pytest.mark.parametrize("text", [*FLAT, *NOT_FLAT])

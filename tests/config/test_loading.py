@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from mock_scheduler.config.loading import ConfigSource, dump_config, parse_config_arguments
 from mock_scheduler.errors import ConfigError
@@ -102,7 +104,9 @@ def test_dumped_config_loads_back_equal(tmp_path: Path) -> None:
         "save_steps: 5\nrollout_mock: {enable: true, mode: cache, steps: '0-19, 40, 100-', missing_step: repeat,\n"
         "  schedule: [{mode: mock, steps: [1, '3-4'], kinds: [train]}], retention: {keep_last: 3, pin_steps: 7}}\n",
     )
-    assert load_text(tmp_path, dump_config(config)) == config
+    text = dump_config(config)
+    assert load_text(tmp_path, text) == config
+    assert text == OmegaConf.to_yaml(OmegaConf.create(yaml.safe_load(text)))
 
 
 # "???" marks a value that is still to be given, so no loaded configuration has it.
