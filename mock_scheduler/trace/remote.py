@@ -15,7 +15,7 @@ from pathlib import Path
 from mock_scheduler.errors import ConfigError, MockSchedulerError
 from mock_scheduler.support.fetched_folders import FetchedFile, FetchedFolder, name_locations
 from mock_scheduler.support.foreign_files import MAX_DOCUMENT_BYTES
-from mock_scheduler.support.locations import find_path, find_protocol
+from mock_scheduler.support.locations import find_path, find_protocol, normalize_location
 from mock_scheduler.support.run_files import CODE_FOLDER, METRICS_FILE, NOISE_FILE, RUN_FILE, TRACE_FOLDER
 from mock_scheduler.trace.full.files import PART_FILE, SKETCH_FILE, STEP_FOLDER
 
@@ -47,7 +47,7 @@ def open_location(location: str | Path, *, has_step: HasStep | None = None, has_
     if path is not None:
         yield Path(path)
         return
-    text = str(location).rstrip("/")
+    text = normalize_location(str(location)).rstrip("/")
     run, _, name = text.rpartition("/")
     is_trace = name == TRACE_FOLDER
     with _fetching(run if is_trace else text) as folder:

@@ -19,6 +19,7 @@ from mock_scheduler.errors import ConfigError, MockSchedulerError, TraceError
 from mock_scheduler.report.json_file import comparison_to_json
 from mock_scheduler.run_folder.inputs import parse_selection
 from mock_scheduler.support import fetched_folders
+from mock_scheduler.support.fetched_folders import find_location
 from mock_scheduler.support.node_cache import FOLDER_VARIABLE
 from mock_scheduler.trace.remote import open_location
 from mock_scheduler.verdict.compare_runs import compare_paths
@@ -219,6 +220,15 @@ def test_messages_name_urls(folders: tuple[Path, Path], bucket: Bucket) -> None:
     MemoryFileSystem().rm_file("/bucket/b/trace/step_000001/rank_00001.part_000.safetensors")
     assert refused(TraceError, first, second).startswith(f"{second}/step_000001: no file of global rank 1 of 2")
     assert refused(ConfigError, "nowhere://x/y", second).startswith("nowhere://x/y: Protocol not known: nowhere")
+
+
+def test_a_protocol_is_spelled_in_any_case(folders: tuple[Path, Path], bucket: Bucket) -> None:
+    url = bucket.upload(folders[0], "a")
+    with open_location(url.replace("memory", "MEMORY")) as place:
+        assert find_location(place) == url
+    assert refused(ConfigError, "file://host/x", url) == (
+        "'file://host/x' names no local folder: write file:///absolute/path, or the path without file://"
+    )
 
 
 def test_a_changed_byte_is_named_with_its_url(folders: tuple[Path, Path], bucket: Bucket) -> None:
