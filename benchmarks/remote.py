@@ -1,4 +1,4 @@
-"""Long and remote recordings: what they add to a run, how long they take to open, and what compression blocks.
+"""Long and remote recordings, and traces in a bucket: what they take, and what compression blocks.
 
 The bucket is an HTTP server of this machine's loopback, in a process of its own, that speaks as much of S3 as s3fs
 asks: each answer comes after a latency of 50 ms, and one request of a hundred, drawn with a seed, is ``503 SlowDown``.
@@ -10,6 +10,8 @@ asks: each answer comes after a latency of 50 ms, and one request of a hundred, 
 - *Opening*: ``build_scheduler`` with a plan of every step, for recordings of 100, 10,000 and 100,000 steps, in a folder
   and in the bucket (without failures, so that each is comparable). Most files of the long ones are links to one:
   opening reads the first and the last steps only.
+- *Traces*: one comparison of traces of simulated ranks, in a folder, in the bucket, and there again where this node has
+  kept their parts.
 - *Blocked*: how long ``submit`` keeps the training, in turn with a plain and with a compressing writer, each idle.
 
     python -m benchmarks.remote [--steps 60] [--rounds 15] [--no-opening] [--json FILE]
@@ -41,6 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recording import CODEC, info, make_padded, request
+from benchmarks.scale.ranks import write_many_ranks
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.config.rollout_mock import RolloutMockConfig
 from mock_scheduler.proxy import read_ahead
@@ -54,12 +57,14 @@ from mock_scheduler.recording.writing.opening import WriterOptions, open_recordi
 from mock_scheduler.scheduler import RolloutRequest
 from mock_scheduler.support.arguments import ArgumentParser
 from mock_scheduler.support.node_cache import FOLDER_VARIABLE, LIMIT_VARIABLE
+from mock_scheduler.verdict.compare_runs import compare_paths
 
 BUCKET = "recordings"
 LATENCY_S = 0.05
 FAILURE_RATE = 0.01
 UPDATE_S = 0.3
 SIZES = (100, 10_000, 100_000)
+NUM_RANKS = (64, 512)
 _PAGE = 1000
 
 
@@ -327,6 +332,25 @@ def open_times(location: str, bucket: Bucket | None) -> dict[str, dict[str, floa
     return found
 
 
+def compare_times(root: Path, bucket: Bucket) -> dict[str, dict[str, float]]:
+    """What a comparison of two equal traces takes."""
+    found = {}
+    for num_ranks in NUM_RANKS:
+        names = [f"{side}{num_ranks}/trace" for side in "ab"]
+        for name in names:
+            write_many_ranks(root / name, num_ranks=num_ranks)
+        local, remote = [str(root / name) for name in names], [f"s3://{BUCKET}/{name}" for name in names]
+        for place, sides in {"folder": local, "bucket": remote, "bucket, again": remote}.items():
+            num_before, started_s, started_cpu_s = bucket.count(), time.perf_counter(), time.process_time()
+            compare_paths(*sides)
+            found[f"{num_ranks} ranks, {place}"] = {
+                "time, s": time.perf_counter() - started_s,
+                "processor time, s": time.process_time() - started_cpu_s,
+                "requests": bucket.count() - num_before,
+            }
+    return found
+
+
 def blocked_ms(folder: Path, batch: RolloutBatch, rounds: int) -> dict[str, dict[str, float]]:
     """Medians of ``submit``; the writer has written the step before."""
     times: dict[str, list[float]] = {"none": [], "zstd": []}
@@ -371,6 +395,8 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, dict[str, dict
     os.environ[FOLDER_VARIABLE] = str(root / "kept")
     with serve(root, failure_rate=FAILURE_RATE):
         results["run"] = run_times(places, plan)
+    with serve(root, failure_rate=FAILURE_RATE) as bucket:
+        results["traces"] = compare_times(root, bucket)
     if options.no_opening:
         return results
     small = make_batch(8, 32)

@@ -214,17 +214,23 @@ class FetchedFolder:
 
     def _fetch_header(self, file: FetchedFile) -> int:
         """Returns how many bytes were fetched."""
-        url, size_bytes = file.stored.url, file.stored.size_bytes
+        size_bytes = file.stored.size_bytes
         with _translated(file.stored.url):
-            data = self._files.cat_file(url, start=0, end=min(_HEADER_BYTES, size_bytes)) if size_bytes else b""
+            data = self._read(file.stored, 0, min(_HEADER_BYTES, size_bytes)) if size_bytes else b""
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
             # A length that is none is left to who reads the header.
             if len(data) < end <= min(size_bytes, _MAX_HEADER_BYTES):
-                data += self._files.cat_file(url, start=len(data), end=end)
+                data += self._read(file.stored, len(data), end)
             with (self.root / file.name).open("xb") as stream:
                 stream.write(data)
                 stream.truncate(size_bytes)
         return len(data)
+
+    def _read(self, stored: StoredObject, start: int, stop: int) -> bytes:
+        def fetch(start: int, stop: int) -> bytes:
+            return bytes(self._files.cat_file(stored.url, start=start, end=stop))
+
+        return bytes(self._cache.read(stored, start, stop, fetch))
 
 
 def complete(path: Path) -> None:

@@ -20,14 +20,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from mock_scheduler.errors import ConfigError, ForeignFileError
-from mock_scheduler.support.foreign_files import read_text
+from mock_scheduler.support.files import Buffer
+from mock_scheduler.support.foreign_files import open_foreign, read_text
 from mock_scheduler.support.object_stores import StoredObject
 
 T = TypeVar("T")
+Fetch = Callable[[int, int], Buffer]
+"""Requests bytes ``start`` to ``stop`` of an object; fewer, where the object has fewer now."""
 
 FOLDER_VARIABLE = "MOCK_SCHEDULER_NODE_CACHE"
 LIMIT_VARIABLE = "MOCK_SCHEDULER_NODE_CACHE_GIB"
@@ -95,6 +99,14 @@ def open_cache() -> NodeCache | None:
         raise ConfigError(f"{error}; name another one by {FOLDER_VARIABLE}, or set {LIMIT_VARIABLE}=0") from error
 
 
+def _read_range(path: Path, start: int, stop: int) -> memoryview:
+    data = bytearray(stop - start)
+    with open_foreign(path) as stream:
+        stream.seek(start)
+        num_read = stream.readinto(data)
+    return memoryview(data)[:num_read]
+
+
 class NodeCache:
     """Gives objects as local files.
 
@@ -118,17 +130,35 @@ class NodeCache:
         Raises:
             OSError: The folder cannot be written to, the object is not as large as ``wanted`` says, or as ``fetch``.
         """
-        kind = (wanted.url, wanted.size_bytes, wanted.version, _find_boot())
-        key = hashlib.sha256(repr(kind).encode()).hexdigest()
-        path = self._folder / "objects" / key
+        path = self._place(wanted)
         path.parent.mkdir(exist_ok=True)
         for attempt in range(_NUM_TRIES):
-            with self._locked(f"lock-{int(key[:8], 16) % _NUM_LOCKS:03d}"):
+            with self._locked(f"lock-{int(path.name[:8], 16) % _NUM_LOCKS:03d}"):
                 if attempt or not wanted.version or not self._is_there(path, wanted.size_bytes):
                     self._fetch(path, wanted, fetch)
             with suppress(FileNotFoundError):
                 return take(path)
         raise FileNotFoundError(f"{path} was removed {_NUM_TRIES} times while it was used: is {self._folder} emptied?")
+
+    def read(self, wanted: StoredObject, start: int, stop: int, fetch: Fetch) -> memoryview:
+        """Reads bytes ``start`` to ``stop`` of an object, out of the whole one or kept by themselves; writable.
+
+        Raises as ``use``, and what ``fetch`` raises.
+        """
+        whole = self._place(wanted)
+        if wanted.version and self._is_there(whole, wanted.size_bytes):
+            with suppress(FileNotFoundError):
+                return _read_range(whole, start, stop)
+
+        def fetch_range(aside: Path) -> None:
+            aside.write_bytes(fetch(start, stop))
+
+        part = replace(wanted, url=f"{wanted.url}#{start}-{stop}", size_bytes=stop - start)
+        return self.use(part, fetch_range, lambda path: _read_range(path, 0, stop - start))
+
+    def _place(self, wanted: StoredObject) -> Path:
+        kind = (wanted.url, wanted.size_bytes, wanted.version, _find_boot())
+        return self._folder / "objects" / hashlib.sha256(repr(kind).encode()).hexdigest()
 
     def _is_there(self, path: Path, size_bytes: int) -> bool:
         try:

@@ -95,6 +95,31 @@ def test_a_tenth_of_the_limit_is_made_free_at_once(tmp_path: Path, monkeypatch: 
     assert len(list((tmp_path / "objects").iterdir())) == 10
 
 
+def test_a_range_is_read_out_of_the_whole_or_kept_by_itself(tmp_path: Path) -> None:
+    cache, asked = NodeCache(tmp_path, limit_bytes=100), list[tuple[int, int]]()
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        return b"first"[start:stop]
+
+    for _ in range(2):
+        view = cache.read(OBJECT, 1, 4, fetch)
+        assert view == b"irs"
+        view[0] = 0  # the reader's own
+    assert cache.read(OBJECT, 1, 3, fetch) == b"ir"
+    assert asked == [(1, 4), (1, 3)]
+    cache.use(OBJECT, writes(b"first", []), Path.read_bytes)
+    assert cache.read(OBJECT, 0, 5, fetch) == b"first"
+    assert len(asked) == 2
+    # Of another version nothing is known, and of no version never.
+    assert cache.read(replace(OBJECT, version="2"), 0, 5, fetch) == b"first"
+    for _ in range(2):
+        assert cache.read(replace(OBJECT, version=""), 0, 5, fetch) == b"first"
+    assert asked[2:] == [(0, 5)] * 3
+    with pytest.raises(OSError, match="s3://bucket/a#3-9: 2 of 6 bytes came: it was changed meanwhile"):
+        cache.read(replace(OBJECT, version="3"), 3, 9, lambda start, stop: b"first"[start:stop])
+
+
 def test_a_file_that_was_removed_while_it_was_taken_is_fetched_again(tmp_path: Path) -> None:
     cache, fetched = NodeCache(tmp_path, limit_bytes=100), list[bytes]()
 

@@ -92,6 +92,10 @@ def test_a_comparison_in_a_bucket_is_that_of_the_folders(folders: tuple[Path, Pa
     for side, url in zip(("baseline", "candidate"), urls, strict=True):
         assert said[1].pop(side) == {**said[0].pop(side), "path": url}
     assert said[1] == said[0]
+    # The node has kept all of it.
+    asked = len(bucket.whole), len(bucket.ranges)
+    assert compare_paths(*urls).verdict == there.verdict
+    assert (len(bucket.whole), len(bucket.ranges)) == asked
 
 
 def test_tasks_fetch_their_steps_and_the_driver_what_it_explains(folders: tuple[Path, Path], bucket: Bucket) -> None:

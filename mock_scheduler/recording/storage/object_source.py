@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 from mock_scheduler.errors import CorruptRecordingError
-from mock_scheduler.recording.storage.byte_sources import check_range, open_file
+from mock_scheduler.recording.storage.byte_sources import check_range
 from mock_scheduler.support.node_cache import NodeCache
 from mock_scheduler.support.object_stores import StoredObject
 
@@ -44,9 +42,8 @@ class KeptRanges:
         def read(start: int, stop: int) -> memoryview:
             if stop - start > self._cache.limit_bytes:
                 return fetch(start, stop)
-            part = replace(stored, url=f"{stored.url}#{start}-{stop}", size_bytes=stop - start)
             try:
-                return self._cache.use(part, lambda target: _write(target, fetch(start, stop)), _read)
+                return self._cache.read(stored, start, stop, fetch)
             except OSError as error:
                 data = fetch(start, stop)
                 self._warn(path, error)
@@ -85,12 +82,3 @@ class ObjectSource:
                 f"{self._path}: {len(data)} of {stop - start} bytes could be read: it was changed"
             )
         return data
-
-
-def _write(path: Path, data: memoryview) -> None:
-    path.write_bytes(data)
-
-
-def _read(path: Path) -> memoryview:
-    source = open_file(str(path), shown_path=str(path))
-    return source.read(0, source.size_bytes)
