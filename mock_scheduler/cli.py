@@ -271,7 +271,8 @@ def compare(
 ) -> None:
     """Compare two finished runs, traces, metrics or recordings, and name the first place where they part."""
     from mock_scheduler.commands.compare import CompareOptions, run_compare  # imports torch: not for --help
-    from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
+    from mock_scheduler.config.steps import parse_steps
+    from mock_scheduler.run_folder.inputs import parse_selection
 
     options = CompareOptions(
         selection=parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ()),
@@ -301,7 +302,8 @@ def replicas(
 ) -> None:
     """Check that all copies within one run agree to the last bit."""
     from mock_scheduler.commands.compare import run_replicas  # imports torch: not for --help
-    from mock_scheduler.run_folder.inputs import parse_selection, parse_steps
+    from mock_scheduler.config.steps import parse_steps
+    from mock_scheduler.run_folder.inputs import parse_selection
 
     selection = parse_selection(steps=parse_steps(steps), kinds=kinds or (), patterns=patterns or ())
     raise typer.Exit(run_replicas(run, selection, json_path=json_path, verify=verify, over_ray=over_ray))
@@ -398,7 +400,7 @@ def config(
 @app.command()
 def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Describe a recording and its steps."""
-    from mock_scheduler.commands.recordings import run_inspect  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_inspect  # imports NumPy: not for --help
 
     raise typer.Exit(run_inspect(dump_dir, steps=steps, json_path=json_path))
 
@@ -406,7 +408,7 @@ def inspect(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput =
 @app.command(epilog="Exit codes: 0 whole; 5 not.")
 def verify(dump_dir: RecordingDir, steps: Steps = None, json_path: JsonOutput = None) -> None:
     """Read all of a recording and check every digest."""
-    from mock_scheduler.commands.recordings import run_verify  # imports torch: not for --help
+    from mock_scheduler.commands.recordings import run_verify  # imports NumPy: not for --help
 
     raise typer.Exit(run_verify(dump_dir, steps=steps, json_path=json_path))
 
@@ -420,7 +422,7 @@ def diff(
     json_path: JsonOutput = None,
 ) -> None:
     """Compare two recordings to the last bit."""
-    from mock_scheduler.commands.recordings import run_diff  # imports torch: not for --help
+    from mock_scheduler.commands.recorded_rows import run_diff  # imports torch: not for --help
 
     raise typer.Exit(run_diff((dump_dir_a, dump_dir_b), steps=steps, limit=limit, json_path=json_path))
 
@@ -441,7 +443,7 @@ def show(
     json_path: JsonOutput = None,
 ) -> None:
     """Print one recorded trajectory, turn by turn, as a person reads it."""
-    from mock_scheduler.commands.recordings import run_show  # imports torch: not for --help
+    from mock_scheduler.commands.recorded_rows import run_show  # imports torch: not for --help
 
     code = run_show(
         dump_dir,

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
@@ -146,7 +147,7 @@ def _new_tokens(batch: RolloutBatch) -> torch.Tensor:
     """Counts the tokens of each row that its trajectory's row before did not have, float64 ``[B]``."""
     new = batch.lengths.double()
     rows, index = torch.split(batch.tokens, batch.lengths.tolist()), trajectory_index(batch)
-    for row in (torch.nonzero(index.diff() == 0).flatten() + 1).tolist():
+    for row in (np.flatnonzero(np.diff(index) == 0) + 1).tolist():
         before = rows[row - 1]
         if torch.equal(rows[row][: len(before)], before):
             new[row] -= len(before)

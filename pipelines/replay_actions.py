@@ -30,13 +30,12 @@ from mock_scheduler.config.loading import (
     with_one_spelling,
 )
 from mock_scheduler.config.locating import locate_config
-from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.steps import StepRanges, parse_steps
 from mock_scheduler.errors import ConfigError, ContractError, ExitCode, MockSchedulerError
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.paths import format_present
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
-from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.support.arguments import parse_arguments
 from mock_scheduler.support.digests import JSON, canonical_json, iterate_leaves
 from mock_scheduler.support.files import save_json

@@ -8,14 +8,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from mock_scheduler import cli
+from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.commands import launch
 from mock_scheduler.launch.launcher import LaunchPlan
+from mock_scheduler.recording.writing.writer import WriterOptions
+from mock_scheduler.support.raw_tensors import ITEM_SIZES, RawTensor
 from pipelines.config.loading import load_config
+from tests.recording.builders import make_batch
+from tests.recording.recordings import record as record_steps
+from tests.report.recordings import make_odd_batch, record, write_shards
 
 
 @pytest.fixture
@@ -76,6 +85,23 @@ def test_no_help_and_no_configuration_imports_torch(config_path: str) -> None:
     names = [info.name or (info.callback.__name__ if info.callback else "") for info in cli.app.registered_commands]
     assert len(names) == 23
     runs = [[name, "--help"] for name in names] + [["config", "run", "--config-path", config_path], ["version"]]
+    code = f"import sys; from mock_scheduler.cli import main; print([main(run) for run in {runs!r}]); "
+    code += "print(*{'torch', 'megatron'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == [str([0] * len(runs)), ""]
+
+
+def test_recordings_are_described_and_verified_without_torch(tmp_path: Path) -> None:
+    extras = {
+        name: TensorColumn.of_given(RawTensor(np.zeros(12 * size, dtype=np.uint8), name, (6, 2)))
+        for name, size in ITEM_SIZES.items()
+    }
+    extras["ragged"] = TensorColumn(values=torch.ones(6, dtype=torch.bfloat16), offsets=torch.arange(7))
+    batch = replace(make_batch(3, 2), extras=extras)
+    record(tmp_path / "plain", {0: batch, 1: make_odd_batch()})
+    write_shards(record(tmp_path / "shards", {0: batch}), 1, batch, count=2)
+    record_steps(tmp_path / "zstd", (0, 1), options=WriterOptions(compression="zstd"))
+    runs = [[name, str(tmp_path / folder)] for folder in ("plain", "shards", "zstd") for name in ("inspect", "verify")]
     code = f"import sys; from mock_scheduler.cli import main; print([main(run) for run in {runs!r}]); "
     code += "print(*{'torch', 'megatron'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,7 +2,7 @@
 
 from mock_scheduler.batch.checks import TENSOR_FIELDS
 from mock_scheduler.batch.rollout_batch import IDENTITY_EXTRAS, PaddedBatch, RolloutBatch
-from mock_scheduler.batch.rows import compute_prompt_digest
+from mock_scheduler.batch.row_digests import compute_prompt_digest
 from mock_scheduler.batch.trajectory import (
     GroupKey,
     SampleIdentity,

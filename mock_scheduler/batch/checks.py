@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch.columns import Column, JsonColumn, column_name_problem
 from mock_scheduler.batch.trajectory import (
@@ -28,21 +27,20 @@ from mock_scheduler.batch.trajectory import (
 )
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON, check_json
-from mock_scheduler.support.tensor_bytes import has_plain_bytes, shape_text
 from mock_scheduler.support.text import count_of
 
-#: Name -> (dtype, number of dimensions) of every tensor of a batch.
-TENSOR_FIELDS: Mapping[str, tuple[torch.dtype, int]] = {
-    "tokens": (torch.int32, 1),
-    "row_offsets": (torch.int64, 1),
-    "response_mask": (torch.bool, 1),
-    "rollout_logprobs": (torch.float32, 1),
-    "turn_offsets": (torch.int64, 1),
-    "turn_rewards": (torch.float32, 1),
-    "policy_versions": (torch.int32, 1),
-    "rewards": (torch.float32, 1),
-    "terminations": (torch.uint8, 1),
-    "prompt_lengths": (torch.int32, 1),
+#: Name -> dtype of every tensor of a batch; all have one dimension.
+TENSOR_FIELDS: Mapping[str, str] = {
+    "tokens": "int32",
+    "row_offsets": "int64",
+    "response_mask": "bool",
+    "rollout_logprobs": "float32",
+    "turn_offsets": "int64",
+    "turn_rewards": "float32",
+    "policy_versions": "int32",
+    "rewards": "float32",
+    "terminations": "uint8",
+    "prompt_lengths": "int32",
 }
 
 MAX_LISTED_PROBLEMS = 20
@@ -71,16 +69,20 @@ def raise_problems(problems: Sequence[str]) -> None:
     raise BatchError(f"rollout batch has {count_of(len(problems), 'problem')}:{''.join(lines)}")
 
 
-def dtype_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def dtype_problems(tensors: Mapping[str, object]) -> list[str]:
     """List tensors unlike ``TENSOR_FIELDS`` in dtype or dimensions, not dense, not on the CPU, or with a gradient's
     history."""
+    import torch
+
+    from mock_scheduler.support.tensor_bytes import DTYPES, has_plain_bytes, shape_text
+
     problems = []
     for name, tensor in tensors.items():
-        dtype, num_dims = TENSOR_FIELDS[name]
+        dtype = DTYPES[TENSOR_FIELDS[name]]
         if not isinstance(tensor, torch.Tensor):
             problems.append(f"{name} is of type {type(tensor).__name__}; expected a tensor of {dtype}")
-        elif not has_plain_bytes(tensor) or tensor.dtype is not dtype or tensor.dim() != num_dims or not tensor.is_cpu:
-            problems.append(f"{name} is {shape_text(tensor)}; expected {dtype} with {num_dims} dimension on cpu")
+        elif not has_plain_bytes(tensor) or tensor.dtype is not dtype or tensor.dim() != 1 or not tensor.is_cpu:
+            problems.append(f"{name} is {shape_text(tensor)}; expected {dtype} with 1 dimension on cpu")
         elif tensor.requires_grad:
             problems.append(f"{name} requires grad, which a recording cannot keep: detach it")
         elif tensor.is_neg():

@@ -7,27 +7,22 @@ a gradient's history, and must not be written to.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from mock_scheduler.batch.fields import Given, as_array, as_raw, copy_given, given, tensor_field
 from mock_scheduler.batch.pickled import PickledByBuffers
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON, canonical_json, check_json
-from mock_scheduler.support.tensor_bytes import (
-    as_bytes,
-    compute_tensor_digest,
-    dtype_name,
-    from_bytes,
-    has_plain_bytes,
-    shape_text,
-)
+from mock_scheduler.support.raw_tensors import RawTensor, bool_problem
+
+if TYPE_CHECKING:
+    import torch
 
 #: Types of which every value is JSON.
 _PLAIN_JSON = frozenset((bool, int, str, type(None)))
@@ -45,76 +40,118 @@ class Ragged(PickledByBuffers):
 RowValue: TypeAlias = "torch.Tensor | Ragged | JSON"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TensorColumn(PickledByBuffers):
     """``values`` ``[B, *shape]`` where ``offsets`` is None (dense; a scalar per row has shape ``[B]``), else ragged:
     ``[sum n, *shape]``, row i from ``offsets[i]`` to ``offsets[i + 1]`` (int64 ``[B + 1]``)."""
 
-    values: torch.Tensor
-    offsets: torch.Tensor | None = None
+    values: torch.Tensor = tensor_field()
+    offsets: torch.Tensor | None = tensor_field(is_optional=True)
+
+    @classmethod
+    def of_given(cls, values: Given, offsets: Given | None = None) -> TensorColumn:
+        """Makes a column of arrays or bytes, which needs no torch until somebody asks for its tensors."""
+        fields: dict[str, Any] = {"values": values, "offsets": offsets}
+        return cls(**fields)
+
+    @property
+    def raw(self) -> RawTensor:
+        """Returns ``values`` as bytes, without torch where they were read from a file."""
+        return as_raw(given(self, "values"))
+
+    @property
+    def bounds(self) -> npt.NDArray[np.int64] | None:
+        """Returns ``offsets`` as an array."""
+        offsets = given(self, "offsets")
+        return None if offsets is None else as_array(offsets)
 
     def __len__(self) -> int:
-        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+        bounds = self.bounds
+        return self.raw.shape[0] if bounds is None else len(bounds) - 1
 
     def row(self, index: int) -> torch.Tensor | Ragged:
         """Returns the entry of one row, as a view."""
-        if self.offsets is None:
+        bounds = self.bounds
+        if bounds is None:
             return self.values[index]
-        return Ragged(self.values[int(self.offsets[index]) : int(self.offsets[index + 1])])
+        return Ragged(self.values[int(bounds[index]) : int(bounds[index + 1])])
 
     def rows(self) -> Sequence[torch.Tensor | Ragged]:
         """Returns the entries of all rows, as views."""
-        if self.offsets is None:
+        bounds = self.bounds
+        if bounds is None:
             return self.values.unbind()
-        return [Ragged(part) for part in torch.split(self.values, self.offsets.diff().tolist())]
+        return [Ragged(part) for part in self.values.split(np.diff(bounds).tolist())]
 
     def row_bytes(self) -> tuple[npt.NDArray[np.uint8], list[int]]:
         """Returns all bytes, and the ``B + 1`` positions in them between rows."""
-        bounds = list(range(len(self) + 1)) if self.offsets is None else self.offsets.tolist()
-        entry_size = self.values.dtype.itemsize * math.prod(self.values.shape[1:])
-        return as_bytes(self.values).numpy(), [bound * entry_size for bound in bounds]
+        raw, bounds = self.raw, self.bounds
+        numbers = range(len(self) + 1) if bounds is None else bounds.tolist()
+        return raw.content, [number * raw.row_bytes for number in numbers]
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
         """Returns the column of copies of the given rows' entries, in the order given."""
         # By bytes: torch cannot index every dtype, and converts none here.
+        raw, own = self.raw, self.bounds
         content, bounds = self.row_bytes()
         pieces = [content[bounds[row] : bounds[row + 1]] for row in rows]
         joined = np.concatenate([np.empty(0, dtype=np.uint8), *pieces])
         count, offsets = len(rows), None
-        if self.offsets is not None:
-            sizes = [0, *self.offsets.diff()[torch.tensor(rows, dtype=torch.int64)].tolist()]
-            count, offsets = sum(sizes), torch.tensor(sizes, dtype=torch.int64).cumsum(0)
-        values = from_bytes(joined, self.values.dtype, (count, *self.values.shape[1:]))
-        return TensorColumn(values=values, offsets=offsets)
+        if own is not None:
+            offsets = np.concatenate([[0], np.diff(own)[np.asarray(rows, dtype=np.int64)]]).cumsum()
+            count = int(offsets[-1])
+        return TensorColumn.of_given(RawTensor(joined, raw.dtype, (count, *raw.shape[1:])), offsets)
 
     def copy(self) -> TensorColumn:
         """Returns an equal column with its own memory."""
-        offsets = None if self.offsets is None else self.offsets.clone()
-        return TensorColumn(values=self.values.clone(), offsets=offsets)
+        offsets = given(self, "offsets")
+        return TensorColumn.of_given(
+            copy_given(given(self, "values")), None if offsets is None else copy_given(offsets)
+        )
 
     def digest(self) -> str:
         """Digest over dtype, shape, every bit and, where ragged, the offsets."""
-        offsets = "" if self.offsets is None else compute_tensor_digest(self.offsets)
-        return compute_tensor_digest(self.values) + offsets
+        bounds = self.bounds
+        return self.raw.digest() + ("" if bounds is None else RawTensor.of_array(bounds).digest())
 
     def problems(self, name: str, num_rows: int) -> list[str]:
         """Lists its problems in a batch of ``num_rows`` rows."""
-        values, offsets = self.values, self.offsets
-        found_problem = _tensor_problem(values)
-        if found_problem:
-            return [f"extra {name!r}: {found_problem}"]
-        if values.dim() < 1:
-            return [f"extra {name!r}: expected a tensor with a dimension for the rows; it is {shape_text(values)}"]
+        values, offsets = given(self, "values"), given(self, "offsets")
+        problem = bool_problem(values) if isinstance(values, RawTensor) else _tensor_problem(values)
+        if problem:
+            return [f"extra {name!r}: {problem}"]
+        num_values = values.shape[0]
         if offsets is None:
-            found = len(values)
-            return [] if found == num_rows else [f"extra {name!r} has {found} rows; expected {num_rows}"]
-        is_offsets = has_plain_bytes(offsets) and offsets.is_cpu and offsets.dtype == torch.int64
-        if not is_offsets or offsets.dim() != 1 or len(offsets) != num_rows + 1:
-            return [f"extra {name!r}: offsets are {shape_text(offsets)}; expected int64 [{num_rows + 1}] on cpu"]
-        bounds = offsets.numpy()
-        if bounds[0] != 0 or bounds[-1] != len(values) or (bounds[1:] < bounds[:-1]).any():
-            return [f"extra {name!r}: offsets must rise from 0 to {len(values)}"]
+            return [] if num_values == num_rows else [f"extra {name!r} has {num_values} rows; expected {num_rows}"]
+        problem = _offsets_problem(offsets, num_rows)
+        if problem:
+            return [f"extra {name!r}: {problem}"]
+        bounds = as_array(offsets)
+        if bounds[0] != 0 or bounds[-1] != num_values or (bounds[1:] < bounds[:-1]).any():
+            return [f"extra {name!r}: offsets must rise from 0 to {num_values}"]
         return []
+
+
+def _tensor_problem(values: torch.Tensor) -> str:
+    from mock_scheduler.support.tensor_bytes import shape_text, tensor_problem
+
+    problem = tensor_problem(values)
+    if not problem and values.dim() < 1:
+        return f"expected a tensor with a dimension for the rows; it is {shape_text(values)}"
+    return problem
+
+
+def _offsets_problem(offsets: torch.Tensor | npt.NDArray[np.int64], num_rows: int) -> str:
+    if isinstance(offsets, np.ndarray):
+        is_int64, found = offsets.dtype == np.int64, f"{offsets.dtype} {list(offsets.shape)}"
+    else:
+        from mock_scheduler.support.tensor_bytes import dtype_name, has_plain_bytes, shape_text
+
+        is_int64 = has_plain_bytes(offsets) and offsets.is_cpu and dtype_name(offsets.dtype) == "int64"
+        found = shape_text(offsets)
+    if is_int64 and offsets.shape == (num_rows + 1,):
+        return ""
+    return f"offsets are {found}; expected int64 [{num_rows + 1}] on cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,12 +201,27 @@ class JsonColumn:
 Column: TypeAlias = TensorColumn | JsonColumn
 
 
+def join_columns(columns: Sequence[Column]) -> Column:
+    """Returns the column of the rows of several of one ``column_kind``, one after another."""
+    tensors = [column for column in columns if isinstance(column, TensorColumn)]
+    if not tensors:
+        return JsonColumn(
+            items=tuple(item for column in columns if isinstance(column, JsonColumn) for item in column.items)
+        )
+    raws = [column.raw for column in tensors]
+    content = np.concatenate([raw.content for raw in raws])
+    joined = RawTensor(content, raws[0].dtype, (sum(raw.shape[0] for raw in raws), *raws[0].shape[1:]))
+    sizes = [np.diff(column.bounds) for column in tensors if column.bounds is not None]
+    return TensorColumn.of_given(joined, np.concatenate([[0], *sizes]).cumsum() if sizes else None)
+
+
 def column_kind(column: Column) -> str:
     """Returns the kind of a column's entry: ``float32 [3]``, ``ragged float32 [n, 3]``, or ``JSON``."""
     if isinstance(column, JsonColumn):
         return "JSON"
-    dtype, shape = dtype_name(column.values.dtype), [str(size) for size in column.values.shape[1:]]
-    if column.offsets is None:
+    raw = column.raw
+    dtype, shape = raw.dtype, [str(size) for size in raw.shape[1:]]
+    if column.bounds is None:
         return f"{dtype} [{', '.join(shape)}]"
     return f"ragged {dtype} [{', '.join(['n', *shape])}]"
 
@@ -194,81 +246,3 @@ def check_column_name(name: str) -> None:
     """Raise ``BatchError`` where a column cannot have this name."""
     for problem in column_name_problem(name):
         raise BatchError(problem)
-
-
-def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
-    """The column of one value per row, at least one; tensors are copied.
-
-    All must be of one kind: tensors of one dtype and shape, ``Ragged`` of one dtype and trailing shape, or JSON.
-    Raises ``BatchError`` naming the column and the first row of another kind.
-    """
-    check_column_name(name)
-    _check_tensors(name, row_values)
-    first = row_values[0]
-    if isinstance(first, torch.Tensor):
-        tensors = [value for value in row_values if isinstance(value, torch.Tensor)]
-        kinds = [shape_text(value) if isinstance(value, torch.Tensor) else None for value in row_values]
-        _check_alike(name, row_values, kinds)
-        return TensorColumn(values=_stack([tensor[None] for tensor in tensors]))
-    if isinstance(first, Ragged):
-        pieces = [value.values for value in row_values if isinstance(value, Ragged)]
-        _check_alike(name, row_values, [_ragged_kind(v) if isinstance(v, Ragged) else None for v in row_values])
-        sizes = torch.tensor([0, *(len(piece) for piece in pieces)], dtype=torch.int64)
-        return TensorColumn(values=_stack(pieces), offsets=sizes.cumsum(0))
-    _check_alike(name, row_values, [None if isinstance(v, torch.Tensor | Ragged) else "JSON" for v in row_values])
-    column = JsonColumn(items=tuple(v for v in row_values if not isinstance(v, torch.Tensor | Ragged)))
-    problems = column.problems(name, len(row_values))
-    if problems:
-        raise BatchError("; ".join(problems))
-    return column
-
-
-def _check_tensors(name: str, row_values: Sequence[RowValue]) -> None:
-    """Raise ``BatchError`` for the first row whose tensor cannot be an entry of any column."""
-    for index, value in enumerate(row_values):
-        tensor = value.values if isinstance(value, Ragged) else value
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        problem = _tensor_problem(tensor)
-        if not problem and isinstance(value, Ragged) and tensor.dim() < 1:
-            problem = f"expected a ragged tensor with a dimension for its entries; it is {shape_text(tensor)}"
-        if problem:
-            raise BatchError(f"extra {name!r}, row {index}: {problem}")
-
-
-def _tensor_problem(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be recorded bit for bit; empty where it can."""
-    if not has_plain_bytes(tensor) or not tensor.is_cpu:
-        return f"expected a dense CPU tensor; it is {shape_text(tensor)}"
-    if tensor.requires_grad:
-        return "it requires grad, which a recording cannot keep: detach it"
-    if tensor.dtype is torch.bool and tensor.numel() and int(as_bytes(tensor).max()) > 1:
-        return f"it is bool with a byte of {int(as_bytes(tensor).max())}; expected 0 and 1, as bits are recorded"
-    return ""
-
-
-def _check_alike(name: str, row_values: Sequence[RowValue], kinds: Sequence[str | None]) -> None:
-    for index, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise BatchError(
-                f"extra {name!r}: row 0 is {_describe(row_values[0])}, row {index} is {_describe(row_values[index])}; "
-                "all rows must be of one kind (wrap tensors whose first dimension varies in Ragged)"
-            )
-
-
-def _stack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenated along the first dimension, bit for bit; by bytes, since torch cannot join every dtype."""
-    first = pieces[0]
-    total = sum(len(piece) for piece in pieces)
-    joined = np.concatenate([as_bytes(piece).numpy() for piece in pieces])
-    return from_bytes(joined, first.dtype, (total, *first.shape[1:]))
-
-
-def _ragged_kind(value: Ragged) -> str:
-    return f"{value.values.dtype} [n, {', '.join(map(str, value.values.shape[1:]))}]"
-
-
-def _describe(value: RowValue) -> str:
-    if isinstance(value, torch.Tensor):
-        return shape_text(value)
-    return f"Ragged {_ragged_kind(value)}" if isinstance(value, Ragged) else type(value).__name__

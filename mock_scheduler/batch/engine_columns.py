@@ -27,15 +27,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn, column_kind
 from mock_scheduler.batch.trajectory import SampleIdentity
 from mock_scheduler.support.digests import JSON
+
+if TYPE_CHECKING:
+    import torch
 
 ROUTED_EXPERTS_COLUMN = "routed_experts"
 SUPPORT_COLUMN = "sampling_support"
@@ -75,6 +77,8 @@ class RowSizes:
 
 def expert_dtype(num_experts: int) -> torch.dtype:
     """Returns the smallest dtype that holds the numbers of so many experts."""
+    import torch
+
     if num_experts <= 2**8:
         return torch.uint8
     return torch.int16 if num_experts <= 2**15 else torch.int32
@@ -121,12 +125,14 @@ class _Entries:
 
 def _read_ragged(name: str, column: Column, *, num_dims: int = 1, is_float: bool = False) -> _Entries:
     expected = f"ragged {'floats' if is_float else 'integers'} {'[n, layers, topk]' if num_dims == 3 else '[n]'}"
-    if isinstance(column, TensorColumn) and column.offsets is not None and column.values.dim() == num_dims:
-        values = column.values
-        is_number = values.dtype is not torch.bool and not values.is_complex()
-        if is_number and values.is_floating_point() == is_float:
-            array = values.double().numpy() if is_float else values.numpy()
-            return _Entries(values=array, offsets=column.offsets.numpy())
+    if isinstance(column, TensorColumn) and column.bounds is not None and len(column.raw.shape) == num_dims:
+        dtype = column.raw.dtype
+        is_number = dtype != "bool" and not dtype.startswith("complex")
+        if is_number and dtype.startswith(("float", "bfloat")) == is_float:
+            # Torch has dtypes of floats that NumPy does not.
+            array = column.values.double().numpy() if is_float else column.raw.array()
+            assert array is not None
+            return _Entries(values=array, offsets=column.bounds)
     raise _UnfitError(f"{name} is {column_kind(column)}; expected {expected}")
 
 

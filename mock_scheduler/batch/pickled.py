@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name, find_dtype, from_bytes, has_plain_bytes
+from mock_scheduler.support.raw_tensors import RawTensor
+
+if TYPE_CHECKING:
+    import torch
 
 _IS_IN_PLACE: ContextVar[bool] = ContextVar("batches_in_place", default=False)
 
@@ -68,13 +70,19 @@ class _Carried:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # NumPy knows bytes of any dtype as bytes, and gives them to the callback of protocol 5.
-        content = as_bytes(self.tensor).numpy()
-        return _arrive, (content, dtype_name(self.tensor.dtype), tuple(self.tensor.shape))
+        from mock_scheduler.support.tensor_bytes import to_raw
+
+        return _arrive, tuple(to_raw(self.tensor))
 
 
 def _carry(value: object) -> object:
     if isinstance(value, dict):
         return {name: _carry(part) for name, part in value.items()}
+    # Torch is there where a tensor is.
+    import torch
+
+    from mock_scheduler.support.tensor_bytes import has_plain_bytes
+
     # A subclass, as a parameter, has more to it than its values.
     is_plain = type(value) is torch.Tensor and has_plain_bytes(value) and value.is_cpu and not value.requires_grad
     return _Carried(value) if is_plain else value  # type: ignore[arg-type]
@@ -91,7 +99,9 @@ def _build(kind: type[PickledByBuffers], carried: Mapping[str, Any]) -> PickledB
 
 
 def _arrive(content: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return from_bytes(_own(content), find_dtype(dtype), shape)
+    from mock_scheduler.support.tensor_bytes import to_tensor
+
+    return to_tensor(RawTensor(_own(content), dtype, shape))
 
 
 class _Shown:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.batch.rollout_batch import RolloutBatch
@@ -95,9 +95,10 @@ def find_unlikely(batch: RolloutBatch) -> list[Finding]:
 
 
 def _impossible_versions(batch: RolloutBatch, latest: int) -> Iterator[Finding]:
-    versions, offsets, stated = batch.policy_versions.numpy(), batch.turn_offsets.numpy(), stated_versions(batch)
+    arrays, stated = batch.arrays, stated_versions(batch)
+    versions, offsets = arrays["policy_versions"], arrays["turn_offsets"]
     if stated is not None:  # a turn has the oldest of its tokens
-        versions, offsets = stated.numpy(), batch.response_offsets.numpy()
+        versions, offsets = stated, arrays["response_offsets"]
     for kind, flags, expected in (
         (FindingKind.VERSION_AHEAD, versions > latest, latest),
         (FindingKind.VERSION_NEGATIVE, versions < 0, 0),
@@ -117,19 +118,19 @@ def _impossible_versions(batch: RolloutBatch, latest: int) -> Iterator[Finding]:
 
 
 def _falling_versions(batch: RolloutBatch) -> Iterator[Finding]:
-    versions = batch.policy_versions
-    row_of_turn = torch.repeat_interleave(torch.arange(len(batch)), batch.turn_offsets.diff())
+    versions = batch.arrays["policy_versions"]
+    row_of_turn = np.repeat(np.arange(len(batch)), batch.arrays["num_turns"])
     trajectory = trajectory_index(batch)[row_of_turn]
     is_fall = (versions[1:] < versions[:-1]) & (trajectory[1:] == trajectory[:-1])
-    places = is_fall.nonzero().flatten()
+    places = np.flatnonzero(is_fall)
     if len(places):
         turn = int(places[0]) + 1
         yield Finding(
             kind=FindingKind.VERSION_FALLS,
-            count=len(trajectory[1:][is_fall].unique()),
+            count=len(np.unique(trajectory[1:][is_fall])),
             total=batch.num_trajectories,
             first=batch.identities[int(row_of_turn[turn])],
-            position=turn - int(torch.searchsorted(trajectory, trajectory[turn])),
+            position=turn - int(np.searchsorted(trajectory, trajectory[turn])),
             found=int(versions[turn]),
             expected=int(versions[turn - 1]),
         )
@@ -138,29 +139,30 @@ def _falling_versions(batch: RolloutBatch) -> Iterator[Finding]:
 # --- Log-probabilities ------------------------------------------------------------------------------------------------
 
 
-def valid_logprobs(batch: RolloutBatch) -> torch.Tensor | None:
+def valid_logprobs(batch: RolloutBatch) -> npt.NDArray[np.bool_] | None:
     """Reads bool ``[M]`` of the M response tokens, False where the engine gave no log-probability.
 
     ``None`` where the batch does not say, or not for each response token.
     """
     column = batch.extras.get(VALID_COLUMN)
-    if not isinstance(column, TensorColumn) or column.offsets is None or column.values.dtype != torch.bool:
+    if not isinstance(column, TensorColumn):
         return None
-    if column.values.dim() != 1 or not torch.equal(column.offsets, batch.response_offsets):
+    values, bounds = column.raw.array(), column.bounds
+    if values is None or values.ndim != 1 or values.dtype != np.bool_ or bounds is None:
         return None
-    return column.values
+    return values if np.array_equal(bounds, batch.arrays["response_offsets"]) else None
 
 
 def _positive_logprobs(batch: RolloutBatch) -> Iterator[Finding]:
-    values = batch.rollout_logprobs.numpy()
+    values = batch.arrays["rollout_logprobs"]
     if not len(values) or values.max() <= ROUNDING:
         return
     is_positive, valid = values > ROUNDING, valid_logprobs(batch)
     if valid is not None:
-        is_positive &= valid.numpy()
+        is_positive &= valid
     places = np.flatnonzero(is_positive)
     if len(places):
-        offsets = batch.response_offsets.numpy()
+        offsets = batch.arrays["response_offsets"]
         row = int(np.searchsorted(offsets, places[0], side="right")) - 1
         yield Finding(
             kind=FindingKind.POSITIVE_LOGPROB,
@@ -181,16 +183,16 @@ def made_up_rows(batch: RolloutBatch) -> dict[int, float]:
     and fewer than four others, of which q counts one more token than was seen. An even choice among n, log(1/n), is a
     policy's own; so is 0.0 where the likeliest token is always taken.
     """
-    offsets, values = batch.response_offsets, batch.rollout_logprobs
-    lengths = offsets.diff()
-    is_new = torch.ones(len(values), dtype=torch.bool)
+    offsets, values = batch.arrays["response_offsets"], batch.arrays["rollout_logprobs"]
+    lengths = batch.arrays["response_lengths"]
+    is_new = np.ones(len(values), dtype=np.bool_)
     is_new[1:] = values[1:] != values[:-1]
     starts = offsets[:-1][lengths > 0]
     is_new[starts] = False
-    changes = torch.cat((torch.zeros(1, dtype=torch.int64), is_new.cumsum(0)))[offsets].diff()
-    candidates = ((changes == 0) & (lengths > 1)).nonzero().flatten()
+    changes = np.diff(_count_before(is_new)[offsets])
+    candidates = np.flatnonzero((changes == 0) & (lengths > 1))
     found: dict[int, float] = {}
-    for value in values[offsets[candidates]].unique().tolist():
+    for value in np.unique(values[offsets[candidates]]).tolist():
         rows = candidates[values[offsets[candidates]] == value]
         if value == 0.0:
             is_meant = batch.sampling.temperature == 0 or batch.sampling.top_k == 1
@@ -202,9 +204,14 @@ def made_up_rows(batch: RolloutBatch) -> dict[int, float]:
         others = len(values) - int(lengths[rows].sum())
         seen = int((values == value).sum()) - int(lengths[rows].sum())
         share = (seen / others if others else 0.0) if value == 0.0 else (seen + 1) / (others + 1) if others else 0.0
-        is_made_up = share ** lengths[rows].double() < LEAST_CHANCE
+        is_made_up = share ** lengths[rows].astype(np.float64) < LEAST_CHANCE
         found |= dict.fromkeys(rows[is_made_up].tolist(), value)
     return dict(sorted(found.items()))
+
+
+def _count_before(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Counts the flags before each place, and before the end."""
+    return np.concatenate([[0], flags.cumsum(dtype=np.int64)])
 
 
 def _is_even_choice(logprob: float) -> bool:
@@ -218,7 +225,7 @@ def _is_even_choice(logprob: float) -> bool:
 def _made_up(batch: RolloutBatch) -> Iterator[Finding]:
     rows, valid = made_up_rows(batch), valid_logprobs(batch)
     if valid is not None:
-        missing = torch.cat((torch.zeros(1, dtype=torch.int64), (~valid).cumsum(0)))[batch.response_offsets].diff()
+        missing = np.diff(_count_before(~valid)[batch.arrays["response_offsets"]])
         rows = {row: value for row, value in rows.items() if not missing[row]}
     if rows:
         first, value = next(iter(rows.items()))
@@ -232,23 +239,24 @@ def _made_up(batch: RolloutBatch) -> Iterator[Finding]:
 
 def _other_histories(batch: RolloutBatch) -> Iterator[Finding]:
     """Compares each row with the row before it in its trajectory, whose tokens it must begin with."""
-    index, offsets, tokens = trajectory_index(batch), batch.row_offsets, batch.tokens
-    later = (index.diff() == 0).nonzero().flatten() + 1
+    index, arrays = trajectory_index(batch), batch.arrays
+    offsets, lengths, tokens = arrays["row_offsets"], arrays["lengths"], arrays["tokens"]
+    later = np.flatnonzero(np.diff(index) == 0) + 1
     if not len(later):
         return
-    lengths = offsets.diff()
-    sizes, shared = lengths[later - 1], torch.minimum(lengths[later - 1], lengths[later])
-    pair = torch.repeat_interleave(torch.arange(len(later)), shared)
-    within = torch.arange(len(pair)) - torch.repeat_interleave(shared.cumsum(0) - shared, shared)
+    sizes, shared = lengths[later - 1], np.minimum(lengths[later - 1], lengths[later])
+    pair = np.repeat(np.arange(len(later)), shared)
+    within = np.arange(len(pair)) - np.repeat(shared.cumsum() - shared, shared)
     is_other = tokens[offsets[later - 1][pair] + within] != tokens[offsets[later][pair] + within]
-    firsts = shared.clone().scatter_reduce_(0, pair[is_other], within[is_other], "amin")
-    wrong = (firsts < sizes).nonzero().flatten()
+    firsts = shared.copy()
+    np.minimum.at(firsts, pair[is_other], within[is_other])
+    wrong = np.flatnonzero(firsts < sizes)
     if not len(wrong):
         return
     number, position = int(later[wrong[0]]), int(firsts[wrong[0]])
     yield Finding(
         kind=FindingKind.OTHER_HISTORY,
-        count=len(index[later[wrong]].unique()),
+        count=len(np.unique(index[later[wrong]])),
         total=batch.num_trajectories,
         first=batch.identities[number],
         position=position,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch.checks import (
     TENSOR_FIELDS,
@@ -29,18 +29,11 @@ from mock_scheduler.batch.checks import (
     scalar_problems,
     size_problems,
 )
-from mock_scheduler.batch.columns import Column, TensorColumn, copy_json
+from mock_scheduler.batch.columns import Column, TensorColumn, column_kind, copy_json, join_columns
 from mock_scheduler.batch.engine_columns import RowSizes, engine_column_problems
+from mock_scheduler.batch.fields import as_array, copy_given, given, make_tensor, tensor_field
 from mock_scheduler.batch.pickled import PickledByBuffers
-from mock_scheduler.batch.rows import (
-    compute_offsets,
-    compute_prompt_digests,
-    compute_row_digests,
-    extra_name_problems,
-    join_extras,
-    join_rows,
-    row_problems,
-)
+from mock_scheduler.batch.row_digests import compute_prompt_digests, compute_row_digests
 from mock_scheduler.batch.trajectory import (
     GroupKey,
     SampleIdentity,
@@ -54,7 +47,10 @@ from mock_scheduler.batch.trajectory import (
 )
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON, canonical_json, compute_json_digest
-from mock_scheduler.support.tensor_bytes import compute_tensor_digest
+from mock_scheduler.support.raw_tensors import RawTensor
+
+if TYPE_CHECKING:
+    import torch
 
 #: Extras whose names start with this say which row it is, as its identity does, and not what is in it.
 IDENTITY_EXTRAS = "identity/"
@@ -71,7 +67,7 @@ class PaddedBatch:
     lengths: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutBatch(PickledByBuffers):
     """B rows in strictly increasing identity order; row i is ``tokens[row_offsets[i]:row_offsets[i + 1]]``.
 
@@ -86,16 +82,16 @@ class RolloutBatch(PickledByBuffers):
     """
 
     identities: tuple[SampleIdentity, ...]
-    tokens: torch.Tensor
-    row_offsets: torch.Tensor
-    response_mask: torch.Tensor
-    rollout_logprobs: torch.Tensor
-    turn_offsets: torch.Tensor
-    turn_rewards: torch.Tensor
-    policy_versions: torch.Tensor
-    rewards: torch.Tensor
-    terminations: torch.Tensor
-    prompt_lengths: torch.Tensor
+    tokens: torch.Tensor = tensor_field()
+    row_offsets: torch.Tensor = tensor_field()
+    response_mask: torch.Tensor = tensor_field()
+    rollout_logprobs: torch.Tensor = tensor_field()
+    turn_offsets: torch.Tensor = tensor_field()
+    turn_rewards: torch.Tensor = tensor_field()
+    policy_versions: torch.Tensor = tensor_field()
+    rewards: torch.Tensor = tensor_field()
+    terminations: torch.Tensor = tensor_field()
+    prompt_lengths: torch.Tensor = tensor_field()
     prompt_digests: tuple[str, ...]
     tags: tuple[str, ...]
     sampling: SamplingParams
@@ -104,19 +100,30 @@ class RolloutBatch(PickledByBuffers):
     meta: Mapping[str, JSON] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        arrays = self._check(is_new=True)
-        expected = compute_prompt_digests(arrays["tokens"], arrays["row_offsets"], arrays["prompt_lengths"])
+        self._check(is_new=True)
+        self._check_prompts()
+
+    def check_again(self) -> None:
+        """Checks the batch as its constructor does; raises ``BatchError``."""
+        self._check(is_new=True, takes_arrays=True)
+        self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        """Checks the prompts' digests and the columns of engines, of fields that are sound."""
+        core = self.core_arrays()
+        expected = compute_prompt_digests(core["tokens"], core["row_offsets"], core["prompt_lengths"])
         raise_problems(prompt_problems(self.prompt_digests, expected, self.identities) + self._engine_problems())
 
     def _engine_problems(self) -> list[str]:
         """List columns that engines add (``engine_columns``) and that do not fit; a batch read from a file may have
         any, since older ones gave their names no meaning."""
+        arrays = self.arrays
         sizes = RowSizes(
             identities=self.identities,
-            lengths=self.lengths.numpy(),
-            response_lengths=self.response_lengths.numpy(),
-            num_turns=self.turn_offsets.diff().numpy(),
-            response_tokens=self.tokens.numpy()[self.response_mask.numpy()],
+            lengths=arrays["lengths"],
+            response_lengths=arrays["response_lengths"],
+            num_turns=arrays["num_turns"],
+            response_tokens=arrays["tokens"][arrays["response_mask"]],
         )
         return engine_column_problems(self.extras, sizes, self.meta)
 
@@ -142,26 +149,30 @@ class RolloutBatch(PickledByBuffers):
     def _restored(cls, **fields: Any) -> RolloutBatch:  # noqa: ANN401 - the fields of this class
         """The batch of fields whose prompt digests were computed from the prompts, and whose JSON was checked or read
         from JSON: all else is checked. For a batch just made from rows, or read from a step file, whose own digests
-        prove them to be the written ones."""
+        prove them to be the written ones. Tensors may be arrays of the right dtypes, and ``RawTensor`` in columns."""
         batch = cls._unchecked(**fields)
-        batch._check(is_new=False)
+        batch._check(is_new=False, takes_arrays=True)
         return batch
 
-    def _check(self, *, is_new: bool) -> dict[str, npt.NDArray[Any]]:
-        """Raise ``BatchError`` unless the fields are consistent; returns the core tensors as arrays."""
+    def core_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Returns the core tensors as arrays."""
+        return {name: as_array(given(self, name)) for name in TENSOR_FIELDS}
+
+    def _check(self, *, is_new: bool, takes_arrays: bool = False) -> None:
+        """Raise ``BatchError`` unless the fields are consistent."""
         raise_problems(scalar_problems(self.tags, self.group_size) + (meta_problems(self.meta) if is_new else []))
         object.__setattr__(self, "extras", dict(sorted(self.extras.items())))
         object.__setattr__(self, "meta", dict(sorted(self.meta.items())))
         # Each check indexes with what those before it have shown to be sound.
-        tensors = self.tensors()
-        raise_problems(dtype_problems(tensors))
-        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        tensors = {name: given(self, name) for name in TENSOR_FIELDS}
+        if not takes_arrays or not all(isinstance(tensor, np.ndarray) for tensor in tensors.values()):
+            raise_problems(dtype_problems(tensors))
+        arrays = self.core_arrays()
         sizes = {"prompt_digests": len(self.prompt_digests), "tags": len(self.tags)}
         problems = size_problems(arrays, sizes, num_rows=len(self))
         raise_problems(problems + extras_problems(self.extras, len(self), checks_json=is_new))
         # Last, since it slices by the offsets.
         raise_problems(content_problems(arrays, self.identities) + identity_problems(self.identities, self.group_size))
-        return arrays
 
     @classmethod
     def from_trajectories(
@@ -178,6 +189,9 @@ class RolloutBatch(PickledByBuffers):
         ``BatchError`` with all problems: an incomplete group, a duplicated identity, a mask, logprobs or turns unfit
         for the row, extras of some rows only, a wrong dtype, a NaN or infinity.
         """
+        # Rows are of torch's tensors, which take long to import.
+        from mock_scheduler.batch.rows import extra_name_problems, join_extras, join_rows, row_problems
+
         # By identity, so that a batch does not depend on the order in which episodes ended.
         ordered = sorted(rows, key=lambda row: row.identity)
         identities = tuple(row.identity for row in ordered)
@@ -229,37 +243,102 @@ class RolloutBatch(PickledByBuffers):
                 )
             if canonical_json(batch.meta) != canonical_json(first.meta):
                 raise BatchError(f"concat: batch {index} has meta {batch.meta}, batch 0 has {first.meta}")
-        rows = [row for batch in batches for row in batch.rows()]
-        if not rows:
+        filled = [batch for batch in batches if len(batch)]
+        if not filled:
             return first
-        return cls.from_trajectories(rows, sampling=first.sampling, group_size=first.group_size, meta=first.meta)
+        kinds = [{name: column_kind(column) for name, column in batch.extras.items()} for batch in filled]
+        if any(kind != kinds[0] for kind in kinds):  # which is said where rows are joined
+            rows = [row for batch in batches for row in batch.rows()]
+            return cls.from_trajectories(rows, sampling=first.sampling, group_size=first.group_size, meta=first.meta)
+        return cls._join(filled)
+
+    @classmethod
+    def _join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The batch of all rows of batches that are alike but for their rows; raises as ``concat``."""
+        identities = [identity for batch in batches for identity in batch.identities]
+        digests = [digest for batch in batches for digest in batch.prompt_digests]
+        tags = [tag for batch in batches for tag in batch.tags]
+        order = sorted(range(len(identities)), key=identities.__getitem__)
+        is_ordered = order == list(range(len(order)))
+
+        def join(parts: Sequence[Column]) -> Any:  # noqa: ANN401 - of the same type
+            joined = join_columns(parts)
+            return joined if is_ordered else joined.select(order)
+
+        cores = [batch._core_columns() for batch in batches]
+        core: dict[str, TensorColumn] = {name: join([columns[name] for columns in cores]) for name in cores[0]}
+        batch = cls._restored(
+            identities=tuple(identities[row] for row in order),
+            row_offsets=core["tokens"].bounds,
+            turn_offsets=core["turn_rewards"].bounds,
+            prompt_digests=tuple(digests[row] for row in order),
+            tags=tuple(tags[row] for row in order),
+            sampling=batches[0].sampling,
+            group_size=batches[0].group_size,
+            extras={name: join([batch.extras[name] for batch in batches]) for name in batches[0].extras},
+            meta=batches[0].meta,
+            **{name: column.raw.array() for name, column in core.items()},
+        )
+        raise_problems(batch._engine_problems())
+        return batch
+
+    def with_group_size(self, group_size: int | None) -> RolloutBatch:
+        """Returns the same rows, whose groups have another size; raises ``BatchError`` where one has not."""
+        fields = {name: given(self, name) for name in TENSOR_FIELDS}
+        return self._restored(
+            identities=self.identities,
+            prompt_digests=self.prompt_digests,
+            tags=self.tags,
+            sampling=self.sampling,
+            group_size=group_size,
+            extras=self.extras,
+            meta=self.meta,
+            **fields,
+        )
 
     def __len__(self) -> int:
         return len(self.identities)
 
+    @cached_property
+    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Returns the core tensors as NumPy arrays, which need no torch where the batch was read from a file.
+
+        They share memory with the tensors. With them what follows from them: ``lengths``, ``response_offsets``,
+        ``response_lengths`` and ``num_turns``.
+        """
+        core = self.core_arrays()
+        # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
+        counts = np.concatenate([[0], core["response_mask"].cumsum(dtype=np.int64)])
+        response_offsets = counts[core["row_offsets"]]
+        return {
+            **core,
+            "lengths": np.diff(core["row_offsets"]),
+            "response_offsets": response_offsets,
+            "response_lengths": np.diff(response_offsets),
+            "num_turns": np.diff(core["turn_offsets"]),
+        }
+
     @property
     def lengths(self) -> torch.Tensor:
         """Returns tokens per row, int64 ``[B]``."""
-        return self.row_offsets.diff()
+        return make_tensor(self.arrays["lengths"])
 
     @property
     def response_offsets(self) -> torch.Tensor:
         """Returns the start of each row's logprobs, int64 ``[B + 1]``."""
-        # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
-        counts = np.concatenate([[0], self.response_mask.numpy().cumsum(dtype=np.int64)])
-        return torch.from_numpy(counts[self.row_offsets.numpy()])
+        return make_tensor(self.arrays["response_offsets"])
 
     @property
     def response_lengths(self) -> torch.Tensor:
         """Returns response tokens per row, int64 ``[B]``."""
-        return self.response_offsets.diff()
+        return make_tensor(self.arrays["response_lengths"])
 
     @property
     def group_index(self) -> torch.Tensor:
         """int64 ``[B]``: 0 to ``num_groups`` - 1 in row order; equal where (scheduler, group, episode) are equal."""
         keys = [identity.group_key for identity in self.identities]
         index = {key: position for position, key in enumerate(dict.fromkeys(keys))}
-        return torch.tensor([index[key] for key in keys], dtype=torch.int64)
+        return make_tensor(np.array([index[key] for key in keys], dtype=np.int64))
 
     @property
     def group_sizes(self) -> Counter[GroupKey]:
@@ -272,8 +351,9 @@ class RolloutBatch(PickledByBuffers):
         return len(self.group_sizes)
 
     def __repr__(self) -> str:
-        counts = f"{len(self):,} rows, {self.num_trajectories:,} trajectories, {len(self.tokens):,} tokens"
-        return f"RolloutBatch({counts}, {len(self.rollout_logprobs):,} of them sampled)"
+        num_tokens, num_sampled = (len(as_array(given(self, name))) for name in ("tokens", "rollout_logprobs"))
+        counts = f"{len(self):,} rows, {self.num_trajectories:,} trajectories, {num_tokens:,} tokens"
+        return f"RolloutBatch({counts}, {num_sampled:,} of them sampled)"
 
     @property
     def num_trajectories(self) -> int:
@@ -283,7 +363,7 @@ class RolloutBatch(PickledByBuffers):
     @property
     def num_rows_without_response(self) -> int:
         """Rows without a sampled token, for example since the first prompt was too long."""
-        return int((self.response_lengths == 0).sum())
+        return int((self.arrays["response_lengths"] == 0).sum())
 
     @property
     def num_duplicate_rows(self) -> int:
@@ -308,10 +388,10 @@ class RolloutBatch(PickledByBuffers):
 
     def rows(self) -> list[Trajectory]:
         """The rows one by one, as views of this batch; ``from_trajectories`` of them gives this batch again."""
-        lengths, turns = self.lengths.tolist(), self.turn_offsets.diff().tolist()
-        tokens, response_mask = torch.split(self.tokens, lengths), torch.split(self.response_mask, lengths)
-        rollout_logprobs = torch.split(self.rollout_logprobs, self.response_lengths.tolist())
-        turn_rewards, policy_versions = torch.split(self.turn_rewards, turns), torch.split(self.policy_versions, turns)
+        lengths, turns = self.arrays["lengths"].tolist(), self.arrays["num_turns"].tolist()
+        tokens, response_mask = self.tokens.split(lengths), self.response_mask.split(lengths)
+        rollout_logprobs = self.rollout_logprobs.split(self.arrays["response_lengths"].tolist())
+        turn_rewards, policy_versions = self.turn_rewards.split(turns), self.policy_versions.split(turns)
         terminations, prompt_lengths = self.terminations.tolist(), self.prompt_lengths.tolist()
         rewards, columns = self.rewards.tolist(), {name: column.rows() for name, column in self.extras.items()}
         return [
@@ -339,19 +419,18 @@ class RolloutBatch(PickledByBuffers):
         # Rows of a batch in increasing order are a batch: nothing else need be checked.
         if any(later <= earlier for earlier, later in pairwise(rows)) or not all(0 <= r < len(self) for r in rows):
             raise BatchError(f"select: rows {list(rows)} are not strictly increasing numbers of 0 to {len(self) - 1}")
-        core = {name: column.select(rows).values for name, column in self._core_columns().items()}
-        chosen = torch.tensor(rows, dtype=torch.int64)
+        chosen = {name: column.select(rows) for name, column in self._core_columns().items()}
         return RolloutBatch._unchecked(
             identities=tuple(self.identities[r] for r in rows),
-            row_offsets=compute_offsets(self.lengths[chosen]),
-            turn_offsets=compute_offsets(self.turn_offsets.diff()[chosen]),
+            row_offsets=chosen["tokens"].bounds,
+            turn_offsets=chosen["turn_rewards"].bounds,
             prompt_digests=tuple(self.prompt_digests[r] for r in rows),
             tags=tuple(self.tags[r] for r in rows),
             sampling=self.sampling,
             group_size=None,
             extras={name: column.select(rows) for name, column in self.extras.items()},
             meta=self.meta,
-            **core,
+            **{name: column.raw.array() for name, column in chosen.items()},
         )
 
     def copy(self) -> RolloutBatch:
@@ -364,23 +443,26 @@ class RolloutBatch(PickledByBuffers):
             group_size=self.group_size,
             extras={name: column.copy() for name, column in self.extras.items()},
             meta={name: copy_json(value) for name, value in self.meta.items()},
-            **{name: tensor.clone() for name, tensor in self.tensors().items()},
+            **{name: copy_given(given(self, name)) for name in TENSOR_FIELDS},
         )
 
     def _core_columns(self) -> dict[str, TensorColumn]:
         """Returns every core tensor but the offsets, as a column."""
         offsets = {
-            "tokens": self.row_offsets,
-            "response_mask": self.row_offsets,
-            "rollout_logprobs": self.response_offsets,
-            "turn_rewards": self.turn_offsets,
-            "policy_versions": self.turn_offsets,
+            "tokens": "row_offsets",
+            "response_mask": "row_offsets",
+            "rollout_logprobs": "response_offsets",
+            "turn_rewards": "turn_offsets",
+            "policy_versions": "turn_offsets",
             "rewards": None,
             "terminations": None,
             "prompt_lengths": None,
         }
-        tensors = self.tensors()
-        return {name: TensorColumn(values=tensors[name], offsets=bounds) for name, bounds in offsets.items()}
+        arrays = self.arrays
+        return {
+            name: TensorColumn.of_given(RawTensor.of_array(arrays[name]), None if bounds is None else arrays[bounds])
+            for name, bounds in offsets.items()
+        }
 
     def digest(self) -> str:
         """SHA-256 (hex) over the whole content; equal exactly where every bit of two batches is equal."""
@@ -390,7 +472,7 @@ class RolloutBatch(PickledByBuffers):
             "tags": self.tags,
             "sampling": sampling_as_json(self.sampling),
             "group_size": self.group_size,
-            "tensors": {name: compute_tensor_digest(tensor) for name, tensor in self.tensors().items()},
+            "tensors": {name: RawTensor.of_array(array).digest() for name, array in self.core_arrays().items()},
             "extras": {name: column.digest() for name, column in self.extras.items()},
             "meta": self.meta,
         }
@@ -414,6 +496,8 @@ class RolloutBatch(PickledByBuffers):
         ]
         if too_long:
             raise BatchError(f"pad: {len(too_long)} rows are longer than {length}: {'; '.join(too_long)}")
+        import torch
+
         inside = torch.arange(length) < self.lengths[:, None]
         tokens = torch.full(inside.shape, pad_id, dtype=torch.int64)
         tokens[inside] = self.tokens.long()

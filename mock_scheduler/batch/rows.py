@@ -1,4 +1,4 @@
-"""Rows become columns of a batch: checked one by one, joined, and digested to tell equal rows.
+"""Rows become columns of a batch: checked one by one, and joined.
 
 Contract: values are copied bit for bit and in the order given. A row is checked here only for problems that joining the
 rows would hide or could not survive; all other checks look at the joined rows (``checks``).
@@ -6,21 +6,18 @@ rows would hide or could not survive; all other checks look at the joined rows (
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from mock_scheduler.batch.building import build_column
 from mock_scheduler.batch.checks import LAST_TERMINATION, dtype_problems
-from mock_scheduler.batch.columns import Column, TensorColumn, build_column
+from mock_scheduler.batch.columns import Column
 from mock_scheduler.batch.trajectory import Termination, Trajectory
 from mock_scheduler.errors import BatchError
-from mock_scheduler.support.digests import canonical_json
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -53,42 +50,11 @@ def join_extras(rows: Sequence[Trajectory]) -> tuple[dict[str, Column], list[str
     return columns, problems
 
 
-def compute_prompt_digest(prompt: torch.Tensor) -> str:
-    """SHA-256 (hex) of a prompt's tokens, int32 ``[n]``, as ``RolloutBatch.prompt_digests`` has them."""
-    return hashlib.sha256(prompt.numpy().astype("<i4").tobytes()).hexdigest()
-
-
-def compute_prompt_digests(
-    tokens: npt.NDArray[np.int32], row_offsets: npt.NDArray[np.int64], prompt_lengths: npt.NDArray[Any]
-) -> tuple[str, ...]:
-    """Returns ``compute_prompt_digest`` of every row of a batch."""
-    # Little endian whatever the machine: the digest is recorded.
-    content, starts = memoryview(tokens.astype("<i4").tobytes()), row_offsets[:-1]
-    bounds = zip((4 * starts).tolist(), (4 * (starts + prompt_lengths)).tolist(), strict=True)
-    return tuple([hashlib.sha256(content[start:stop]).hexdigest() for start, stop in bounds])
-
-
 def compute_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Returns the bounds of parts of the given sizes, one after another: int64 ``[len(sizes) + 1]``, the first 0."""
     offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64)
     torch.cumsum(torch.as_tensor(sizes, dtype=torch.int64), 0, out=offsets[1:])
     return offsets
-
-
-def compute_row_digests(columns: Mapping[str, Column], tags: Sequence[str]) -> list[bytes]:
-    """SHA-256 of each row's part of the given columns and its tag; sizes come first, so no two rows read alike."""
-    tensors = [column.row_bytes() for column in columns.values() if isinstance(column, TensorColumn)]
-    texts = [column.items for column in columns.values() if not isinstance(column, TensorColumn)]
-    digests = []
-    for index, tag in enumerate(tags):
-        parts = [content[bounds[index] : bounds[index + 1]] for content, bounds in tensors]
-        # Sizes first: without them the bytes of two columns could be cut in two ways.
-        head = [tag, *(len(part) for part in parts), *(items[index] for items in texts)]
-        digest = hashlib.sha256(canonical_json(head).encode())
-        for part in parts:
-            digest.update(part.data)
-        digests.append(digest.digest())
-    return digests
 
 
 def _join(pieces: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

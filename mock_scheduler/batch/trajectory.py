@@ -12,16 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch.columns import RowValue
 from mock_scheduler.batch.pickled import PickledByBuffers
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON
+
+if TYPE_CHECKING:
+    import torch
 
 #: ``(scheduler_id, group_id, episode_id, env_id, turn)``, which compare as ``SampleIdentity`` does.
 RowKey: TypeAlias = "tuple[str, int, int, int, int]"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mock_scheduler.config.loading import ConfigSource
-from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.steps import StepRanges, parse_steps
 from mock_scheduler.correction.report.builder import ReportBuilder, ReportOptions
 from mock_scheduler.correction.report.page import write_correction_page
 from mock_scheduler.correction.report.presets import list_presets
@@ -35,7 +35,7 @@ from mock_scheduler.recording.paths import format_present, step_folder
 from mock_scheduler.recording.reading.browse import StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.report.recording.show import recorded_vocabulary
-from mock_scheduler.run_folder.inputs import check_page_path, parse_steps
+from mock_scheduler.run_folder.inputs import check_page_path
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import STDOUT, dataclass_to_json, write_json

@@ -20,7 +20,7 @@ from mock_scheduler.adapters.formats import WRITTEN_NAMES, ForeignFormat, find_f
 from mock_scheduler.adapters.imports.steps import ForeignStep, ImportOptions
 from mock_scheduler.adapters.imports.traces import Traces
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.config.steps import StepRanges
+from mock_scheduler.config.steps import StepRanges, parse_steps
 from mock_scheduler.display.console import Console
 from mock_scheduler.display.terminal import build_console
 from mock_scheduler.errors import (
@@ -38,7 +38,6 @@ from mock_scheduler.recording.reading.browse import FolderListing, list_recordin
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.step.step_info import StepInfo
 from mock_scheduler.recording.writing.opening import WriterOptions, open_recording
-from mock_scheduler.run_folder.inputs import parse_steps
 from mock_scheduler.scheduler import DEFAULT_SCHEDULER_ID, Mode
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.documents import STDOUT, write_json

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from mock_scheduler.errors import ConfigError
+
 _RANGE = re.compile(r"\s*(\d{1,12})\s*(-\s*(\d{1,12})?)?\s*")
 
 
@@ -94,3 +96,13 @@ def _merged(ranges: list[tuple[int, int | None]]) -> tuple[tuple[int, int | None
 
 def _expected(item: object) -> str:
     return f"steps {item!r} cannot be read; write steps and ranges, for example '0-19, 40, 100-' or [0, 5, '10-19']"
+
+
+def parse_steps(text: str | None) -> StepRanges | None:
+    """Read ``--steps`` as a set; ``None`` where it is absent. Raises ``ConfigError``."""
+    if text is None:
+        return None
+    try:
+        return StepRanges.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--steps: {error}") from error

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch import RolloutBatch
@@ -20,6 +22,10 @@ from mock_scheduler.errors import CorrectionError
 from mock_scheduler.support.text import count_of, list_some
 
 _NUM_LISTED = 8
+
+
+def _as_tensor(values: npt.NDArray[np.generic] | None) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +49,16 @@ class BatchTokens:
     @cached_property
     def valid(self) -> torch.Tensor | None:
         """Returns bool ``[M]``, False where the engine gave no log-probability; ``None`` without a sound column."""
-        return valid_logprobs(self.batch)
+        return _as_tensor(valid_logprobs(self.batch))
 
     @cached_property
     def _token_turns(self) -> TokenTurns:
         return TokenTurns(batch=self.batch)
 
-    @property
+    @cached_property
     def turns(self) -> torch.Tensor | None:
         """Returns the turn of each response token among the batch's turns, int64 ``[M]``; ``None`` where not told."""
-        return self._token_turns.turns
+        return _as_tensor(self._token_turns.turns)
 
     @cached_property
     def turn_ids(self) -> torch.Tensor | None:
@@ -68,7 +74,7 @@ class BatchTokens:
 
         Negative where it was newer; ``None`` where not told.
         """
-        versions = self._token_turns.versions
+        versions = _as_tensor(self._token_turns.versions)
         return None if versions is None else self.policy_version - versions
 
     def token_range(self, first: int, last: int) -> slice:

@@ -71,9 +71,9 @@ def logprob_problems(batch: RolloutBatch) -> list[str]:
     if problems:
         return problems
     valid = valid_logprobs(batch)
-    logprobs = batch.rollout_logprobs if valid is None else batch.rollout_logprobs[valid]
-    number = count_of(len(batch.rollout_logprobs), "rollout log-probability", "rollout log-probabilities")
-    if len(batch.rollout_logprobs) and not len(logprobs):
+    logprobs = batch.arrays["rollout_logprobs"] if valid is None else batch.arrays["rollout_logprobs"][valid]
+    number = count_of(len(batch.arrays["rollout_logprobs"]), "rollout log-probability", "rollout log-probabilities")
+    if len(batch.arrays["rollout_logprobs"]) and not len(logprobs):
         return [f"none of {number} is valid, as the column {VALID_COLUMN} says; {_HAVE_THEM}"]
     if len(logprobs) and not bool(logprobs.any()):
         return [f"all of {number} are exactly 0.0: they are missing, and 0 was filled in; {_HAVE_THEM}"]

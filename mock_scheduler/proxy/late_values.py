@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mock_scheduler.batch import RolloutBatch
-from mock_scheduler.batch.columns import Column, RowValue, build_column
+from mock_scheduler.batch.building import build_column
+from mock_scheduler.batch.columns import Column, RowValue
 from mock_scheduler.errors import BatchError, RecordingError, SchedulerError
 from mock_scheduler.proxy.random_states import RecordedStates, States
 from mock_scheduler.proxy.real_scheduler import Taken

@@ -307,13 +307,3 @@ def check_page_path(path: Path | None) -> None:
     """Raises ``ConfigError`` for ``--html -``, as it would write a file named ``-``."""
     if path is not None and str(path) == "-":
         raise ConfigError("--html: - is not a file; name one, as in --html page.html")
-
-
-def parse_steps(text: str | None) -> StepRanges | None:
-    """Read ``--steps`` as a set; ``None`` where it is absent. Raises ``ConfigError``."""
-    if text is None:
-        return None
-    try:
-        return StepRanges.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"--steps: {error}") from error

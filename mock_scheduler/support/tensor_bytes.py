@@ -7,7 +7,6 @@ their own, by ``has_plain_bytes``.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mock_scheduler.support.text import shorten
+from mock_scheduler.support.raw_tensors import ITEM_SIZES, RawTensor, bool_problem, unknown_dtype_text
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -23,16 +22,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: The dtypes that a file may hold: all of whole bytes. Quantised dtypes end the process that reads their bytes as
-#: values, and torch can do nothing with ``bits*`` or with integers of less than a byte.
-_NAMES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-)
-
-#: Name, as ``int32`` -> dtype. torch 2.6 lacks the last two names.
-DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
+#: Name, as ``int32`` -> dtype, of those that a file may hold.
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _STORED_DTYPES = frozenset(DTYPES.values())
 
 
@@ -40,9 +31,7 @@ def find_dtype(name: object) -> torch.dtype:
     """Gives the dtype of this name; raises ``ValueError`` that goes on from the tensor's, where no file may hold it."""
     found = DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
-        raise ValueError(
-            f"is of dtype {shorten(repr(name), 40)}, which torch {torch.__version__} does not have, or no file may hold"
-        )
+        raise ValueError(unknown_dtype_text(name))
     return found
 
 
@@ -90,10 +79,29 @@ def from_bytes(content: npt.NDArray[np.uint8], dtype: torch.dtype, shape: Sequen
     return torch.from_numpy(content).view(dtype).reshape(tuple(shape))
 
 
+def to_raw(tensor: torch.Tensor) -> RawTensor:
+    """The tensor as bytes, which share its memory where it is contiguous."""
+    return RawTensor(as_bytes(tensor).numpy(), dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def to_tensor(raw: RawTensor) -> torch.Tensor:
+    """Make the tensor that shares these bytes; raises ``ValueError`` where torch does not have the dtype."""
+    return from_bytes(raw.content, find_dtype(raw.dtype), raw.shape)
+
+
 def share_array(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The tensor ``[n]`` that shares an array's memory; an empty one has strides torch can work with."""
+    """The tensor that shares an array's memory; an empty one has strides torch can work with."""
     tensor = torch.from_numpy(array)
-    return tensor if len(array) else torch.empty(0, dtype=tensor.dtype)
+    return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
+
+
+def tensor_problem(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be recorded bit for bit; empty where it can."""
+    if not has_plain_bytes(tensor) or not tensor.is_cpu:
+        return f"expected a dense CPU tensor; it is {shape_text(tensor)}"
+    if tensor.requires_grad:
+        return "it requires grad, which a recording cannot keep: detach it"
+    return bool_problem(to_raw(tensor))
 
 
 def shape_text(tensor: torch.Tensor) -> str:
@@ -106,6 +114,4 @@ def shape_text(tensor: torch.Tensor) -> str:
 
 def compute_tensor_digest(tensor: torch.Tensor) -> str:
     """Returns SHA-256 (hex) of a CPU tensor, over its type and shape as in ``int32[2, 3]`` and then its bytes."""
-    digest = hashlib.sha256(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
-    digest.update(as_bytes(tensor).numpy().data)
-    return digest.hexdigest()
+    return to_raw(tensor).digest()

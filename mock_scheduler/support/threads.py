@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-
 from mock_scheduler.errors import MockSchedulerError
 
 T = TypeVar("T")
@@ -214,6 +212,8 @@ class PerProcess(Generic[T]):
 @contextmanager
 def without_inner_threads() -> Iterator[None]:
     """Let torch compute each operation on one thread, since blocks are computed on several."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

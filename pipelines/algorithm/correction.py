@@ -61,7 +61,7 @@ def with_known_logprobs(batch: RolloutBatch, logprobs: torch.Tensor, tokens: sli
         return batch
     tokens = tokens or slice(0, len(valid))
     recorded = batch.rollout_logprobs.clone()
-    recorded[tokens] = torch.where(valid[tokens], recorded[tokens], logprobs.to(recorded.dtype))
+    recorded[tokens] = torch.where(torch.from_numpy(valid[tokens]), recorded[tokens], logprobs.to(recorded.dtype))
     return replace(batch, rollout_logprobs=recorded)
 
 

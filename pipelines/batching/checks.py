@@ -167,7 +167,7 @@ def _update_problems(cells: _Cells, heads: _Array) -> list[str]:
     )
     by_row = heads[np.argsort(cells.values["row_ids"][heads])]
     update_of_row = updates[by_row]
-    steps, is_new = np.diff(update_of_row), np.diff(trajectory_index(cells.batch).numpy()) > 0
+    steps, is_new = np.diff(update_of_row), np.diff(trajectory_index(cells.batch)) > 0
     is_wrong = np.zeros(len(updates), dtype=bool)
     is_wrong[by_row[1:][(steps < 0) | ((steps > 0) & ~is_new)]] = True
     return cells.problems(is_wrong, lambda cell: f"in update {updates[cell]}, away from the rows before it")

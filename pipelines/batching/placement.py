@@ -40,7 +40,7 @@ def place_rows(batch: RolloutBatch, training: TrainingConfig) -> list[list[Place
     G: ``training.global_batch_size``. Raises ``BatchError`` for rows longer than ``max_tokens_per_micro_batch``.
     """
     lengths: list[int] = batch.lengths.tolist()
-    updates = (trajectory_index(batch) // training.global_batch_size).numpy()
+    updates = trajectory_index(batch) // training.global_batch_size
     starts = np.flatnonzero(np.diff(updates, prepend=-1))
     rows_by_update = [part.tolist() for part in np.split(np.arange(len(batch)), starts[1:])]
     budget = training.max_tokens_per_micro_batch

@@ -9,17 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.batch.versions import trajectory_index
 
 
-def trajectory_bounds(index: torch.Tensor) -> torch.Tensor:
+def trajectory_bounds(index: npt.NDArray[np.int64]) -> torch.Tensor:
     """Returns int64 ``[N + 1]``: the first row of each trajectory of ``trajectory_index``, and the number of rows."""
-    is_new = torch.ones(len(index) + 1, dtype=torch.bool)
-    is_new[1:-1] = index.diff() > 0
-    return torch.nonzero(is_new).flatten()
+    is_new = np.ones(len(index) + 1, dtype=np.bool_)
+    is_new[1:-1] = np.diff(index) > 0
+    return torch.from_numpy(np.flatnonzero(is_new))
 
 
 MAX_LISTED_ROWS = 8
@@ -48,7 +49,7 @@ def build_trajectory_table(batch: RolloutBatch) -> TrajectoryTable:
     # -0.0 and not 0.0 to begin with, since -0.0 + x is x to the bit for every x.
     rewards = torch.full((len(first_rows),), -0.0, dtype=torch.float64)
     return TrajectoryTable(
-        rewards=rewards.index_add(0, trajectory_of_row, batch.rewards.double()),
+        rewards=rewards.index_add(0, torch.from_numpy(trajectory_of_row), batch.rewards.double()),
         group_index=batch.group_index[first_rows],
         turn_rewards=batch.turn_rewards.double(),
         turn_offsets=batch.turn_offsets[bounds],

@@ -89,7 +89,7 @@ def compute_loss_weights(
     ``seq-mean-token-mean`` N / (B·T), the mean over sequences of the mean of their tokens. Sequences and updates
     without a counted token have 0 (of sequences: in the two modes of sequences).
     """
-    sequences = trajectory_index(batch).numpy()
+    sequences = trajectory_index(batch)
     sequence_of_token = np.repeat(sequences, batch.response_lengths.numpy())
     counted = sequence_of_token
     if rs_denominator == "kept" and token_kept is not None:

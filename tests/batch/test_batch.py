@@ -4,6 +4,7 @@ import math
 import random
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,6 +343,46 @@ def test_concat_of_any_split_is_the_whole() -> None:
     batch = make_batch(3, 2)
     whole_groups = [batch.select([4, 5]), batch.select([0, 1, 2, 3])]
     assert RolloutBatch.concat(whole_groups).is_identical(dataclasses.replace(batch, group_size=None))
+
+
+def test_concat_joins_the_columns_of_any_order_of_rows() -> None:
+    batch = make_batch(3, 2)
+    extras = {
+        "dense": TensorColumn(values=torch.arange(12, dtype=torch.uint8).view(torch.float16).reshape(6, 1)),
+        "ragged": TensorColumn(values=torch.arange(9).bfloat16(), offsets=torch.tensor([0, 1, 3, 3, 6, 7, 9])),
+        "json": JsonColumn(items=tuple({"row": row} for row in range(6))),
+    }
+    batch = dataclasses.replace(batch, extras=extras, group_size=None)
+    empty = batch.select([])
+    joined = RolloutBatch.concat([empty, batch.select([1, 3, 4]), batch.select([0, 2, 5])])
+    assert joined.is_identical(batch)
+    assert RolloutBatch.concat([empty, empty]) is empty
+    last = batch.select([5])
+    other = dataclasses.replace(last, extras={**last.extras, "dense": last.extras["json"]})
+    with pytest.raises(BatchError, match=r"extra 'dense': row 0 is torch\.float16"):
+        RolloutBatch.concat([batch.select([0, 1]), other])
+
+
+def test_the_constructor_takes_no_arrays() -> None:
+    batch = make_batch(1, 2)
+    changes: dict[str, Any] = {"tokens": batch.arrays["tokens"]}
+    with pytest.raises(BatchError, match=r"tokens is of type ndarray; expected a tensor of torch\.int32"):
+        dataclasses.replace(batch, **changes)
+    column = TensorColumn.of_given(torch.zeros(2), np.array([0.0, 1.0, 2.0]))
+    with pytest.raises(BatchError, match=r"extra 'a': offsets are float64 \[3\]; expected int64 \[3\] on cpu"):
+        dataclasses.replace(batch, extras={"a": column})
+
+
+def test_arrays_share_the_memory_of_the_tensors() -> None:
+    batch = make_batch(2, 2)
+    for name, tensor in batch.tensors().items():
+        assert batch.arrays[name].ctypes.data == tensor.data_ptr()
+    assert batch.arrays["lengths"].tolist() == batch.lengths.tolist() == batch.row_offsets.diff().tolist()
+    assert batch.arrays["num_turns"].tolist() == batch.turn_offsets.diff().tolist()
+    assert batch.response_lengths.tolist() == batch.response_offsets.diff().tolist()
+    assert batch.with_group_size(None).group_size is None
+    with pytest.raises(BatchError, match="2 of 3 trajectories"):
+        batch.with_group_size(3)
 
 
 def test_concat_checks_groups_and_identities_anew() -> None:

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue, TensorColumn, build_column
+from mock_scheduler.batch.building import build_column
+from mock_scheduler.batch.columns import JsonColumn, Ragged, RowValue, TensorColumn
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.tensor_bytes import as_bytes
 

@@ -19,6 +19,7 @@ from mock_scheduler.recording.step.header import _build_entries, _render_header,
 from mock_scheduler.recording.step.stored_tensors import TensorEntry, digest_blocks
 from mock_scheduler.remote.protocol import encode_datums
 from mock_scheduler.support.digests import canonical_json
+from mock_scheduler.support.raw_tensors import ITEM_SIZES
 
 
 def with_dtype(batch: RolloutBatch, dtype: str, *, run_id: str = "r") -> bytes:
@@ -38,7 +39,7 @@ def with_dtype(batch: RolloutBatch, dtype: str, *, run_id: str = "r") -> bytes:
 def change_tensor(table: dict[str, Any], tensors: bytes, name: str, chance: random.Random) -> bytes:
     """Change one item of a tensor, or all of them, to an odd one; its digests in the table are made right again."""
     entry = _build_entries(table, source="forged", start=0)[name]
-    width = entry.dtype.itemsize
+    width = ITEM_SIZES[entry.dtype]
     odd = [b"\xff" * width, bytes(width), b"\xff" * (width - 1) + b"\x7f", b"\x01" + bytes(width - 1), b"\x80" * width]
     data = bytearray(tensors[entry.start : entry.stop])
     if chance.random() < 0.4:

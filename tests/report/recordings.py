@@ -11,7 +11,8 @@ import torch
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import Ragged
-from mock_scheduler.commands.recordings import run_diff, run_inspect, run_verify
+from mock_scheduler.commands.recorded_rows import run_diff
+from mock_scheduler.commands.recordings import run_inspect, run_verify
 from mock_scheduler.display.console import Console
 from mock_scheduler.recording.contract import Contract
 from mock_scheduler.recording.manifest import Manifest, save_manifest

@@ -21,7 +21,7 @@ from mock_scheduler.adapters.padded.fields import NativeFields, raise_problems
 from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_spans, gather, gather_by_token
 from mock_scheduler.batch import SampleIdentity, Termination
 from mock_scheduler.batch.columns import TensorColumn
-from mock_scheduler.batch.rows import compute_prompt_digests
+from mock_scheduler.batch.row_digests import compute_prompt_digests
 from mock_scheduler.support.tensor_bytes import shape_text, share_array
 
 _INT32_MAX = 2**31 - 1

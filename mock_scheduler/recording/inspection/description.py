@@ -234,8 +234,8 @@ class RecordingStatistics:
     def add(self, folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
         """Count one more step, and describe it; ``size_bytes``: its stored size."""
         step = describe_step(folder, batch, info, size_bytes=size_bytes)
-        self._rewards.add(batch.rewards.tolist())
-        self._response_lengths.add(batch.response_lengths.tolist())
+        self._rewards.add(batch.arrays["rewards"].tolist())
+        self._response_lengths.add(batch.arrays["response_lengths"].tolist())
         self._sums["num_steps"] += 1
         for name in _SUMMED:
             self._sums[name] += getattr(step, name)
@@ -264,7 +264,8 @@ class RecordingStatistics:
 def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
     """One step in numbers; ``folder`` is its folder in the recording, like ``train``."""
     duplicates, partial = batch.duplicate_rows(), _partial_groups(batch)
-    versions = batch.policy_versions
+    arrays = batch.arrays
+    versions = arrays["policy_versions"]
     return StepStatistics(
         folder=folder,
         step=info.step,
@@ -273,14 +274,14 @@ def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_byte
         num_trajectories=batch.num_trajectories,
         num_groups=batch.num_groups,
         group_size=batch.group_size,
-        num_tokens=len(batch.tokens),
-        num_response_tokens=len(batch.rollout_logprobs),
+        num_tokens=len(arrays["tokens"]),
+        num_response_tokens=len(arrays["rollout_logprobs"]),
         num_rows_without_response=batch.num_rows_without_response,
-        num_turns=len(batch.turn_rewards),
-        reward=_spread(batch.rewards.tolist()),
-        length=_spread(batch.lengths.tolist()),
-        response_length=_spread(batch.response_lengths.tolist()),
-        terminations={ending.name.lower(): int((batch.terminations == ending).sum()) for ending in Termination},
+        num_turns=len(arrays["turn_rewards"]),
+        reward=_spread(arrays["rewards"].tolist()),
+        length=_spread(arrays["lengths"].tolist()),
+        response_length=_spread(arrays["response_lengths"].tolist()),
+        terminations={ending.name.lower(): int((arrays["terminations"] == ending).sum()) for ending in Termination},
         finish_reasons=dict(sorted(Counter(list_finish_reasons(batch.extras)).items())),
         tags=dict(sorted(Counter(batch.tags).items())),
         policy_version=info.policy_version,

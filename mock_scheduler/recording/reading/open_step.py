@@ -150,7 +150,8 @@ class OpenStep:
         batches = [self._file(index).load(part, verify=verify) for index, part in wanted.items()]
         group_size = self._commit.group_size if self._has_whole_groups(rows) else None
         try:
-            return replace(RolloutBatch.concat([replace(b, group_size=None) for b in batches]), group_size=group_size)
+            joined = RolloutBatch.concat([batch.with_group_size(None) for batch in batches])
+            return joined.with_group_size(group_size)
         except BatchError as error:
             raise CorruptRecordingError(f"{self.path}: its shards are no rollout batch: {error}") from error
 

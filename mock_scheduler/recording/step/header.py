@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mock_scheduler.errors import CorruptRecordingError, RecordingError
 from mock_scheduler.recording.sealed import check_version
 from mock_scheduler.recording.step.stored_tensors import (
@@ -35,7 +33,7 @@ from mock_scheduler.recording.step.stored_tensors import (
 )
 from mock_scheduler.recording.storage import ByteSource
 from mock_scheduler.support.digests import JSON, MAX_JSON_CONTAINERS, canonical_json, count_containers, open_sealed
-from mock_scheduler.support.tensor_bytes import dtype_name, find_dtype
+from mock_scheduler.support.raw_tensors import ITEM_SIZES, RawTensor, unknown_dtype_text
 
 STEP_FORMAT = "rollout-step"
 STEP_VERSION = 2
@@ -62,7 +60,7 @@ class StepHeader:
 
 
 def encode_tensors(
-    content: Mapping[str, JSON], tensors: Mapping[str, torch.Tensor], *, name: str
+    content: Mapping[str, JSON], tensors: Mapping[str, RawTensor], *, name: str
 ) -> tuple[tuple[bytes | memoryview, ...], str]:
     """The file in pieces, and its header's digest; the pieces are views of the tensors except for bool ones.
 
@@ -73,7 +71,7 @@ def encode_tensors(
     pieces = {tensor: stored_bytes(tensors[tensor]) for tensor in order}
     table: dict[str, JSON] = {
         tensor: {
-            "dtype": dtype_name(tensors[tensor].dtype),
+            "dtype": tensors[tensor].dtype,
             "shape": list(tensors[tensor].shape),
             "blocks": digest_blocks(pieces[tensor]),
         }
@@ -222,21 +220,19 @@ def _build_entries(table: Mapping[str, Any], *, source: str, start: int) -> dict
     return entries
 
 
-def _read_kind(tensor: str, item: object, source: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def _read_kind(tensor: str, item: object, source: str) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape of one entry of the tensor table, bounded so that no later product is large."""
     if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "blocks"} or not isinstance(item["shape"], list):
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: header entry cannot be read")
     dtype, shape = item["dtype"], item["shape"]
-    try:
-        found = find_dtype(dtype)
-    except ValueError as error:
-        raise RecordingError(f"{source}: tensor {tensor!r} {error}") from error
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        raise RecordingError(f"{source}: tensor {tensor!r} {unknown_dtype_text(dtype)}")
     if len(shape) > _MAX_DIMS or not set(map(type, shape)) <= {int} or min(shape, default=0) < 0:
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: shape is no list of up to {_MAX_DIMS} sizes")
     # Sizes of 0 do not hide the others: torch computes strides from those.
-    if math.prod([size or 1 for size in shape]) * found.itemsize > _MAX_TENSOR_BYTES:
+    if math.prod([size or 1 for size in shape]) * ITEM_SIZES[dtype] > _MAX_TENSOR_BYTES:
         raise CorruptRecordingError(f"{source}: tensor {tensor!r}: shape {shape} is over {_MAX_TENSOR_BYTES} bytes")
-    return found, tuple(shape)
+    return dtype, tuple(shape)
 
 
 def _render_header(metadata: str, entries: Mapping[str, TensorEntry]) -> bytes:
@@ -251,6 +247,6 @@ def _render_header(metadata: str, entries: Mapping[str, TensorEntry]) -> bytes:
     return text.ljust(-(-len(text) // 8) * 8)
 
 
-def _sort_key(tensor: str, dtype: torch.dtype) -> tuple[int, str]:
+def _sort_key(tensor: str, dtype: str) -> tuple[int, str]:
     # Widest first keeps every tensor aligned without gaps.
-    return -dtype.itemsize, tensor
+    return -ITEM_SIZES[dtype], tensor

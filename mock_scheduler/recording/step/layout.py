@@ -16,29 +16,28 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
 from mock_scheduler.batch.trajectory import RowKey, build_identities
 from mock_scheduler.support.digests import JSON, canonical_json
-from mock_scheduler.support.tensor_bytes import share_array
+from mock_scheduler.support.raw_tensors import RawTensor
 
-_DENSE: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {
-    "rewards": (torch.float32, ()),
-    "terminations": (torch.uint8, ()),
-    "prompt_lengths": (torch.int32, ()),
-    "prompt_digests": (torch.uint8, (32,)),
-    "identities": (torch.int64, (4,)),
-    "scheduler_index": (torch.int32, ()),
-    "tag_index": (torch.int32, ()),
+_DENSE: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "rewards": ("float32", ()),
+    "terminations": ("uint8", ()),
+    "prompt_lengths": ("int32", ()),
+    "prompt_digests": ("uint8", (32,)),
+    "identities": ("int64", (4,)),
+    "scheduler_index": ("int32", ()),
+    "tag_index": ("int32", ()),
 }
-_RAGGED: Mapping[str, tuple[torch.dtype, str]] = {
-    "tokens": (torch.int32, "row_offsets"),
-    "response_mask": (torch.bool, "row_offsets"),
-    "rollout_logprobs": (torch.float32, "response_offsets"),
-    "turn_rewards": (torch.float32, "turn_offsets"),
-    "policy_versions": (torch.int32, "turn_offsets"),
+_RAGGED: Mapping[str, tuple[str, str]] = {
+    "tokens": ("int32", "row_offsets"),
+    "response_mask": ("bool", "row_offsets"),
+    "rollout_logprobs": ("float32", "response_offsets"),
+    "turn_rewards": ("float32", "turn_offsets"),
+    "policy_versions": ("int32", "turn_offsets"),
 }
 #: The tensors that say which row is which: enough to order rows and to tell trajectories and groups.
 IDENTITY_TENSORS = ("identities", "scheduler_index")
@@ -64,7 +63,7 @@ class RowKeys:
     prompt_digests: tuple[str, ...]
 
 
-def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+def pack_batch(batch: RolloutBatch) -> tuple[dict[str, RawTensor], dict[str, JSON]]:
     """The batch as tensors that share its memory, and as JSON for the rest; ``unpack_batch`` is the inverse."""
     # Texts are stored once, in sorted order, which does not depend on the rows' arrival.
     scheduler_ids = sorted({identity.scheduler_id for identity in batch.identities})
@@ -72,14 +71,16 @@ def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, 
     scheduler_index = {name: index for index, name in enumerate(scheduler_ids)}
     tag_index = {name: index for index, name in enumerate(tag_names)}
     digests = np.frombuffer(bytearray.fromhex("".join(batch.prompt_digests)), dtype=np.uint8)
-    tensors = batch.tensors()
-    tensors |= {
-        "response_offsets": torch.from_numpy(_response_offsets(batch.row_offsets.numpy(), batch.response_mask.numpy())),
-        "identities": torch.tensor([i.numbers for i in batch.identities], dtype=torch.int64).reshape(len(batch), 4),
-        "scheduler_index": torch.tensor([scheduler_index[i.scheduler_id] for i in batch.identities], dtype=torch.int32),
-        "tag_index": torch.tensor([tag_index[tag] for tag in batch.tags], dtype=torch.int32),
-        "prompt_digests": torch.from_numpy(digests).reshape(len(batch), 32),
+    core = batch.core_arrays()
+    arrays = {
+        **core,
+        "response_offsets": _response_offsets(core["row_offsets"], core["response_mask"]),
+        "identities": np.array([i.numbers for i in batch.identities], dtype=np.int64).reshape(len(batch), 4),
+        "scheduler_index": np.array([scheduler_index[i.scheduler_id] for i in batch.identities], dtype=np.int32),
+        "tag_index": np.array([tag_index[tag] for tag in batch.tags], dtype=np.int32),
+        "prompt_digests": digests.reshape(len(batch), 32),
     }
+    tensors = {name: RawTensor.of_array(array) for name, array in arrays.items()}
     extras: dict[str, JSON] = {}
     for name, column in batch.extras.items():
         extras[name] = _pack_extra(name, column, tensors)
@@ -96,23 +97,23 @@ def pack_batch(batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, 
     return tensors, content
 
 
-def _pack_extra(name: str, column: Column, tensors: dict[str, torch.Tensor]) -> str:
+def _pack_extra(name: str, column: Column, tensors: dict[str, RawTensor]) -> str:
     """Adds the column's tensors and returns its kind: ``dense``, ``ragged`` or ``json``."""
     if isinstance(column, TensorColumn):
-        tensors[f"extras/{name}"] = column.values
-        if column.offsets is None:
+        tensors[f"extras/{name}"] = column.raw
+        if column.bounds is None:
             return "dense"
-        tensors[f"extras/{name}#offsets"] = column.offsets
+        tensors[f"extras/{name}#offsets"] = RawTensor.of_array(column.bounds)
         return "ragged"
     # Canonical, so that equal values are equal bytes, whatever the order of their keys.
     texts = [canonical_json(item).encode("ascii") for item in column.items]
-    tensors[f"extras/{name}"] = torch.from_numpy(np.frombuffer(bytearray(b"".join(texts)), dtype=np.uint8))
+    tensors[f"extras/{name}"] = RawTensor.of_array(np.frombuffer(b"".join(texts), dtype=np.uint8))
     sizes = np.array([0, *(len(text) for text in texts)], dtype=np.int64)
-    tensors[f"extras/{name}#offsets"] = torch.from_numpy(sizes.cumsum())
+    tensors[f"extras/{name}#offsets"] = RawTensor.of_array(sizes.cumsum())
     return "json"
 
 
-def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> StepLayout:
+def read_layout(content: Mapping[str, Any], kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> StepLayout:
     """Check that the tensors (name -> dtype and shape) fit the content's rows.
 
     Raises ``ValueError`` listing every tensor absent, unknown, or of another dtype or shape, and ``KeyError``
@@ -157,13 +158,13 @@ def _check_content(content: Mapping[str, Any]) -> None:
     SamplingParams(**content["sampling"])
 
 
-def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
+def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
     expected = {*layout.columns, *layout.offsets}
     problems = [f"tensor {name!r} is missing" for name in sorted(expected - set(kinds))]
     problems += [f"tensor {name!r} is not expected" for name in sorted(set(kinds) - expected)]
     for name, (dtype, shape) in kinds.items():
         if name in layout.offsets:
-            is_right = (dtype, shape) == (torch.int64, (layout.num_rows + 1,))
+            is_right = (dtype, shape) == ("int64", (layout.num_rows + 1,))
         elif name in _DENSE:
             is_right = (dtype, shape) == (_DENSE[name][0], (layout.num_rows, *_DENSE[name][1]))
         elif name in _RAGGED:
@@ -171,7 +172,7 @@ def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[torch.dtype, 
         else:
             is_right = len(shape) >= 1 and (layout.columns.get(name) is not None or shape[0] == layout.num_rows)
             if is_right and name not in layout.extra_values:  # the text of a JSON column
-                is_right = dtype == torch.uint8 and len(shape) == 1
+                is_right = dtype == "uint8" and len(shape) == 1
         if not is_right:
             problems.append(f"tensor {name!r} is {dtype} {list(shape)}, which does not fit {layout.num_rows} rows")
     return problems
@@ -179,7 +180,7 @@ def _layout_problems(layout: StepLayout, kinds: Mapping[str, tuple[torch.dtype, 
 
 def unpack_batch(
     arrays: Mapping[str, npt.NDArray[Any]],
-    extra_values: Mapping[str, torch.Tensor],
+    extra_values: Mapping[str, RawTensor],
     content: Mapping[str, Any],
     *,
     group_size: int | None,
@@ -191,7 +192,6 @@ def unpack_batch(
     are no batch.
     """
     tags = content["tags"]
-    core = {name: share_array(arrays[name]) for name in TENSOR_FIELDS}
     batch = RolloutBatch._restored(
         identities=_unpack_identities(arrays, content["scheduler_ids"]),
         prompt_digests=_unpack_digests(arrays["prompt_digests"]),
@@ -200,7 +200,7 @@ def unpack_batch(
         group_size=group_size,
         extras={name: _unpack_extra(name, kind, arrays, extra_values) for name, kind in content["extras"].items()},
         meta=content["meta"],
-        **core,
+        **{name: arrays[name] for name in TENSOR_FIELDS},
     )
     # The batch derives these from the mask, while a load of some rows relies on them.
     if not np.array_equal(
@@ -235,13 +235,13 @@ def _unpack_digests(digests: npt.NDArray[np.uint8]) -> tuple[str, ...]:
 
 
 def _unpack_extra(
-    name: str, kind: str, arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, torch.Tensor]
+    name: str, kind: str, arrays: Mapping[str, npt.NDArray[Any]], values: Mapping[str, RawTensor]
 ) -> Column:
     if kind == "dense":
-        return TensorColumn(values=values[f"extras/{name}"])
+        return TensorColumn.of_given(values[f"extras/{name}"])
     offsets = arrays[f"extras/{name}#offsets"]
     if kind == "ragged":
-        return TensorColumn(values=values[f"extras/{name}"], offsets=torch.from_numpy(offsets))
+        return TensorColumn.of_given(values[f"extras/{name}"], offsets)
     text, bounds = arrays[f"extras/{name}"].tobytes(), offsets.tolist()
     # All rows in one go: a call per row would cost more than reading the rest of the step.
     items = json.loads(b"[" + b",".join([text[a:b] for a, b in pairwise(bounds)]) + b"]")

@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import BatchError, CorruptRecordingError, RecordingError
@@ -35,11 +34,11 @@ from mock_scheduler.recording.step.layout import (
     unpack_keys,
 )
 from mock_scheduler.recording.step.step_info import StepInfo
-from mock_scheduler.recording.step.stored_tensors import BlockReader, TensorRange, view_array, view_tensor
+from mock_scheduler.recording.step.stored_tensors import BlockReader, TensorRange, view_array, view_raw
 from mock_scheduler.recording.storage import ByteSource
 from mock_scheduler.recording.storage.byte_sources import MemorySource
 from mock_scheduler.support.digests import JSON
-from mock_scheduler.support.tensor_bytes import dtype_name
+from mock_scheduler.support.raw_tensors import RawTensor
 
 StepBuffer: TypeAlias = "bytes | bytearray | memoryview | mmap"
 _MAX_KEPT_HEAD_BYTES = 64 * 2**10
@@ -164,7 +163,7 @@ class StepFile:
         """Returns extra -> its kind, dtype and shape of an entry: equal in all shards with rows."""
         entries = {name: self._header.entries[f"extras/{name}"] for name in self._content["extras"]}
         return {
-            name: [kind, dtype_name(entries[name].dtype), list(entries[name].shape[1:])]
+            name: [kind, entries[name].dtype, list(entries[name].shape[1:])]
             for name, kind in self._content["extras"].items()
         }
 
@@ -188,7 +187,7 @@ class StepFile:
         """
         batch = self.load()
         with _as_corrupt(self.name):
-            replace(batch)
+            batch.check_again()
 
     def read_keys(self) -> RowKeys:
         """The identities and prompts of all rows, without their tokens; raises as ``load``."""
@@ -242,7 +241,7 @@ class StepFile:
         loaded = _Loaded({}, {})
         for name, part in wanted.items():
             if name in extra_values:
-                loaded.tensors[name] = view_tensor(views[name], entries[name], entries=part)
+                loaded.tensors[name] = view_raw(views[name], entries[name], entries=part)
             else:
                 loaded.arrays[name] = view_array(views[name], entries[name], entries=part)
         return loaded
@@ -266,10 +265,10 @@ class StepFile:
 
 
 class _Loaded(NamedTuple):
-    """Holds tensors read: the values of extras, of any dtype, as tensors, and all others as arrays, by name."""
+    """Holds tensors read: the values of extras, of any dtype, as bytes, and all others as arrays, by name."""
 
     arrays: dict[str, npt.NDArray[Any]]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, RawTensor]
 
 
 @lru_cache(maxsize=256)

@@ -18,44 +18,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from mock_scheduler.errors import CorruptRecordingError
 from mock_scheduler.recording.storage import ByteSource
-from mock_scheduler.support.tensor_bytes import as_bytes, dtype_name
+from mock_scheduler.support.raw_tensors import ITEM_SIZES, RawTensor
 
 BLOCK_BYTES = 64 * 2**10
 DIGEST_CHARS = 64
 
-_SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-}
-
-_NUMPY_DTYPES: Mapping[torch.dtype, type[np.generic]] = {
-    torch.float32: np.float32,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.uint8: np.uint8,
+_SAFETENSORS_DTYPES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
 }
 
 
 class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class takes several times as long
-    """A tensor of a step file. ``start`` and ``stop``: where its stored bytes lie in the file; ``blocks``: the SHA-256
-    (hex) of its blocks, one after another."""
+    """A tensor of a step file. ``dtype``: torch's name of it; ``start`` and ``stop``: where its stored bytes lie in the
+    file; ``blocks``: the SHA-256 (hex) of its blocks, one after another."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     blocks: str
     start: int
@@ -69,7 +61,7 @@ class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class
     @property
     def bits_per_entry(self) -> int:
         """Returns stored bits of one entry along the first dimension."""
-        return math.prod(self.shape[1:]) * (1 if self.dtype is torch.bool else 8 * self.dtype.itemsize)
+        return math.prod(self.shape[1:]) * (1 if self.dtype == "bool" else 8 * ITEM_SIZES[self.dtype])
 
     def byte_range(self, entries: range) -> tuple[int, int]:
         """Returns the tensor's bytes holding these entries along the first dimension, as start and stop."""
@@ -77,50 +69,48 @@ class TensorEntry(NamedTuple):  # every open makes some dozens, and a data class
         return entries.start * num_bits // 8, -(-entries.stop * num_bits // 8)
 
 
-def count_stored_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def count_stored_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """How many bytes a tensor takes in the file."""
     count = math.prod(shape)
-    return -(-count // 8) if dtype is torch.bool else count * dtype.itemsize
+    return -(-count // 8) if dtype == "bool" else count * ITEM_SIZES[dtype]
 
 
 def stored_form(entry: TensorEntry) -> tuple[str, str, list[int]]:
     """The name, dtype and shape that any safetensors reader sees."""
-    if entry.dtype is torch.bool:
+    if entry.dtype == "bool":
         return f"{entry.name}#bits", "U8", [entry.size_bytes]
     if entry.dtype in _SAFETENSORS_DTYPES:
         return entry.name, _SAFETENSORS_DTYPES[entry.dtype], list(entry.shape)
-    return f"{entry.name}#{dtype_name(entry.dtype)}", "U8", [*entry.shape, entry.dtype.itemsize]
+    return f"{entry.name}#{entry.dtype}", "U8", [*entry.shape, ITEM_SIZES[entry.dtype]]
 
 
-def stored_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes to store, as a view of the tensor where it is contiguous and not bool."""
-    if tensor.dtype is torch.bool:
+def stored_bytes(tensor: RawTensor) -> memoryview:
+    """The bytes to store, as a view of the tensor where it is not bool."""
+    if tensor.dtype == "bool":
         # Little endian, as the format says: bit i of a byte is element i.
-        return np.packbits(tensor.detach().numpy().reshape(-1), bitorder="little").data
-    return as_bytes(tensor.detach()).numpy().data
+        return np.packbits(tensor.content, bitorder="little").data
+    return tensor.content.data
+
+
+def view_raw(data: memoryview, entry: TensorEntry, *, entries: range | None = None) -> RawTensor:
+    """The tensor, or ``entries`` of it along the first dimension, from its ``byte_range``: a view, except for bool."""
+    shape = entry.shape if entries is None else (len(entries), *entry.shape[1:])
+    content = np.frombuffer(data, dtype=np.uint8) if data else np.empty(0, dtype=np.uint8)
+    if entry.dtype == "bool":
+        # The first entry may begin inside a byte.
+        skipped = 0 if entries is None else entries.start * entry.bits_per_entry % 8
+        content = np.unpackbits(content, count=skipped + math.prod(shape), bitorder="little")[skipped:]
+    return RawTensor(content, entry.dtype, shape)
 
 
 def view_array(data: memoryview, entry: TensorEntry, *, entries: range | None = None) -> npt.NDArray[Any]:
-    """``view_tensor`` as an array, of a dtype that NumPy has: for small tensors several times faster than a tensor."""
-    if entry.dtype is torch.bool or not data:
-        return view_tensor(data, entry, entries=entries).numpy()
-    array = np.frombuffer(data, dtype=_NUMPY_DTYPES[entry.dtype])
+    """``view_raw`` as an array, of a dtype that NumPy has."""
+    if entry.dtype == "bool" or not data:
+        array = view_raw(data, entry, entries=entries).array()
+        assert array is not None
+        return array
+    array = np.frombuffer(data, dtype=entry.dtype)
     return array if len(entry.shape) == 1 else array.reshape(-1, *entry.shape[1:])
-
-
-def view_tensor(data: memoryview, entry: TensorEntry, *, entries: range | None = None) -> torch.Tensor:
-    """The tensor, or ``entries`` of it along the first dimension, from its ``byte_range``: a view, except for bool."""
-    shape = entry.shape if entries is None else (len(entries), *entry.shape[1:])
-    count = math.prod(shape)
-    if count == 0:
-        return torch.empty(0, dtype=torch.uint8).view(entry.dtype).reshape(shape)
-    if entry.dtype is torch.bool:
-        # The first entry may begin inside a byte.
-        skipped = 0 if entries is None else entries.start * entry.bits_per_entry % 8
-        bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=skipped + count, bitorder="little")
-        return torch.from_numpy(bits[skipped:].view(np.bool_)).reshape(shape)
-    tensor = torch.frombuffer(data, dtype=entry.dtype)
-    return tensor if len(shape) == 1 else tensor.reshape(shape)
 
 
 class TensorRange(NamedTuple):  # every load makes some dozens, and a data class takes several times as long

@@ -199,7 +199,7 @@ FORGED_SAMPLING = {"temperature": "hot", "top_p": 1.0, "top_k": None, "logprobs_
         ),
         ({"meta": 1}, "meta is of type int"),
         ({"num_trajectories": 0}, "1 trajectories; its header says 0"),
-        ({"num_rows": 2}, "tensor 'rewards' is torch.float32 \\[1\\], which does not fit 2 rows"),
+        ({"num_rows": 2}, "tensor 'rewards' is float32 \\[1\\], which does not fit 2 rows"),
         ({"num_rows": "1"}, "'1' rows of 1 trajectories"),
         ({"extras": {"x": "json"}}, "tensor 'extras/x' is missing; tensor 'extras/x#offsets' is missing"),
         ({"extras": {"x": "pickle"}}, "extra 'x' is of kind 'pickle'"),
