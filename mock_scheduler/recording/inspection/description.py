@@ -1,7 +1,8 @@
 """Describes a recording and the content of its steps in numbers.
 
-Contract: every chosen step is read once, one at a time, its digests checked, and nothing of it is kept: a recording is
-described in the memory of one step however long it is. An unreadable step is listed with its error beside the others.
+Contract: every chosen step is read once, its digests checked, and nothing of it is kept: a recording is described in
+the memory of one step however long it is, or of a few where several are read at once. An unreadable step is listed with
+its error beside the others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from mock_scheduler.batch import RolloutBatch, Termination
 from mock_scheduler.batch.columns import column_kind
@@ -19,7 +22,8 @@ from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError
 from mock_scheduler.recording.inspection.histogram import Bar, NumberCounts, Spread
 from mock_scheduler.recording.paths import format_present
-from mock_scheduler.recording.reading.browse import FolderListing, list_recording, open_place
+from mock_scheduler.recording.reading.at_once import map_steps
+from mock_scheduler.recording.reading.browse import FolderListing, StepPlace, list_recording, open_place
 from mock_scheduler.recording.reading.reader import RecordingReader
 from mock_scheduler.recording.retention import load_retention
 from mock_scheduler.recording.step.step_info import StepInfo
@@ -95,14 +99,11 @@ def describe_recording(
     folders = []
     for listing in listings:
         statistics, described = RecordingStatistics(), []
-        for place in listing.chosen(steps):
-            try:
-                opened = open_place(reader, place)
-                batch, size_bytes = opened.load(), reader.storage.size_on_disk(place.name)
-            except MockSchedulerError as error:
-                problems.append(str(error))
+        for found in map_steps(reader.storage, partial(_read_step, reader), listing.chosen(steps)):
+            if isinstance(found, MockSchedulerError):
+                problems.append(str(found))
             else:
-                described.append(statistics.add(listing.folder, batch, opened.info, size_bytes=size_bytes))
+                described.append(statistics.add(listing.folder, found.batch, found.info, size_bytes=found.size_bytes))
             num_read += 1
             if on_step is not None:
                 on_step(num_read, num_chosen)
@@ -122,6 +123,22 @@ def describe_recording(
         ignored=tuple(text for listing in listings for text in (*listing.misnamed, *listing.ignored)),
         problems=tuple(problems),
     )
+
+
+class _StepRead(NamedTuple):
+    """A step, and its stored size."""
+
+    batch: RolloutBatch
+    info: StepInfo
+    size_bytes: int
+
+
+def _read_step(reader: RecordingReader, place: StepPlace) -> _StepRead | MockSchedulerError:
+    try:
+        opened = open_place(reader, place)
+        return _StepRead(opened.load(), opened.info, reader.storage.size_on_disk(place.name))
+    except MockSchedulerError as error:
+        return error
 
 
 def missing_text(reader: RecordingReader, steps: StepRanges) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from mock_scheduler.config.steps import StepRanges
 from mock_scheduler.errors import MockSchedulerError, StepNotFoundError, redact
 from mock_scheduler.recording.inspection.description import implausible_rows
 from mock_scheduler.recording.paths import format_present
+from mock_scheduler.recording.reading.at_once import map_steps
 from mock_scheduler.recording.reading.browse import FolderListing, StepPlace, list_recording, name_steps, open_place
 from mock_scheduler.recording.reading.open_step import open_step
 from mock_scheduler.recording.reading.reader import RecordingReader
@@ -56,10 +59,10 @@ def verify_recording(
     places = [place for listing in listings for place in listing.chosen(steps)]
     num_bytes = 0
     implausible: list[str] = []
-    for number, place in enumerate(places, start=1):
-        found = list(_step_problems(storage, reader, place, implausible))
-        num_bytes += 0 if found else storage.size_on_disk(place.name)
-        problems += found
+    for number, found in enumerate(map_steps(storage, partial(_verify_step, storage, reader), places), start=1):
+        num_bytes += found.num_bytes
+        problems += found.problems
+        implausible += found.implausible
         if on_step is not None:
             on_step(number, len(places))
     if not problems:
@@ -125,18 +128,24 @@ def _is_every_nth(listing: FolderListing) -> bool:
     return listing.folder.partition(".")[0] == "val" and len(distances) == 1
 
 
-def _step_problems(
-    storage: Storage, reader: RecordingReader | None, place: StepPlace, implausible: list[str]
-) -> Iterator[str]:
-    """Yields the errors of a step; data of a sound one that cannot be true, or seldom are, go to ``implausible``."""
+class _StepVerified(NamedTuple):
+    """``num_bytes``: of a sound step; ``implausible``: its data that cannot be true, or seldom are."""
+
+    num_bytes: int
+    problems: list[str]
+    implausible: list[str]
+
+
+def _verify_step(storage: Storage, reader: RecordingReader | None, place: StepPlace) -> _StepVerified:
     try:
         opened = open_step(storage, place.name) if reader is None else open_place(reader, place)
         opened.verify()
         findings = implausible_rows(opened.load(verify=False), opened.info)
-        implausible += [f"{place.folder} step {place.step}: {finding.describe()}" for finding in findings]
+        implausible = [f"{place.folder} step {place.step}: {finding.describe()}" for finding in findings]
+        return _StepVerified(storage.size_on_disk(place.name), [], implausible)
     except MockSchedulerError as error:
         by_shard = list(_shard_problems(storage, place)) if place.form == "shards" else []
-        yield from by_shard or [str(error)]
+        return _StepVerified(0, by_shard or [str(error)], [])
 
 
 def _shard_problems(storage: Storage, place: StepPlace) -> Iterator[str]:

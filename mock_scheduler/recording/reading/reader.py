@@ -11,10 +11,8 @@ then opened by the names that were listed, and all but one process may leave the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mock_scheduler.batch import RolloutBatch
 from mock_scheduler.errors import RecordingError, StepNotFoundError, redact
@@ -29,6 +27,7 @@ from mock_scheduler.recording.paths import (
     step_folder,
     step_stem,
 )
+from mock_scheduler.recording.reading.at_once import map_steps
 from mock_scheduler.recording.reading.open_step import OpenStep, compare_prompts, open_step
 from mock_scheduler.recording.retention import RetentionRecord, load_retention, replay_starts
 from mock_scheduler.recording.step.step_info import StepInfo
@@ -36,14 +35,9 @@ from mock_scheduler.recording.storage import open_storage
 from mock_scheduler.scheduler import RolloutRequest, RowShard
 from mock_scheduler.support.digests import canonical_json
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 #: How many steps of a plan are checked before a run begins: all of a shorter plan, half of them from either end of a
 #: longer one, so that a run over 100,000 steps begins as soon as one over 1,000.
 MOST_CHECKED = 256
-#: How many are read at once from where each answer takes a round trip; each is in memory as a whole.
-_NUM_READERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +173,7 @@ class RecordingReader:
                 step.load(shard)
             return step.num_bytes_read
 
-        return sum(self._map(check, checked))
+        return sum(map_steps(self.storage, check, checked))
 
     def check_present(self, requests: Sequence[RolloutRequest]) -> None:
         """Look, with one listing per folder, whether all steps are there, each in one form; remember where they lie.
@@ -202,17 +196,10 @@ class RecordingReader:
             # As most lie; the listing to come finds those that lie there in two forms.
             return self.storage.exists(file_name(request_name(request))) or self.has_step(request)
 
-        found = self._map(is_present, requests)
+        found = list(map_steps(self.storage, is_present, requests))
         missing = [request for request, is_there in zip(requests, found, strict=True) if not is_there]
         if missing:
             raise StepNotFoundError(self._missing_text(missing))
-
-    def _map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Applies a function that reads, to several items at once where each answer takes a round trip."""
-        if not self.storage.is_remote:
-            return list(map(function, items))
-        with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="rollout-check") as pool:
-            return list(pool.map(function, items))
 
     def _possible_names(self, request: RolloutRequest) -> Iterator[str]:
         """Gives where the step was when it was listed, and then where it is now."""
