@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.distributed import distributed_c10d
 
 from mock_scheduler.config.layout import ParallelConfig
@@ -150,10 +153,14 @@ def leave_layout() -> None:
 
     Models of the layout end with it. Megatron only forgets its groups; each of gloo's has threads, one of them wakes a
     hundred times a second, until nothing knows the group any more. A model in ``DistributedDataParallel`` would know it
-    for good: the wrapper's gradient hooks hold it in a cycle through autograd's nodes, invisible to Python.
+    for good: the wrapper's gradient hooks hold it in a cycle through autograd's nodes, invisible to Python, as do the
+    weights of experts that a dispatcher keeps of its last pass. So would a position embedding, whose results Megatron
+    keeps by the module that computed them (``lru_cache``).
     """
-    for wrapper in [item for item in gc.get_objects() if type(item) is DistributedDataParallel]:
-        wrapper.__dict__.clear()
+    for holder in [item for item in gc.get_objects() if isinstance(item, DistributedDataParallel | MoETokenDispatcher)]:
+        holder.__dict__.clear()
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
     parallel_state.destroy_model_parallel()
     world = dist.group.WORLD
     for group in [group for group in distributed_c10d._world.pg_map if group is not world]:

@@ -54,7 +54,7 @@ def forge_tensor(tensors: Tensors, rng: random.Random) -> str:
         data = (rng.choice(values) * (len(data) // width + 1))[: len(data)]
     if name in tensors:
         if dtype in DTYPES:
-            needed = count_stored_bytes(DTYPES[dtype], tuple(shape))
+            needed = count_stored_bytes(dtype, tuple(shape))
             data = (data + bytes(min(needed, 10**6)))[:needed] if needed < 10**6 else data
         tensors[name] = [dtype, shape, data]
     return f"tensor {name}, way {action}"

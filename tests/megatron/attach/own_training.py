@@ -34,6 +34,7 @@ from mock_scheduler import megatron
 from mock_scheduler.config.instruments import AttachedRun
 from mock_scheduler.launch.process_group import join_process_group
 from mock_scheduler.megatron.host_device import use_host_device
+from pipelines.megatron.process_of_rank import leave_layout
 from tests.megatron.callback_loops import FILE_VARIABLE, start_loop
 
 VOCAB, WIDTH, NUM_ROWS, NUM_STEPS = 64, 32, 4, 2
@@ -398,7 +399,10 @@ def main(folder: Path, names: list[str]) -> None:
         except SystemExit as end:
             code = end.code
         (folder / f"{name}.exit.{dist.get_rank()}").write_text(str(code), encoding="utf-8")
-        parallel_state.destroy_model_parallel()
+        if keys["last_step"] >= case.num_steps:  # it says so when the process ends, and has its model until then
+            parallel_state.destroy_model_parallel()
+        else:
+            leave_layout()
     dist.destroy_process_group()
 
 

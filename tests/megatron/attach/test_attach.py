@@ -27,7 +27,13 @@ ALONE = ("one", "again", "packed", "evaluated", "recomputed", "grouped", "sparse
 WORKERS = ("skyrl", "areal", "roll", "nemo_rl")
 LATER = ("later", "later-again", "resumed")
 ASKED = ("partial", "sketched", "recorded", "scaled", "grafted", "grafted-packed", "perturbed", "named")
-FAULTS_ALONE = ("stepped-twice", "wrong-layout", "ended-early", "too-few-ids", "too-many-ids")
+FAULTS_ALONE = (
+    "stepped-twice",
+    "wrong-layout",
+    "too-few-ids",
+    "too-many-ids",
+    "ended-early",
+)  # the last one to the end
 CALLED = ("called-lm", "called-bridge", "called-early")
 PAIRS = (
     "pp2",
