@@ -28,6 +28,7 @@ from mock_scheduler.batch.engine_columns import (
     SUPPORT_OFFSETS_COLUMN,
     VERSIONS_COLUMN,
 )
+from mock_scheduler.batch.offsets import count_before
 from mock_scheduler.errors import BatchError
 from mock_scheduler.support.digests import JSON
 from mock_scheduler.support.tensor_bytes import share_array
@@ -215,7 +216,7 @@ def _build_row(
 ) -> Trajectory:
     mask = np.array(row.response_mask, dtype=np.bool_)
     starts = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
-    firsts = np.concatenate([[0], mask.cumsum()])[starts]
+    firsts = count_before(mask)[starts]
     rewards = np.zeros(len(starts), dtype=np.float32)
     if len(starts):
         rewards[-1] = row.reward

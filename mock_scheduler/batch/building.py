@@ -12,7 +12,8 @@ import torch
 
 from mock_scheduler.batch.columns import Column, JsonColumn, Ragged, RowValue, TensorColumn, check_column_name
 from mock_scheduler.errors import BatchError
-from mock_scheduler.support.tensor_bytes import as_bytes, from_bytes, shape_text, tensor_problem
+from mock_scheduler.support.raw_tensors import RawTensor
+from mock_scheduler.support.tensor_bytes import shape_text, tensor_problem, to_raw
 
 
 def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
@@ -28,12 +29,12 @@ def build_column(name: str, row_values: Sequence[RowValue]) -> Column:
         tensors = [value for value in row_values if isinstance(value, torch.Tensor)]
         kinds = [shape_text(value) if isinstance(value, torch.Tensor) else None for value in row_values]
         _check_alike(name, row_values, kinds)
-        return TensorColumn(values=_stack([tensor[None] for tensor in tensors]))
+        return TensorColumn.of_given(RawTensor.join([to_raw(tensor[None]) for tensor in tensors]))
     if isinstance(first, Ragged):
         pieces = [value.values for value in row_values if isinstance(value, Ragged)]
         _check_alike(name, row_values, [_ragged_kind(v) if isinstance(v, Ragged) else None for v in row_values])
-        sizes = torch.tensor([0, *(len(piece) for piece in pieces)], dtype=torch.int64)
-        return TensorColumn(values=_stack(pieces), offsets=sizes.cumsum(0))
+        offsets = np.cumsum([0, *(len(piece) for piece in pieces)])
+        return TensorColumn.of_given(RawTensor.join([to_raw(piece) for piece in pieces]), offsets)
     _check_alike(name, row_values, [None if isinstance(v, torch.Tensor | Ragged) else "JSON" for v in row_values])
     column = JsonColumn(items=tuple(v for v in row_values if not isinstance(v, torch.Tensor | Ragged)))
     problems = column.problems(name, len(row_values))
@@ -62,14 +63,6 @@ def _check_alike(name: str, row_values: Sequence[RowValue], kinds: Sequence[str 
                 f"extra {name!r}: row 0 is {_describe(row_values[0])}, row {index} is {_describe(row_values[index])}; "
                 "all rows must be of one kind (wrap tensors whose first dimension varies in Ragged)"
             )
-
-
-def _stack(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenated along the first dimension, bit for bit; by bytes, since torch cannot join every dtype."""
-    first = pieces[0]
-    total = sum(len(piece) for piece in pieces)
-    joined = np.concatenate([as_bytes(piece).numpy() for piece in pieces])
-    return from_bytes(joined, first.dtype, (total, *first.shape[1:]))
 
 
 def _ragged_kind(value: Ragged) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.batch.columns import Column, JsonColumn, column_name_problem
+from mock_scheduler.batch.offsets import count_before
 from mock_scheduler.batch.trajectory import (
     GroupKey,
     RowKey,
@@ -209,7 +210,7 @@ def _mask_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
 def _finite_rule(arrays: _Arrays) -> Iterator[_RowProblem]:
     rollout_logprobs, turn_rewards, rewards = (arrays[n] for n in ("rollout_logprobs", "turn_rewards", "rewards"))
     if not np.isfinite(rollout_logprobs).all():
-        counts = np.concatenate([[0], arrays["response_mask"].cumsum()])
+        counts = count_before(arrays["response_mask"])
         for row, values in _flagged(rollout_logprobs, ~np.isfinite(rollout_logprobs), counts[arrays["row_offsets"]]):
             yield row, f"rollout_logprobs is not finite: {_list_some(values)}"
     if np.isfinite(rewards).all() and np.isfinite(turn_rewards).all():

@@ -67,7 +67,7 @@ class TensorColumn(PickledByBuffers):
 
     def __len__(self) -> int:
         bounds = self.bounds
-        return self.raw.shape[0] if bounds is None else len(bounds) - 1
+        return len(bounds) - 1 if bounds is not None else int(given(self, "values").shape[0])
 
     def row(self, index: int) -> torch.Tensor | Ragged:
         """Returns the entry of one row, as a view."""
@@ -87,7 +87,7 @@ class TensorColumn(PickledByBuffers):
         """Returns all bytes, and the ``B + 1`` positions in them between rows."""
         raw, bounds = self.raw, self.bounds
         numbers = range(len(self) + 1) if bounds is None else bounds.tolist()
-        return raw.content, [number * raw.row_bytes for number in numbers]
+        return raw.content, [number * raw.entry_bytes for number in numbers]
 
     def select(self, rows: Sequence[int]) -> TensorColumn:
         """Returns the column of copies of the given rows' entries, in the order given."""
@@ -208,9 +208,7 @@ def join_columns(columns: Sequence[Column]) -> Column:
         return JsonColumn(
             items=tuple(item for column in columns if isinstance(column, JsonColumn) for item in column.items)
         )
-    raws = [column.raw for column in tensors]
-    content = np.concatenate([raw.content for raw in raws])
-    joined = RawTensor(content, raws[0].dtype, (sum(raw.shape[0] for raw in raws), *raws[0].shape[1:]))
+    joined = RawTensor.join([column.raw for column in tensors])
     sizes = [np.diff(column.bounds) for column in tensors if column.bounds is not None]
     return TensorColumn.of_given(joined, np.concatenate([[0], *sizes]).cumsum() if sizes else None)
 

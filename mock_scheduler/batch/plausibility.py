@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mock_scheduler.batch.columns import TensorColumn
+from mock_scheduler.batch.offsets import count_before
 from mock_scheduler.batch.rollout_batch import RolloutBatch
 from mock_scheduler.batch.trajectory import SampleIdentity
 from mock_scheduler.batch.versions import stated_versions, trajectory_index
@@ -189,7 +190,7 @@ def made_up_rows(batch: RolloutBatch) -> dict[int, float]:
     is_new[1:] = values[1:] != values[:-1]
     starts = offsets[:-1][lengths > 0]
     is_new[starts] = False
-    changes = np.diff(_count_before(is_new)[offsets])
+    changes = np.diff(count_before(is_new)[offsets])
     candidates = np.flatnonzero((changes == 0) & (lengths > 1))
     found: dict[int, float] = {}
     for value in np.unique(values[offsets[candidates]]).tolist():
@@ -209,11 +210,6 @@ def made_up_rows(batch: RolloutBatch) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-def _count_before(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Counts the flags before each place, and before the end."""
-    return np.concatenate([[0], flags.cumsum(dtype=np.int64)])
-
-
 def _is_even_choice(logprob: float) -> bool:
     if logprob >= 0:
         return False
@@ -225,7 +221,7 @@ def _is_even_choice(logprob: float) -> bool:
 def _made_up(batch: RolloutBatch) -> Iterator[Finding]:
     rows, valid = made_up_rows(batch), valid_logprobs(batch)
     if valid is not None:
-        missing = np.diff(_count_before(~valid)[batch.arrays["response_offsets"]])
+        missing = np.diff(count_before(~valid)[batch.arrays["response_offsets"]])
         rows = {row: value for row, value in rows.items() if not missing[row]}
     if rows:
         first, value = next(iter(rows.items()))

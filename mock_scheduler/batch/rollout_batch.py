@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from mock_scheduler.batch.checks import (
 from mock_scheduler.batch.columns import Column, TensorColumn, column_kind, copy_json, join_columns
 from mock_scheduler.batch.engine_columns import RowSizes, engine_column_problems
 from mock_scheduler.batch.fields import as_array, copy_given, given, make_tensor, tensor_field
+from mock_scheduler.batch.offsets import compute_response_offsets
 from mock_scheduler.batch.pickled import PickledByBuffers
 from mock_scheduler.batch.row_digests import compute_prompt_digests, compute_row_digests
 from mock_scheduler.batch.trajectory import (
@@ -284,17 +285,11 @@ class RolloutBatch(PickledByBuffers):
 
     def with_group_size(self, group_size: int | None) -> RolloutBatch:
         """Returns the same rows, whose groups have another size; raises ``BatchError`` where one has not."""
-        fields = {name: given(self, name) for name in TENSOR_FIELDS}
-        return self._restored(
-            identities=self.identities,
-            prompt_digests=self.prompt_digests,
-            tags=self.tags,
-            sampling=self.sampling,
-            group_size=group_size,
-            extras=self.extras,
-            meta=self.meta,
-            **fields,
-        )
+        return self._restored(**{**self._given(), "group_size": group_size})
+
+    def _given(self) -> dict[str, Any]:
+        """Returns the fields by name, tensors as they were given."""
+        return {item.name: given(self, item.name) for item in fields(self)}
 
     def __len__(self) -> int:
         return len(self.identities)
@@ -307,9 +302,7 @@ class RolloutBatch(PickledByBuffers):
         ``response_lengths`` and ``num_turns``.
         """
         core = self.core_arrays()
-        # NumPy's sum, since torch's waits for its threads, for milliseconds where the cores are busy.
-        counts = np.concatenate([[0], core["response_mask"].cumsum(dtype=np.int64)])
-        response_offsets = counts[core["row_offsets"]]
+        response_offsets = compute_response_offsets(core["row_offsets"], core["response_mask"])
         return {
             **core,
             "lengths": np.diff(core["row_offsets"]),
@@ -321,17 +314,17 @@ class RolloutBatch(PickledByBuffers):
     @property
     def lengths(self) -> torch.Tensor:
         """Returns tokens per row, int64 ``[B]``."""
-        return make_tensor(self.arrays["lengths"])
+        return make_tensor(self.arrays["lengths"].copy())
 
     @property
     def response_offsets(self) -> torch.Tensor:
         """Returns the start of each row's logprobs, int64 ``[B + 1]``."""
-        return make_tensor(self.arrays["response_offsets"])
+        return make_tensor(self.arrays["response_offsets"].copy())
 
     @property
     def response_lengths(self) -> torch.Tensor:
         """Returns response tokens per row, int64 ``[B]``."""
-        return make_tensor(self.arrays["response_lengths"])
+        return make_tensor(self.arrays["response_lengths"].copy())
 
     @property
     def group_index(self) -> torch.Tensor:
@@ -420,31 +413,26 @@ class RolloutBatch(PickledByBuffers):
         if any(later <= earlier for earlier, later in pairwise(rows)) or not all(0 <= r < len(self) for r in rows):
             raise BatchError(f"select: rows {list(rows)} are not strictly increasing numbers of 0 to {len(self) - 1}")
         chosen = {name: column.select(rows) for name, column in self._core_columns().items()}
-        return RolloutBatch._unchecked(
-            identities=tuple(self.identities[r] for r in rows),
-            row_offsets=chosen["tokens"].bounds,
-            turn_offsets=chosen["turn_rewards"].bounds,
-            prompt_digests=tuple(self.prompt_digests[r] for r in rows),
-            tags=tuple(self.tags[r] for r in rows),
-            sampling=self.sampling,
-            group_size=None,
-            extras={name: column.select(rows) for name, column in self.extras.items()},
-            meta=self.meta,
+        own = {
+            "identities": tuple(self.identities[r] for r in rows),
+            "row_offsets": chosen["tokens"].bounds,
+            "turn_offsets": chosen["turn_rewards"].bounds,
+            "prompt_digests": tuple(self.prompt_digests[r] for r in rows),
+            "tags": tuple(self.tags[r] for r in rows),
+            "group_size": None,
+            "extras": {name: column.select(rows) for name, column in self.extras.items()},
             **{name: column.raw.array() for name, column in chosen.items()},
-        )
+        }
+        return RolloutBatch._unchecked(**{**self._given(), **own})
 
     def copy(self) -> RolloutBatch:
         """Returns an equal batch with its own memory."""
-        return RolloutBatch._unchecked(
-            identities=self.identities,
-            prompt_digests=self.prompt_digests,
-            tags=self.tags,
-            sampling=self.sampling,
-            group_size=self.group_size,
-            extras={name: column.copy() for name, column in self.extras.items()},
-            meta={name: copy_json(value) for name, value in self.meta.items()},
+        own = {
+            "extras": {name: column.copy() for name, column in self.extras.items()},
+            "meta": {name: copy_json(value) for name, value in self.meta.items()},
             **{name: copy_given(given(self, name)) for name in TENSOR_FIELDS},
-        )
+        }
+        return RolloutBatch._unchecked(**{**self._given(), **own})
 
     def _core_columns(self) -> dict[str, TensorColumn]:
         """Returns every core tensor but the offsets, as a column."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from mock_scheduler.batch.columns import TensorColumn
 from mock_scheduler.batch.engine_columns import VERSIONS_COLUMN
+from mock_scheduler.batch.offsets import count_before
 from mock_scheduler.batch.rollout_batch import RolloutBatch
 
 
@@ -90,7 +91,7 @@ class TokenTurns:
         first_tokens = offsets[:-1]
         is_filled = first_tokens < len(mask)
         starts[first_tokens[is_filled]] = mask[first_tokens[is_filled]]
-        before = np.concatenate(([0], starts.cumsum(dtype=np.int64)))
+        before = count_before(starts)
         return before, before[first_tokens], np.diff(before[offsets])
 
 

@@ -289,13 +289,9 @@ def _link_or_copy(path: Path, target: Path) -> None:
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
     """Turns a client's errors into ``TraceError``."""
-    from mock_scheduler.support.object_stores import client_errors
+    from mock_scheduler.support.object_stores import client_errors, explain_client_error
 
     try:
         yield
     except client_errors() as error:
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise TraceError(
-            f"cannot read {url}: {reason}. Check the bucket, the credentials and the endpoint "
-            "(AWS_ENDPOINT_URL for S3), and the disk of this node"
-        ) from error
+        raise TraceError(f"cannot read {url}: {explain_client_error(error)}, and the disk of this node") from error

@@ -110,6 +110,12 @@ def client_errors() -> tuple[type[Exception], ...]:
     return (OSError, *(getattr(module, name) for module, name in loaded))
 
 
+def explain_client_error(error: Exception) -> str:
+    """Says what a client raised, and what to look at; without a full stop."""
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{reason}. Check the bucket, the credentials and the endpoint (AWS_ENDPOINT_URL for S3)"
+
+
 def client_code(error: BaseException) -> str | None:
     """Returns the code in the store's answer, for example ``PreconditionFailed``, where botocore tells it."""
     response = getattr(error.__cause__, "response", None)

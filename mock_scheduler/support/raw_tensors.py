@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +41,15 @@ class RawTensor(NamedTuple):
         """Shares the memory of an array, where that is contiguous."""
         return cls(np.ascontiguousarray(array).reshape(-1).view(np.uint8), array.dtype.name, array.shape)
 
+    @classmethod
+    def join(cls, raws: Sequence[RawTensor]) -> RawTensor:
+        """Copies several of one dtype and trailing shape one after another, along the first dimension."""
+        first = raws[0]
+        content = np.concatenate([raw.content for raw in raws])
+        return cls(content, first.dtype, (sum(raw.shape[0] for raw in raws), *first.shape[1:]))
+
     @property
-    def row_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         """Counts bytes of one entry along the first dimension."""
         return ITEM_SIZES[self.dtype] * math.prod(self.shape[1:])
 

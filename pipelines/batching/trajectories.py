@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mock_scheduler.batch import RolloutBatch
+from mock_scheduler.batch.offsets import count_before
 from mock_scheduler.batch.versions import trajectory_index
 
 
@@ -70,7 +71,7 @@ def find_turn_ends(batch: RolloutBatch) -> torch.Tensor:
     is_end = mask & ~np.append(mask[1:], False) if len(mask) else mask
     last_of_row = row_offsets[1:] - 1
     is_end[last_of_row] = mask[last_of_row]
-    num_runs = np.diff(np.concatenate(([0], is_end.cumsum(dtype=np.int64)))[row_offsets])
+    num_runs = np.diff(count_before(is_end)[row_offsets])
     is_told_apart = num_turns == num_runs
     _check_turns(batch, num_turns, num_runs, ~is_told_apart & (num_turns > 1) & (num_runs > 0))
     turn_ends = np.repeat(response_offsets[1:], num_turns)

@@ -21,6 +21,7 @@ from mock_scheduler.adapters.padded.fields import NativeFields, raise_problems
 from mock_scheduler.adapters.padded.layout import PaddedLayout, RowSpans, find_spans, gather, gather_by_token
 from mock_scheduler.batch import SampleIdentity, Termination
 from mock_scheduler.batch.columns import TensorColumn
+from mock_scheduler.batch.offsets import count_before
 from mock_scheduler.batch.row_digests import compute_prompt_digests
 from mock_scheduler.support.tensor_bytes import shape_text, share_array
 
@@ -90,7 +91,7 @@ class CoreReader:
         )
 
     def _by_response_token(self, values: npt.NDArray[np.int32]) -> TensorColumn:
-        counts: _Integers = np.concatenate([[0], self._mask.cumsum(dtype=np.int64)])
+        counts = count_before(self._mask)
         return TensorColumn(values=share_array(values), offsets=share_array(counts[self._offsets]))
 
     def _spans_with_splits(self, prompt_lengths: _Integers) -> RowSpans:
@@ -238,7 +239,7 @@ class CoreReader:
         name, tokens = self._layout.policy_versions, None
         if name is not None and name in self._fields.framed:
             tokens = self._gather(name)[self._mask]
-            firsts = np.concatenate([[0], self._mask.cumsum()])[starts]
+            firsts = count_before(self._mask)[starts]
             # The oldest: a turn is as stale as its stalest token.
             versions = np.minimum.reduceat(tokens, firsts) if len(firsts) else tokens[:0]
         elif name is not None and name in self._fields.dense and self._fields.dense[name].dim() == 1:

@@ -280,7 +280,7 @@ class RecordingStatistics:
 
 def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_bytes: int) -> StepStatistics:
     """One step in numbers; ``folder`` is its folder in the recording, like ``train``."""
-    duplicates, partial = batch.duplicate_rows(), _partial_groups(batch)
+    duplicates, partial_groups = batch.duplicate_rows(), _partial_groups(batch)
     arrays = batch.arrays
     versions = arrays["policy_versions"]
     return StepStatistics(
@@ -308,8 +308,8 @@ def describe_step(folder: str, batch: RolloutBatch, info: StepInfo, *, size_byte
         findings=tuple(finding.describe() for finding in implausible_rows(batch, info)),
         num_duplicate_rows=len(duplicates),
         duplicates=tuple(f"{row} repeats {earlier}" for row, earlier in duplicates[:_NUM_EXAMPLES]),
-        num_partial_groups=len(partial),
-        partial_groups=tuple(partial[:_NUM_EXAMPLES]),
+        num_partial_groups=len(partial_groups),
+        partial_groups=tuple(partial_groups[:_NUM_EXAMPLES]),
         extras={name: column_kind(column) for name, column in batch.extras.items()},
     )
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from mock_scheduler.batch import TENSOR_FIELDS, RolloutBatch, SampleIdentity, SamplingParams, sampling_as_json
 from mock_scheduler.batch.columns import Column, JsonColumn, TensorColumn
+from mock_scheduler.batch.offsets import compute_response_offsets
 from mock_scheduler.batch.trajectory import RowKey, build_identities
 from mock_scheduler.support.digests import JSON, canonical_json
 from mock_scheduler.support.raw_tensors import RawTensor
@@ -74,7 +75,7 @@ def pack_batch(batch: RolloutBatch) -> tuple[dict[str, RawTensor], dict[str, JSO
     core = batch.core_arrays()
     arrays = {
         **core,
-        "response_offsets": _response_offsets(core["row_offsets"], core["response_mask"]),
+        "response_offsets": compute_response_offsets(core["row_offsets"], core["response_mask"]),
         "identities": np.array([i.numbers for i in batch.identities], dtype=np.int64).reshape(len(batch), 4),
         "scheduler_index": np.array([scheduler_index[i.scheduler_id] for i in batch.identities], dtype=np.int32),
         "tag_index": np.array([tag_index[tag] for tag in batch.tags], dtype=np.int32),
@@ -204,20 +205,10 @@ def unpack_batch(
     )
     # The batch derives these from the mask, while a load of some rows relies on them.
     if not np.array_equal(
-        _response_offsets(arrays["row_offsets"], arrays["response_mask"]), arrays["response_offsets"]
+        compute_response_offsets(arrays["row_offsets"], arrays["response_mask"]), arrays["response_offsets"]
     ):
         raise ValueError("response_offsets are not those of response_mask")
     return batch
-
-
-def _response_offsets(row_offsets: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The start of each row's logprobs; no row is empty, as ``reduceat`` needs."""
-    offsets = np.zeros(len(row_offsets), dtype=np.int64)
-    if len(row_offsets) > 1:
-        # As bytes and in small integers where a row's sum fits, which NumPy adds up several times faster.
-        sums = np.int32 if len(mask) < 2**31 else np.int64
-        np.add.reduceat(mask.view(np.uint8), row_offsets[:-1], dtype=sums).cumsum(dtype=np.int64, out=offsets[1:])
-    return offsets
 
 
 def unpack_keys(arrays: Mapping[str, npt.NDArray[Any]], scheduler_ids: list[str]) -> RowKeys:

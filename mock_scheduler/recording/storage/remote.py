@@ -31,7 +31,14 @@ from mock_scheduler.recording.storage.byte_sources import (
 from mock_scheduler.recording.storage.object_source import FIRST_BYTES, KeptRanges, ObjectSource
 from mock_scheduler.support.files import Buffer
 from mock_scheduler.support.node_cache import open_cache
-from mock_scheduler.support.object_stores import StoredObject, client_code, client_errors, connect, list_folder
+from mock_scheduler.support.object_stores import (
+    StoredObject,
+    client_code,
+    client_errors,
+    connect,
+    explain_client_error,
+    list_folder,
+)
 from mock_scheduler.support.threads import PerProcess
 
 #: Protocols whose stores make an object whole and only where its name is free. ``check_writable`` tries it out.
@@ -281,8 +288,6 @@ class FsspecStorage:
 
     def _error(self, error: Exception, name: str, what: str, size_bytes: int | None) -> RecordingError:
         size = "" if size_bytes is None else f" ({size_bytes} bytes)"
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return RecordingError(
-            f"{what} {self.path(name)}{size}: {reason}. Check the bucket, the credentials and the endpoint "
-            "(AWS_ENDPOINT_URL for S3), or set another rollout_mock.dump_dir."
+            f"{what} {self.path(name)}{size}: {explain_client_error(error)}, or set another rollout_mock.dump_dir."
         )
