@@ -95,6 +95,8 @@ def open_cache() -> NodeCache | None:
         return None
     try:
         return NodeCache(find_folder(), limit_bytes=limit_bytes)
+    except ForeignFileError:
+        raise
     except OSError as error:
         raise ConfigError(f"{error}; name another one by {FOLDER_VARIABLE}, or set {LIMIT_VARIABLE}=0") from error
 

@@ -169,6 +169,8 @@ def test_the_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "made").chmod(0o777)
     with pytest.raises(ForeignFileError, match="not a folder that this user alone may write to; name another one by"):
         find_folder()
+    with pytest.raises(ForeignFileError, match=f"may write to; name another one by {FOLDER_VARIABLE}$"):
+        open_cache()
 
 
 def test_of_a_limit_of_nothing_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
